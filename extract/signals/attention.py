@@ -40,6 +40,7 @@ from beatrice.extract.backbone.layout import (
 from beatrice.extract.signals.batch import to_device
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.span_sums import (
+    Attention,
     AttentionCall,
     AttentionMap,
     row_chunks,
@@ -62,27 +63,16 @@ class AttentionReading(abc.ABC):
     def __init__(
         self, n_tokens: int, attention_layers: tuple[int, ...], budget: int
     ) -> None:
-        """Begin a reading.
+        """Begin a batch that is padded to so many tokens.
 
-        Args:
-          n_tokens: of the padded batch.
-          attention_layers: layers that have an attention matrix, in order.
-          budget: most attention weights alive at once; bounds the chunk of rows.
+        `budget` is the most attention weights that are alive at once.
         """
         self.n_tokens, self.budget = n_tokens, budget
         self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
 
-    def is_map(self, output: Any) -> bool:
-        """Return whether something a module returned is a map of this batch."""
-        is_tensor = isinstance(output, torch.Tensor) and output.ndim == 4
-        return is_tensor and output.shape[-2:] == (self.n_tokens, self.n_tokens)
-
     @abc.abstractmethod
     def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, torch.Tensor | None]:
         """Return what is kept of a layer, and the attention output of `self.rows`.
 
@@ -90,18 +80,23 @@ class AttentionReading(abc.ABC):
         """
 
     def read(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Read one layer; return the attention output that `reduce` gives."""
+        """Read one layer; return the attention output that `reduce` gives.
+
+        In half precision, and on a GPU, the fused kernel's own rounding is the model's,
+        and rows are not attended with the weights that were read.
+        """
         if layer not in self.layers or self.layers[layer] is not None:
             raise ValueError(
                 f"unknown residual layout: layer {layer} attended "
                 f"{'twice' if layer in self.layers else 'unexpectedly'}; expected "
                 f"each of the layers {tuple(self.layers)} once"
             )
+        if value is not None and (
+            value.dtype != torch.float32 or (value.is_cuda and not self.attends_on_gpus)
+        ):
+            value = None
         self.layers[layer], attended = self.reduce(layer, call, value)
         return attended
 
@@ -128,17 +123,14 @@ class CallReading(AttentionReading):
         n_tokens: int,
         attention_layers: tuple[int, ...],
         budget: int,
-        see: Callable[[int, AttentionCall | AttentionMap], Any],
+        see: Callable[[int, Attention], Any],
     ) -> None:
         """Begin a reading; `see` is given a layer's index and call."""
         super().__init__(n_tokens, attention_layers, budget)
         self._see = see
 
     def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, None]:
         """Return what the function returns; True stands for None."""
         seen = self._see(layer, call)
@@ -155,14 +147,10 @@ class SpanReading(AttentionReading):
         attention_layers: tuple[int, ...],
         budget: int,
     ) -> None:
-        """Begin a reading.
+        """Begin a padded batch of ids `[n_examples, n_tokens]`, on the model's device.
 
-        Args:
-          spans: `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
-            context < question < answer.
-          ids: `[n_examples, n_tokens]`, the padded batch where the model computes.
-          attention_layers: as in `AttentionReading`.
-          budget: likewise.
+        Spans are `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
+        context < question < answer.
         """
         n_tokens = ids.shape[1]
         positions = torch.arange(n_tokens)
@@ -175,10 +163,7 @@ class SpanReading(AttentionReading):
         super().__init__(n_tokens, attention_layers, budget)
 
     def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return entropies and masses between spans, see `span_readings`."""
         return span_readings(call, self.members, self.rows, self.budget, value)
@@ -282,15 +267,6 @@ def _selected(
     return is_selected & (keys <= keys[:, None] if mask is None else mask)
 
 
-def _is_shared(reading: AttentionReading, query: torch.Tensor) -> bool:
-    """Return whether rows may be attended with the weights that were read.
-
-    In half precision, and on a GPU, the fused kernel's own rounding is the model's.
-    """
-    is_here = reading.attends_on_gpus or not query.is_cuda
-    return is_here and query.dtype == torch.float32
-
-
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -310,8 +286,7 @@ def _attend(
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading = _active.get()
     layer: Any = module.layer_idx
-    is_shared = _is_shared(reading, query)
-    attended = reading.read(layer, call, value if is_shared else None)
+    attended = reading.read(layer, call, value)
     n_fused = query.shape[2] if attended is None else reading.rows[0]
     if n_fused == 0:
         return attended, None
@@ -401,10 +376,9 @@ class _CustomAttention(TorchFunctionMode):
                 "softmax attention, found bidirectional attention"
             )
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        call = AttentionCall(query, key, attn_mask, scaling, None)
         assert self.layer is not None  # an attention module is running
-        is_shared = _is_shared(self.reading, query)
-        return self.reading.read(self.layer, call, value if is_shared else None)
+        call = AttentionCall(query, key, attn_mask, scaling, None)
+        return self.reading.read(self.layer, call, value)
 
     @contextlib.contextmanager
     def watching(self, layout: Layout) -> Iterator[None]:
@@ -412,11 +386,8 @@ class _CustomAttention(TorchFunctionMode):
             for index in layout.attention_layers:
                 mixer = layout.layers[index].mixer
                 before = functools.partial(self._before, index)
-                for handle in (
-                    mixer.register_forward_pre_hook(before),
-                    mixer.register_forward_hook(self._after),
-                ):
-                    handles.callback(handle.remove)
+                handles.enter_context(mixer.register_forward_pre_hook(before))
+                handles.enter_context(mixer.register_forward_hook(self._after))
             yield
 
     def _before(self, index: int, module: Any, inputs: Any) -> None:
@@ -427,8 +398,9 @@ class _CustomAttention(TorchFunctionMode):
         assert index is not None  # its module ran
         if self.reading.layers[index] is not None or not isinstance(output, tuple):
             return output
+        square = (self.reading.n_tokens,) * 2
         for at, item in enumerate(output):
-            if self.reading.is_map(item):
+            if isinstance(item, torch.Tensor) and item.shape[2:] == square:
                 self.reading.read(index, AttentionMap(item), None)
                 return (*output[:at], None, *output[at + 1 :])
         return output
@@ -445,16 +417,12 @@ def attend_alone(
     The module asks for an attention function, and has a config of its own. Returns what
     it puts out, `[n_examples, n_tokens, d_model]`.
     """
-    if reading is None:
+    with contextlib.ExitStack() as stack:
+        if reading is not None:
+            config: Any = mixer.config
+            config._attn_implementation = NAME
+            stack.callback(_active.reset, _active.set(reading))
         output = mixer(*args, **kwargs)
-    else:
-        config: Any = mixer.config
-        config._attn_implementation = NAME
-        token = _active.set(reading)
-        try:
-            output = mixer(*args, **kwargs)
-        finally:
-            _active.reset(token)
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -469,7 +437,7 @@ def run_decoder(
     """Run a decoder once, watched or not.
 
     Args:
-      layout: the model's modules.
+      layout: of the model.
       ids: `[n_examples, n_tokens]` int64 on the model's device.
       on_layer: sees every layer, see `watch_layers`; None watches none.
       reading: sees the attention of this forward; None leaves it to the model.

@@ -19,11 +19,6 @@ import torch
 from beatrice.extract.run.console import Progress
 from beatrice.extract.signals.precision import exact_products
 
-# Of a GPU's memory, for the two float32 buffers of the largest chunk: 1.25 GiB of 80.
-_SHARE = 64
-_BYTES_PER_WEIGHT = 2 * 4
-_LEAST = 2**20
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingBudget:
@@ -114,11 +109,6 @@ class Halves:
     ) -> Iterator[tuple[list[int], Done]]:
         """Yield the parts of a batch in order, and what was done of each.
 
-        Args:
-          work: does some of the rows.
-          rows: of the batch, one at least.
-          n_tokens_of: tokens of a row.
-
         Raises:
           ValueError: a single row does not fit.
         """
@@ -163,7 +153,7 @@ def budget_for(device: torch.device) -> ReadingBudget:
     if device.type != "cuda":
         return ReadingBudget()
     n_bytes = torch.cuda.get_device_properties(device).total_memory
-    most = max(_LEAST, n_bytes // _SHARE // _BYTES_PER_WEIGHT)
+    most = max(2**20, n_bytes // 64 // (2 * 4))  # in two buffers of float32
     n_weights = 1 << (most.bit_length() - 1)
     n_tokens = 4096  # the head's weights are read once per chunk
     return ReadingBudget(

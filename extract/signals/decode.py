@@ -42,6 +42,7 @@ from beatrice.extract.signals.precision import exact_products, rounding_of
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
+    Attention,
     AttentionCall,
     AttentionMap,
     StepCalls,
@@ -75,34 +76,28 @@ class DecodeReading(AttentionReading):
         answer_span: AnswerSpan = "emitting",
         runs_last: bool = True,
     ) -> None:
-        """Make room for a batch.
+        """Make room for a batch of answers of at most `n_new` tokens.
 
-        Args:
-          reader: whose model writes, and which says what is kept.
-          prompts: their ids, and where context and question lie.
-          n_new: most tokens of an answer.
-          answer_span: see `sequence_of`.
-          runs_last: run the last token of an answer that is cut, which emits nothing
-            and is in no span, so that it has a row too.
+        `reader` says what is kept, and its model writes. By `runs_last` it runs the
+        last token of an answer that is cut, which emits nothing and is in no span, so
+        that it has a row too.
         """
         self.runs_last = runs_last
         self.answer_span: AnswerSpan = answer_span
-        self.reader, self._layout = reader, reader.backbone.layout
-        layout, budget = self._layout, reader.budget.n_attention_weights
-        super().__init__(0, layout.attention_layers, budget)
-        hidden_layers, hidden_spans = reader.hidden_layers, reader.hidden_spans
-        self._slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
+        self.reader, self._layout = reader, (layout := reader.backbone.layout)
+        super().__init__(0, layout.attention_layers, reader.budget.n_attention_weights)
+        self._slots = {entry: slot for slot, entry in enumerate(reader.hidden_layers)}
         device = layout.head.weight.device
         self._width, self._n_new = max(len(prompt.ids) for prompt in prompts), n_new
         n_rows, n_columns = len(prompts), self._width + n_new
         self._n_room = self._width + min(n_new, _N_ROOM)  # columns that are kept
         self._pads = [self._width - len(prompt.ids) for prompt in prompts]
         self._firsts = [first_read(prompt.context_span[0]) for prompt in prompts]
-        pairs = list(zip(self._pads, self._firsts, strict=True))
         # The first column that holds a token which is read.
-        self.n_unread = min(pad + first for pad, first in pairs)
+        self.n_unread = min(map(sum, zip(self._pads, self._firsts, strict=True)))
         self._answer = self._width - (answer_span == "emitting")
-        self._first_hidden = self._answer if hidden_spans == "answer" else self.n_unread
+        is_all = reader.hidden_spans == "all"
+        self._first_hidden = self.n_unread if is_all else self._answer
         ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
         self._members = self._members_of(prompts, n_columns).to(device)
@@ -111,7 +106,7 @@ class DecodeReading(AttentionReading):
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
         self._hidden: torch.Tensor | None = None  # [n_rows, n_room, n_kept, d_model]
         # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, ...]] = {}
         self._steps: dict[int, StepCalls] = {}  # by layer, of the same steps
         self._n_written = [0] * n_rows  # tokens of each answer that were run
 
@@ -138,27 +133,20 @@ class DecodeReading(AttentionReading):
 
         The first `n_cached` columns come out of a cache.
         """
-        self._begin_run(rows, n_cached)
-        with (
-            attending_through(self._layout, self),
-            watch_layers(self._layout, self._on_layer),
-            contextlib.ExitStack() as handles,
-        ):
-            for module, hook in (
-                (self._layout.decoder, self._after_decoder),
-                (self.reader.backbone.model, self._after_model),
-            ):
-                handles.callback(module.register_forward_hook(hook).remove)
-            yield
-        self._read_steps()
-
-    def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
         self.run_rows, self._live = list(rows), list(rows)
         # All rows are a view, which costs no copy.
         is_whole = len(rows) == len(self._pads)
         index = torch.tensor(rows, device=self._ids.device)
         self._index = slice(None) if is_whole else index
         self._begin_step(n_cached)
+        with (
+            attending_through(self._layout, self),
+            watch_layers(self._layout, self._on_layer),
+            self._layout.decoder.register_forward_hook(self._after_decoder),
+            self.reader.backbone.model.register_forward_hook(self._after_model),
+        ):
+            yield
+        self._read_steps()
 
     def _begin_step(self, n_cached: int) -> None:
         self._run_members: torch.Tensor | None = None
@@ -182,11 +170,8 @@ class DecodeReading(AttentionReading):
         self._resid = lengthened(self._resid, (0, 0, 0, n_more))
         if self._hidden is not None:
             self._hidden = lengthened(self._hidden, (0, 0, 0, 0, 0, n_more))
-        for layer, (row_sums, key_sums) in self._sums.items():
-            self._sums[layer] = (
-                lengthened(row_sums, (0, n_more)),
-                lengthened(key_sums, (0, n_more)),
-            )
+        for layer, sums in self._sums.items():
+            self._sums[layer] = tuple(lengthened(item, (0, n_more)) for item in sums)
 
     @property
     def _first(self) -> int:
@@ -199,10 +184,7 @@ class DecodeReading(AttentionReading):
         return slice(start, self._n_before + self._n_step - self.n_unread)
 
     def reduce(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[bool, torch.Tensor | None]:
         """Add one step of a layer to the sums between spans."""
         n_rows, n_heads, self._n_step = call.shape
@@ -215,10 +197,7 @@ class DecodeReading(AttentionReading):
             )
         if layer not in self._sums:
             shape = (2, len(self._pads), n_heads, 2, self._prob.shape[1])
-            self._sums[layer] = (
-                torch.zeros(shape, device=call.device),
-                torch.zeros(shape, device=call.device),
-            )
+            self._sums[layer] = torch.zeros((2, *shape), device=call.device).unbind()
         self.rows = (self._first, self._n_step)
         # What attends with these weights needs them now.
         is_now = self._n_step > 1 or self._first or value is not None
@@ -233,7 +212,7 @@ class DecodeReading(AttentionReading):
     def _add_sums(
         self,
         layer: int,
-        call: AttentionCall | AttentionMap,
+        call: Attention,
         n_before: int,
         value: torch.Tensor | None,
     ) -> torch.Tensor | None:
@@ -255,8 +234,7 @@ class DecodeReading(AttentionReading):
         columns = slice(n_before + first - self.n_unread, stop - self.n_unread)
         row_sums[:, self._index, ..., columns] = by_row[..., first:]
         n_skipped = max(0, self.n_unread - (stop - n_keys))
-        start = stop - n_keys + n_skipped - self.n_unread
-        at = slice(start, columns.stop)
+        at = slice(stop - n_keys + n_skipped - self.n_unread, columns.stop)
         key_sums[:, self._index, ..., at] += by_key[..., n_skipped:]
         return attended
 
@@ -337,9 +315,8 @@ class DecodeReading(AttentionReading):
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Read what had to wait for the next token.
 
-        Args:
-          ids: `[n_run_rows, n_columns]`, up to the tokens that were chosen now.
-          is_done: `[n_run_rows]`, rows whose later tokens are not of their answers.
+        Ids are `[n_run_rows, n_columns]`, up to those that were chosen now; of rows
+        that are done later tokens are not of their answers.
         """
         column = self._n_before + self._n_step - 1
         # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
@@ -352,8 +329,7 @@ class DecodeReading(AttentionReading):
         if column >= self._width:
             for row in self._live:
                 self._n_written[row] += 1
-        done = is_done.tolist()
-        places = zip(self.run_rows, done, strict=True)
+        places = zip(self.run_rows, is_done.tolist(), strict=True)
         self._live = [row for row, over in places if not over]
         if column + 1 < self._width + self._n_new - 1:
             self._members[self._live, 2, column + 1] = True
@@ -370,9 +346,8 @@ class DecodeReading(AttentionReading):
         """
         h_in, att, ffn = self._parts  # each [n_run_rows, n_layers, d_model]
         lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
-        scalars = residual.contribution_scalars(
-            LayerPass(0, h_in, att, ffn, h_in), lens
-        )
+        layers = LayerPass(0, h_in, att, ffn, h_in)
+        scalars = residual.contribution_scalars(layers, lens)
         if self._logits.dtype == torch.float32:
             prob = probability.scalars_of_logits(self._logits, targets)
         else:
@@ -434,11 +409,8 @@ class DecodeReading(AttentionReading):
         """Return what was read of every answer, had it ended before the last choice.
 
         The distribution behind its last token is known, and with it what is read of
-        that token where it emits the stop token.
-
-        Args:
-          answers: in the order of the prompts. One that is still written is without
-            the token that was chosen last, with the stop token that it ends in.
+        that token where it emits the stop token. An answer that is still written is
+        given without the token that was chosen last, with the stop token it ends in.
 
         Returns:
           As `signals`; of an answer that ended before, what was read of it. None too
@@ -706,16 +678,16 @@ def check_decoding(reader: SignalReader) -> str | None:
 
 
 def _why_undecodable(reader: SignalReader) -> str | None:
+    backbone = reader.backbone
     try:
         differences = decoding_differences(reader)
     except ValueError as error:
-        return f"{reader.backbone.name} cannot be read while it writes: {error}"
-    backbone = reader.backbone
+        return f"{backbone.name} cannot be read while it writes: {error}"
     tolerance = _TOLERANCE[rounding_of(backbone.dtype, backbone.device)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (
-                f"{reader.backbone.name} computes other states with its cache than "
+                f"{backbone.name} computes other states with its cache than "
                 f"without: {family} differ by {difference:.1e} of their norm (at most "
                 f"{tolerance:.0e})"
             )

@@ -19,7 +19,7 @@ import numpy as np
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import check_both_classes
-from beatrice.extract.records import Answer, Setting
+from beatrice.extract.records import Answer
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     check_answered,
@@ -64,13 +64,6 @@ from beatrice.extract.store.store import (
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Outline
 
-_BATCHES_PER_UNIT = 16
-_WANTED_UNITS = 16
-_UNIT_BYTES = 8 << 30
-_SHARD_BYTES = 128 << 20
-_FEWEST_ROWS = 256
-_WANTED_RANGES = 64
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtractConfig(StoreConfig):
@@ -112,15 +105,11 @@ def n_rows_of(n_tokens: int, bytes_per_token: Sequence[int]) -> int:
     """Choose the rows of a shard: a power of two, from the answers alone.
 
     As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
-    that workers share the load and an interruption costs little; at least 256.
-
-    Args:
-      n_tokens: of all answers, that are read.
-      bytes_per_token: of each family that is stored, on average.
+    that workers share the load and an interruption costs little; at least 256. Tokens
+    are all that are read, bytes those of each family that is stored, on average.
     """
-    widest = max(1, *bytes_per_token)
-    most = max(1, min(_SHARD_BYTES // widest, n_tokens // _WANTED_RANGES))
-    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
+    most = max(1, min((128 << 20) // max(1, *bytes_per_token), n_tokens // 64))
+    return max(256, 1 << (most.bit_length() - 1))
 
 
 def tokens_per_unit(
@@ -131,16 +120,11 @@ def tokens_per_unit(
     Sixteen batches' worth: sorted by length, they waste a few percent on padding. But
     few enough for 16 units (of at least one batch), so that workers share the load
     and an interruption costs little; and at most 8 GiB as they are stored, which
-    wait in the host's memory, see `run_plan`.
-
-    Args:
-      n_tokens: as in `n_rows_of`.
-      bytes_per_token: likewise.
-      tokens_per_batch: the budget of a batch.
+    wait in the host's memory, see `run_plan`. The others are as in `n_rows_of`.
     """
-    shared = max(tokens_per_batch, n_tokens // _WANTED_UNITS)
-    in_memory = _UNIT_BYTES // max(1, sum(bytes_per_token))
-    return min(_BATCHES_PER_UNIT * tokens_per_batch, shared, in_memory)
+    shared = max(tokens_per_batch, n_tokens // 16)
+    in_memory = (8 << 30) // max(1, sum(bytes_per_token))
+    return min(16 * tokens_per_batch, shared, in_memory)
 
 
 def _units(spec: StoreSpec, n_tokens: int, tokens_per_batch: int) -> tuple[Unit, ...]:
@@ -241,7 +225,6 @@ class _RangeRows:
     """The families of one range, as they are stored, filled answer by answer."""
 
     def __init__(self, spec: StoreSpec, range_id: int, names: Iterable[str]) -> None:
-        """Make room; `names` are of the families that are read."""
         self._spec, self._range_id = spec, range_id
         self.arrays: dict[str, np.ndarray] = {}
         for name, family in spec.families.items():
@@ -251,16 +234,8 @@ class _RangeRows:
         # By family, keys of answers with values that its type cannot hold.
         self._bad: dict[str, list[tuple[Any, Encoded]]] = {name: [] for name in names}
 
-    def put(self, example: int, reading: Any) -> None:
-        """Store the rows of an answer that each family has.
-
-        What is read of a family is of the last tokens `[n_rows, …]`, or of the stored
-        ones alone.
-        """
-        for name in self._bad:
-            self._put(name, example, np.asarray(getattr(reading, name)))
-
-    def _put(self, name: str, example: int, rows: np.ndarray) -> None:
+    def put(self, name: str, example: int, rows: np.ndarray) -> None:
+        """Store an answer's rows of a family: of the last tokens, or those stored."""
         spec = self._spec
         start, _ = spec.range_rows(self._range_id, name)
         first, last = spec.family_offsets(name)[example : example + 2] - start
@@ -333,11 +308,13 @@ def _read_unit(
     """
     edges, examples = plan.spec.range_examples, np.arange(len(plan.spec.keys))
     range_of = (np.searchsorted(edges, examples, "right") - 1).tolist()
-    rows = {r: _RangeRows(plan.spec, r, reader.shapes) for r in missing}
+    names = [*reader.shapes]
+    rows = {r: _RangeRows(plan.spec, r, names) for r in missing}
     needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
     for example, reading in read_batches(reader, sequences, needed):
-        if range_of[example] in rows:
-            rows[range_of[example]].put(example, reading)
+        if (of_range := rows.get(range_of[example])) is not None:
+            for name in names:
+                of_range.put(name, example, np.asarray(getattr(reading, name)))
             tick()
     for of_range in rows.values():
         of_range.check()
@@ -434,9 +411,7 @@ def extract(
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
 EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
-    "demo": _SMALL,
-    "few": _SMALL,
-    "smoke": _SMALL,
+    **dict.fromkeys(("demo", "few", "smoke"), _SMALL),
     "paper": ExtractConfig(),
 }
 
@@ -471,15 +446,12 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     Those that were read while they were written are taken from where they wait; the
     backbone is loaded for the others alone.
     """
-    backend = run.answers / "backend.json"
-    if not run.written.exists() or not backend.exists():
-        return _load_reader(run, config)
-    identity = read_json(backend, dict[str, Any], "restore it")
-    fingerprint = {
-        "model": identity.get("revision"),
-        "dtype": f"torch.{identity.get('dtype')}",
-    }
-    written = WrittenSignals.open(run.written, fingerprint, config)
+    backend, written = run.answers / "backend.json", None
+    if run.written.exists() and backend.exists():
+        identity = read_json(backend, dict[str, Any], "restore it")
+        dtype = f"torch.{identity.get('dtype')}"
+        fingerprint = {"model": identity.get("revision"), "dtype": dtype}
+        written = WrittenSignals.open(run.written, fingerprint, config)
     if written is None:
         return _load_reader(run, config)
     return ReadBefore(written, written, lambda: _load_reader(run, config))
@@ -510,9 +482,7 @@ def _extract(
     check_answered(run)
     if run.labels.exists():  # hours of signals that no detector could be trained on
         check_both_classes(read_examples(run), [*read_labels(run).values()])
-    answers: dict[Setting, list[Answer]] = {}
-    for setting in settings_of(run):
-        answers[setting] = read_answers(run, setting)
+    answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
     if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(
             f"{run.answers} has no answer {empty[0]}: no passage of any question fits "
@@ -566,10 +536,8 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     from beatrice.extract.backbone.loading import load_outline
 
     shapes = outline_shapes(load_outline(run.section("backbone", BackboneConfig).path))
-    sequences = [
-        sequence_of(answer, answer_span=config.answer_span)
-        for answer in read_answers(run)
-    ]
+    span = config.answer_span
+    sequences = [sequence_of(a, answer_span=span) for a in read_answers(run)]
     n_tokens = sum(len(sequence.ids) for sequence in sequences)
     n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
     n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))

@@ -55,7 +55,6 @@ _VALUE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e
 _PUSH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _LENGTHS = (11, 7)
 _LEAST_POSITIONS = 4  # a token in each span of either row
-_LONGEST_WINDOW = 1024
 _N_BEYOND = 3
 # Of a long row the last logits are compared; its first tokens are like those of a short
 # one.
@@ -80,7 +79,7 @@ def _window_of(backbone: Backbone) -> int | None:
     config = backbone.model.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size", "index_topk")
     windows = layer_values(config, *names)
-    longest = min(_LONGEST_WINDOW, (backbone.max_length or 2**62) - _N_BEYOND)
+    longest = min(1024, (backbone.max_length or 2**62) - _N_BEYOND)
     return min((w for w in windows if w <= longest), default=None)
 
 
@@ -248,19 +247,19 @@ class _Probe:
         Only there is its output matrix multiplied: logits of the whole batch would be
         gigabytes where vocabulary and window are large.
         """
-        handle = self.backbone.model.get_output_embeddings().register_forward_pre_hook(
+        model = self.backbone.model
+        hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: (args[0][rows, columns][None],)
         )
         try:
-            return self.backbone.model(**inputs, use_cache=False).logits[0]
+            with hook:
+                return model(**inputs, use_cache=False).logits[0]
         except (AttributeError, TypeError) as error:
             raise CannotRun(
-                f"cannot read {type(self.backbone.model).__name__}: its own forward "
-                f"pass fails ({type(error).__name__}: {error}); take another version "
-                f"of Transformers than {transformers.__version__}"
+                f"cannot read {type(model).__name__}: its own forward pass fails "
+                f"({type(error).__name__}: {error}); take another version of "
+                f"Transformers than {transformers.__version__}"
             ) from error
-        finally:
-            handle.remove()
 
     def check_pushes(self) -> None:
         """Compare summed pushes with the final norm applied to both ends."""
@@ -339,7 +338,7 @@ class _Probe:
                 hook = functools.partial(save, index)
                 mixer = self.layout.layers[index].mixer
                 handle = mixer.register_forward_pre_hook(hook, with_kwargs=True)
-                handles.callback(handle.remove)
+                handles.enter_context(handle)
             run_decoder(self.layout, self.ids, reading=reading)
         return calls
 
@@ -384,8 +383,7 @@ def _widened(value: Any) -> Any:
 def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
     """Check that what is read of a backbone sums to what it does.
 
-    Returns the heads of an attention layer, as they were read; a config can say
-    otherwise.
+    Returns the heads of an attention layer as read; a config can say otherwise.
     """
     with evaluating(backbone.model), exact_products():
         probe = _Probe(backbone, final_norm, head)
@@ -431,7 +429,6 @@ _D_MODEL = 32
 # Layers of every kind that a config lists come in the twin, in this many at least.
 _N_LAYERS = 4
 _LAYER_COUNT = r"(num_(hidden_)?|n_|decoder_|num_decoder_)layers?"
-_HEAD_COUNT = r"(num_attention_|n_|num_|(decoder_)?attention_)heads?"
 # Sizes by the names under which families keep them; the first pattern that fits.
 _SIZES: tuple[tuple[str, int], ...] = (
     (
@@ -441,7 +438,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ),
     (r"(unpadded_)?vocab_size(_per_layer_input)?", N_WORDS),
     (_LAYER_COUNT, _N_LAYERS),
-    (_HEAD_COUNT, 4),
+    (r"(num_attention_|n_|num_|(decoder_)?attention_)heads?", 4),
     (r"(num_)?encoder_layers", 1),
     (r"(linear_num_|mamba_n_|n_mamba_|encoder_attention_)heads?", 4),
     (r"index_n_heads|num_query_groups|.*k(ey_)?v(alue)?_heads", 2),
@@ -514,7 +511,7 @@ def spread_weights(model: torch.nn.Module) -> None:
             tensor.mul_(0.5).add_(0.15 * torch.randn_like(tensor))
         elif tensor.ndim < 2:  # gains, scalars, sinks
             tensor.add_(0.3 * torch.randn_like(tensor))
-        elif tensor.ndim >= 2 and ("embed" in name or "wte" in name or "wpe" in name):
+        elif re.search("embed|wte|wpe", name):
             tensor.normal_(0.0, 0.5)
         else:
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5)

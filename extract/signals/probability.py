@@ -14,7 +14,6 @@ import torch
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.precision import products_of_bfloat16
 
-_N_COLUMNS = 64
 # Exponentials alive at once on a CPU: half of the second-level cache of two cores.
 _N_CACHED = 2**19
 # A logit this far from the shift costs two millionths of a nat in float32, and
@@ -33,16 +32,10 @@ class Head:
     scale: float = 1.0  # multiplies the logits (Cohere, Granite), before the cap
 
     def rows(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the rows of W_U that give these words' logits, float32.
+        """Return the rows of W_U that give these words' logits, `[…, d_model]` float32.
 
         The scale is part of them: a push is how much a contribution moves the logit
         of the emitted token (section 3.2), and the model's logits are the scaled ones.
-
-        Args:
-          words: ids of any shape `[…]`.
-
-        Returns:
-          `[…, d_model]`.
         """
         return self.weight[words].float() * self.scale
 
@@ -53,16 +46,10 @@ class Head:
         stop: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return float32 logits `[n, stop - start]` of final-normed states.
+        """Return float32 logits `[n, stop - start]` of final-normed `[n, d_model]`.
 
         Products of half-precision numbers are summed in float32: Transformers' own
         bf16 logits are spaced 0.125 apart around 16, which ties the two best tokens.
-
-        Args:
-          states: `[n, d_model]`.
-          start: first word.
-          stop: word behind the last.
-          out: where to write; None makes a new tensor.
         """
         weight = self.weight[start:stop]
         if states.is_cuda and states.dtype != torch.float32:
@@ -105,7 +92,7 @@ def _candidates(logits: torch.Tensor) -> torch.Tensor:
     whole row costs ten times as much on a CPU.
     """
     width = logits.shape[1]
-    n_columns = min(_N_COLUMNS, width)
+    n_columns = min(64, width)
     n_split = width // n_columns * n_columns
     split = logits[:, :n_split].unflatten(1, (-1, n_columns))
     best = split.amax(1).topk(min(2, n_columns), dim=1)

@@ -91,16 +91,14 @@ class PendingSignals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingBatches:
-    """A batch that is read as several."""
+    """A batch that is read as several, each with its examples' places in the whole."""
 
-    batches: list[PendingSignals]  # those that are read
-    # For each of them, which examples of the whole batch it holds.
-    indices: list[list[int]]
+    parts: list[tuple[list[int], PendingSignals]]
 
     def result(self) -> Iterator[AnswerSignals]:
         """Yield the examples in the order of the whole batch."""
         signals: dict[int, AnswerSignals] = {}
-        for batch, indices in zip(self.batches, self.indices, strict=True):
+        for indices, batch in self.parts:
             signals |= zip(indices, batch.result(), strict=True)
         yield from (signals[index] for index in sorted(signals))
 
@@ -210,11 +208,7 @@ class SignalReader:
                 lambda i: len(sequences[i].ids),
             )
         ]
-        if len(parts) == 1:
-            return parts[0][1]
-        return PendingBatches(
-            batches=[batch for _, batch in parts], indices=[rows for rows, _ in parts]
-        )
+        return parts[0][1] if len(parts) == 1 else PendingBatches(parts=parts)
 
     @torch.no_grad()
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:

@@ -69,13 +69,9 @@ class LogitLens:
     def __init__(
         self, final_norm: FinalNorm, head: Head, targets: torch.Tensor
     ) -> None:
-        """Fix the next tokens.
+        """Fix the next tokens v_t of the last tokens, `[n_examples, n_read]` int64.
 
-        Args:
-          final_norm: N.
-          head: W_U with its scale.
-          targets: `[n_examples, n_read]` int64, v_t of the last tokens; those before
-            are not read.
+        Those before are not read.
         """
         self.final_norm = final_norm
         self.n_read = targets.shape[1]

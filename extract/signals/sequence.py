@@ -111,16 +111,11 @@ def sequence_of(
     start = {"emitting": n_prompt - 1, "literal": n_prompt}[answer_span]
     stop = max(start, n_prompt + n_answer - int(answer.stop_id is None))
     last = ids[-1] if answer.stop_id is None else answer.stop_id
+    question = context[1] if question_start is None else question_start
     return TokenSequence(
         ids=ids,
         targets=np.append(ids[1:], last),
-        spans=np.array(
-            [
-                context,
-                (context[1] if question_start is None else question_start, start),
-                (start, stop),
-            ]
-        ),
+        spans=np.array([context, (question, start), (start, stop)]),
     )
 
 
@@ -133,12 +128,6 @@ def first_read(context_start: int) -> int:
     before there were any.
     """
     return int(context_start) if context_start >= _FEWEST_SPARED else 0
-
-
-# What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
-# embedded model) more positions would cost, on a core of an EPYC.
-_FEWEST_POSITIONS = 256
-_PADDED = 1.1
 
 
 def batches_of(
@@ -169,19 +158,18 @@ def batches_of(
     Returns:
       Indices of the sequences of every batch.
     """
+    # What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
+    # embedded model) more positions would cost, on a core of an EPYC.
+    fewest = 256 * n_passes
     batches: list[list[int]] = []
     width = n_tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         # The first of a batch is its longest, so it sets the padded width.
         n = len(batches[-1]) if batches else 0
         n_tokens += lengths[i]
-        is_padded = (n + 1) * width > _PADDED * n_tokens
+        is_padded = (n + 1) * width > 1.1 * n_tokens and n * width >= fewest
         is_full = (n + 1) * (width + n_beside) > tokens_per_batch
-        if (
-            not n
-            or is_full
-            or (is_padded and n * width >= _FEWEST_POSITIONS * n_passes)
-        ):
+        if not n or is_full or is_padded:
             batches.append([])
             width = n_tokens = lengths[i]
         batches[-1].append(i)

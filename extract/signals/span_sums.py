@@ -71,23 +71,12 @@ class AttentionCall:
         )
 
     def logits(
-        self,
-        start: int,
-        stop: int,
-        out: torch.Tensor | None = None,
+        self, start: int, stop: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention logits of the rows `[start, stop)`, in float32.
+        """Return the logits of the rows `[start, stop)`, in a flat buffer if given.
 
-        Keys behind that of the last row are invisible to all and left out.
-
-        Args:
-          start: first row.
-          stop: row behind the last.
-          out: a flat buffer to write to; None makes a new tensor.
-
-        Returns:
-          `[n_examples, n_heads, stop - start, n_cached + stop]`; invisible keys are
-          hugely negative.
+        `[n_examples, n_heads, stop - start, n_cached + stop]` float32; keys behind that
+        of the last row are left out, other invisible ones are hugely negative.
         """
         n_examples, n_heads, _, d_head = self.query.shape
         n_kv_heads, n_keys = self.key.shape[1], self.n_cached + stop
@@ -207,10 +196,8 @@ class StepCalls:
             if mask is None:
                 shape = (1, 1, 1, n_seen)
                 mask = torch.full(shape, seen, dtype=dtype, device=self._call.device)
-            edges = (stop - n_seen, n_keys - stop)
-            rows.append(
-                torch.nn.functional.pad(mask[..., :n_seen], edges, value=hidden)
-            )
+            edges, mask = (stop - n_seen, n_keys - stop), mask[..., :n_seen]
+            rows.append(torch.nn.functional.pad(mask, edges, value=hidden))
         sizes = [max(row.shape[axis] for row in rows) for axis in (0, 1)]
         return torch.cat([row.expand(*sizes, -1, -1) for row in rows], dim=2)
 
@@ -221,16 +208,12 @@ class AttentionMap:
 
     # `[n_examples, n_heads, n_tokens, n_tokens]`, its attention weights.
     map: torch.Tensor
+    n_cached = 0  # a map is of whole sequences
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return n_examples, n_heads, n_tokens."""
         return self.map.shape[0], self.map.shape[1], self.map.shape[2]
-
-    @property
-    def n_cached(self) -> int:
-        """Return 0: a map is of whole sequences."""
-        return 0
 
     @property
     def device(self) -> torch.device:
@@ -251,6 +234,9 @@ class AttentionMap:
         """Return the weights a of these rows and a log a; needs no buffers."""
         weights = self.map[:, :, start:stop, :stop].float()
         return weights, torch.special.xlogy(weights, weights)
+
+
+Attention = AttentionCall | AttentionMap  # what is read of one layer
 
 
 def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
@@ -281,7 +267,7 @@ def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def span_sums(
-    call: AttentionCall | AttentionMap,
+    call: Attention,
     key_members: torch.Tensor,
     row_members: torch.Tensor,
     rows: tuple[int, int],
@@ -347,13 +333,8 @@ def step_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return what `span_sums` returns of a call with one row, as a decode step has.
 
-    By a third of its calls of Torch, which are what such a step costs.
-
-    Args:
-      call: of one row.
-      key_members: `[n_examples, 2, n_keys]` float32, 1 on keys in context, question.
-      row_members: `[n_examples, 2, 1]` float32, likewise the row in question, answer.
-      value: as in `span_readings`.
+    By a third of its calls of Torch, which are what such a step costs. Members are
+    `[n_examples, 2, n_keys]` and `[n_examples, 2, 1]` float32, 0 or 1.
     """
     logits = call.logits(0, 1)
     log_weights = logits.log_softmax(-1)
@@ -370,7 +351,7 @@ def step_sums(
 
 
 def span_readings(
-    call: AttentionCall | AttentionMap,
+    call: Attention,
     members: torch.Tensor,
     rows: tuple[int, int],
     budget: int,
@@ -406,13 +387,8 @@ def entropies_and_masses(
 ) -> torch.Tensor:
     """Turn the sums of a whole sequence into its readings.
 
-    Args:
-      by_row: `[2, n_examples, n_heads, 2, n_tokens]`, see `span_sums`.
-      by_key: likewise.
-      members: as in `span_readings`.
-
-    Returns:
-      `[n_examples, n_tokens, 2, 2, n_heads]`, see `span_readings`.
+    The sums are `[2, n_examples, n_heads, 2, n_tokens]`, see `span_sums`; members and
+    what is returned, `[n_examples, n_tokens, 2, 2, n_heads]`, as in `span_readings`.
     """
     to_context, to_question = _entropy_and_mass(*by_row).unbind(2)
     from_question, from_answer = _entropy_and_mass(*by_key).unbind(2)

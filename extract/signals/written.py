@@ -24,16 +24,9 @@ import safetensors.numpy
 from beatrice.extract.records import Answer
 from beatrice.extract.run.files import from_json, write_stream_atomic
 from beatrice.extract.signals.sequence import Reader, TokenSequence, sequence_of
-from beatrice.extract.store.spec import (
-    Dtype,
-    Spans,
-    StoreConfig,
-    encode,
-    numpy_dtype,
-)
+from beatrice.extract.store.spec import Dtype, Spans, StoreConfig, encode, numpy_dtype
 
 FORMAT_VERSION = 2
-_MOST_OPEN = 64  # files of batches
 
 
 class WaitingSignals(NamedTuple):
@@ -127,10 +120,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        fingerprint: Mapping[str, Any],
-        config: StoreConfig,
+        cls, folder: Path, fingerprint: Mapping[str, Any], config: StoreConfig
     ) -> Self | None:
         """Return the signals of a folder that are of a model, and hold what is wanted.
 
@@ -139,7 +129,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         """
         places: dict[str, tuple[Path, int]] = {}
         last: dict[str, Any] = {}
-        opened = functools.lru_cache(maxsize=_MOST_OPEN)(_open)
+        opened = functools.lru_cache(maxsize=64)(_open)
         for path in sorted(folder.glob("*.safetensors")):
             _, about = opened(path)
             if _holds(about, fingerprint, config):
@@ -147,8 +137,8 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
                 places |= {k: (path, i) for i, k in enumerate(about["keys"])}
         if not places:
             return None
-        there = last["hidden_layers"]
-        layers = there if config.hidden_layers is None else config.hidden_layers
+        layers = config.hidden_layers
+        layers = last["hidden_layers"] if layers is None else layers
         shapes = {name: tuple(shape) for name, shape in last["shapes"].items()}
         return cls(
             fingerprint=fingerprint,
@@ -260,10 +250,7 @@ class ReadBefore:
 
     @classmethod
     def of(
-        cls,
-        reader: Reader,
-        answers: Sequence[Answer],
-        signals: Sequence[Any],
+        cls, reader: Reader, answers: Sequence[Answer], signals: Sequence[Any]
     ) -> Self:
         """Hold the signals of answers in memory; `reader` read them."""
         sequences = map(sequence_of, answers)
@@ -279,9 +266,8 @@ class ReadBefore:
         keys = list(map(sequence_key, sequences))
         pairs = zip(keys, sequences, strict=True)
         again = [sequence for key, sequence in pairs if key not in self._signals]
-        return _Started(
-            self._signals, keys, self._reader().start(again) if again else None
-        )
+        started = self._reader().start(again) if again else None
+        return _Started(self._signals, keys, started)
 
 
 class _Started(NamedTuple):
