@@ -66,10 +66,6 @@ from beatrice.extract.run.files import (
 _FORMATS = dict(zip([0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12], "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _ROPE_FREQS = "rope_freqs.weight"  # in place of parameters in the metadata
-# Longer arrays are the vocabulary's, which only the tokenizer needs.
-_LONGEST_VALUE = 4096
-# Values dequantised at once: what gguf makes on the way is about ten times as large.
-_N_AT_ONCE = 1 << 20
 # What llama.cpp takes for the end of a turn, whatever the file names (llama-vocab.cpp).
 _ENDS_OF_TURN = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
@@ -142,7 +138,8 @@ class _Cursor:
         if kind != _ARRAY:
             return self.take(_FORMATS[kind]), 1
         element, n_elements = self.take("IQ")
-        is_short = n_elements <= _LONGEST_VALUE
+        # Longer arrays are the vocabulary's, which only the tokenizer needs.
+        is_short = n_elements <= 4096
         if element == _STRING:
             words = [self.text() for _ in range(n_elements)]
             return words if is_short else None, n_elements
@@ -205,16 +202,14 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
     for name, shape, number, offset in listed:
         kind = gguf.GGMLQuantizationType(number)
         n_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-        entry = TensorEntry(
-            shape, kind, begin + offset, math.prod(shape) // n_block * n_bytes
-        )
-        if entry.start + entry.n_bytes > len(content):
+        start, n_bytes = begin + offset, math.prod(shape) // n_block * n_bytes
+        if start + n_bytes > len(content):
             raise GgufError(
                 path,
-                f"it is cut short: {name!r} ends at byte {entry.start + entry.n_bytes},"
-                f" the file at {len(content)}; fetch the file again",
+                f"it is cut short: {name!r} ends at byte {start + n_bytes}, the file "
+                f"at {len(content)}; fetch the file again",
             )
-        tensors[name] = entry
+        tensors[name] = TensorEntry(shape, kind, start, n_bytes)
     if "general.architecture" not in values:
         raise GgufError(path, "expected a model, but it has no general.architecture")
     n_layers = values.get(f"{values['general.architecture']}.block_count")
@@ -268,14 +263,13 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
     if (factors == 1).all():
         return
     plain = torch.arange(0, 2 * len(factors), 2) / (2 * len(factors))
-    scaled = {
+    rope |= {
         "rope_type": "llama3",
         "factor": float(factors.max()),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    rope |= scaled
     read, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     expected = 1 / (rope["rope_theta"] ** plain * torch.from_numpy(factors))
     if read.shape != expected.shape or not torch.allclose(read, expected, rtol=1e-4):
@@ -306,10 +300,8 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
     A chat model often ends its turn with another token than its text, and a GGUF file
     need not name it. So what llama.cpp stops at ends an answer here too.
     """
-    candidates = [
-        header.values.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("eos", "eot", "eom")
-    ]
+    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    candidates = [header.values.get(name) for name in names]
     control = tokenizer.added_tokens_decoder.items()
     candidates += [i for i, t in control if t.special and t.content in _ENDS_OF_TURN]
     generation = GenerationConfig.from_model_config(config)
@@ -331,7 +323,8 @@ def dequantized(
     rows = content[entry.start : entry.start + entry.n_bytes]
     rows = rows.reshape(math.prod(entry.shape[:-1]), -1)
     values = np.empty((len(rows), n_columns), np.float32)
-    step = max(1, _N_AT_ONCE // n_columns)
+    # What gguf makes on the way is about ten times as large.
+    step = max(1, (1 << 20) // n_columns)
 
     def fill(begin: int) -> None:
         some = slice(begin, begin + step)
@@ -371,12 +364,9 @@ class _Processed:
 
     def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
         """Return a tensor in Transformers' layout, or None until all of it is there."""
-        done = self._processor.process(
-            weights=values,
-            name=name,
-            tensor_key_mapping=self._mapping,
-            parsed_parameters={"tensors": self._joined},
-        )
+        about = {"name": name, "tensor_key_mapping": self._mapping}
+        joined = {"parsed_parameters": {"tensors": self._joined}}
+        done = self._processor.process(weights=values, **about, **joined)
         if done.name is not None:
             return done.weights
         return self._joined.pop(str(self.targets[name])).numpy() if is_last else None
@@ -390,15 +380,10 @@ class _Converted:
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         mapping = get_gguf_conversion_mapping(header.architecture, config)
         renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-        self._converters = {
-            p: rule for rule in converters for p in rule.source_patterns
-        }
-        tensors = model.state_dict()
-        renamed = {
-            name: rename_source_key(name, renamings, converters)
-            for name in header.weights
-        }
+        rules = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        self._converters = {p: rule for rule in rules for p in rule.source_patterns}
+        tensors, names = model.state_dict(), header.weights
+        renamed = {name: rename_source_key(name, renamings, rules) for name in names}
         self._patterns = {name: pattern for name, (_, pattern) in renamed.items()}
         self.targets = {n: t if t in tensors else None for n, (t, _) in renamed.items()}
         self._open: dict[str, Any] = {}  # copies of converters
@@ -520,11 +505,8 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
     for name, shape in weights.shapes.items():
         kind = weights.dtypes[name]
         begin, end = end, end + math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize
-        heads[name] = {
-            "dtype": kind,
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        edges = {"data_offsets": [begin, end]}
+        heads[name] = {"dtype": kind, "shape": list(shape), **edges}
     text = json.dumps({"__metadata__": {"format": "pt"}, **heads}).encode()
     text += b" " * (-len(text) % 8)
     free = shutil.disk_usage(path.parent).free

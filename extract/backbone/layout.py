@@ -180,8 +180,7 @@ def _check_config(model: Any) -> None:
                 "use a model without it"
             )
     for name in _N_STREAMS:
-        n_streams = getattr(config, name, None)
-        if n_streams is not None:
+        if (n_streams := getattr(config, name, None)) is not None:
             raise ValueError(
                 f"cannot read {type(model).__name__}: its layers mix {n_streams} "
                 f"residual streams ({name}) anew, so that what a layer adds is not "
@@ -248,12 +247,11 @@ class _LayerWatch:
     ffn: torch.Tensor | None = None
 
     def hook(self) -> Iterator[Any]:
+        module = self.layer.module
         yield self.layer.att.register_forward_hook(self._after_att)
-        for module in self.layer.ffn:
-            yield module.register_forward_hook(self._after_ffn)
-        yield self.layer.module.register_forward_hook(
-            self._after_layer, with_kwargs=True
-        )
+        for each in self.layer.ffn:
+            yield each.register_forward_hook(self._after_ffn)
+        yield module.register_forward_hook(self._after_layer, with_kwargs=True)
 
     def _after_att(self, module: Any, inputs: Any, output: Any) -> None:
         self.att = _tensor(output)
@@ -313,5 +311,5 @@ def watch_layers(
         for index, layer in enumerate(layout.layers):
             watch = _LayerWatch(index, layer, on_layer, layer.multiplier())
             for handle in watch.hook():
-                handles.callback(handle.remove)
+                handles.enter_context(handle)
         yield

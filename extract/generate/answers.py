@@ -8,6 +8,7 @@ moved to a file beside, never mixed in.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +107,6 @@ def is_hedge(text: str) -> bool:
 
 
 def _counts_of(answers: Sequence[Answer]) -> dict[str, int]:
-    """Count the answers that are cut off, empty, and hedges or refusals."""
     return {
         "cut_off": sum(answer.stop_id is None for answer in answers),
         "empty": sum(not answer.text.strip() for answer in answers),
@@ -139,16 +139,16 @@ def summarize_answers(
     by_setting: dict[str, list[Answer]] = {}
     for answer in answers:
         by_setting.setdefault(answer.setting, []).append(answer)
-    counts = {setting: _counts_of(rows) for setting, rows in by_setting.items()}
     n_all, lines = sum(map(len, by_setting.values())), []
-    if 0 < n_all == sum(of_setting["empty"] for of_setting in counts.values()):
+    is_empty = (not a.text.strip() for rows in by_setting.values() for a in rows)
+    if n_all and all(is_empty):
         raise ValueError(
             f"all {n_all} answers are empty: the model ends or cannot go on where its "
             "answer should begin; ask in other words (--template, --chat), look at the "
             "model's weights, and start another run directory"
         )
     for setting, rows in by_setting.items():
-        n_cut, n_empty, n_hedged = counts[setting].values()
+        n_cut, n_empty, n_hedged = _counts_of(rows).values()
         lines.append(
             f"{setting}: {len(rows)} answers, {n_cut} cut at {limit} tokens, "
             f"{n_empty} empty, {n_hedged} hedges or refusals"
@@ -341,15 +341,6 @@ def _requests_of(run: RunDir, model: PromptModel, config: AnswerConfig) -> Reque
     return make_requests(examples, model, config.prompt, limit, settings)
 
 
-def _record_left_out(run: RunDir, requests: Requests, progress: Progress) -> None:
-    if requests.left_out:
-        write_text_atomic(run.left_out_file, write_lines(requests.left_out))
-    else:
-        run.left_out_file.unlink(missing_ok=True)
-    if requests.note:
-        progress.note(f"answer: {requests.note}")
-
-
 class Engine(NamedTuple):
     """What answers a run's questions, and what their prompts are made with."""
 
@@ -369,25 +360,29 @@ def open_local(run: RunDir, config: AnswerConfig) -> Engine:
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
     size = config.generation.tokens_per_batch
-    return Engine(
-        TransformersGenerator(backbone=backbone, tokens_per_batch=size), backbone
-    )
+    writer = TransformersGenerator(backbone=backbone, tokens_per_batch=size)
+    return Engine(writer, backbone)
 
 
 def _answer(
-    engine: Engine,
+    open_engine: Callable[[RunDir, AnswerConfig], Engine],
     run: RunDir,
     config: AnswerConfig,
     update: Update,
     progress: Progress,
 ) -> int:
     """Answer a share of the run's batches; of the whole, put all into their order."""
-    record_backend(
-        run.answers, dict(engine.generator.identity) | answer_identity(config)
-    )
+    engine = open_engine(run, config)
+    identity = dict(engine.generator.identity) | answer_identity(config)
+    record_backend(run.answers, identity)
     progress.note(f"answer: {settings_in_words(run)}")
     listed = _requests_of(run, engine.model, config)
-    _record_left_out(run, listed, progress)
+    if listed.left_out:
+        write_text_atomic(run.left_out_file, write_lines(listed.left_out))
+    else:
+        run.left_out_file.unlink(missing_ok=True)
+    if listed.note:
+        progress.note(f"answer: {listed.note}")
     requests = listed.requests
     journal = Journal.open(answer_files(run, requests), run.share)
     for note in journal.notes:
@@ -513,17 +508,11 @@ def draw_stage(
 
 def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage:
     """Return the stage that answers by what `open_engine` opens when it is needed."""
-
-    def work(
-        run: RunDir, config: AnswerConfig, update: Update, progress: Progress
-    ) -> int:
-        return _answer(open_engine(run, config), run, config, update, progress)
-
     return Stage(
         name="answer",
         inputs=question_files,
         outputs=lambda run: [run.answers],
-        work=work,
+        work=functools.partial(_answer, open_engine),
         parts="answers",
         presets=ANSWER_PRESETS,
         forecast=lambda run, config: forecast_answers(

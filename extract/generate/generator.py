@@ -128,34 +128,30 @@ def cut_at_stop(
     belongs to the text, not to the ids. Of a reply with ids, which include those of the
     stop string, the model's tokenizer is needed.
     """
-    if reply.token_ids is None or not stop:
-        start = find_stop(reply.text, stop)
-        if start is None:
-            return reply
-        return msgspec.structs.replace(
-            reply, text=reply.text[:start].strip(), finish="stop"
-        )
-    if tokenizer is None:
-        raise ValueError("stop strings need the model's tokenizer beside token ids")
-    text = decode_ids(tokenizer, reply.token_ids)
+    ids, text = reply.token_ids, reply.text
+    if ids is not None and stop:
+        if tokenizer is None:
+            raise ValueError("stop strings need the model's tokenizer beside token ids")
+        text = decode_ids(tokenizer, ids)
     start = find_stop(text, stop)
     if start is None:
         return reply
+    cut = {"text": text[:start].strip(), "finish": "stop"}
+    if ids is None:
+        return msgspec.structs.replace(reply, **cut)
     # By their text, not its length: bytes may decode to a sign each until their
     # character is whole.
     n_tokens = next(
         n
-        for n in reversed(range(len(reply.token_ids)))
-        if text[:start].startswith(decode_ids(tokenizer, reply.token_ids[:n]))
+        for n in reversed(range(len(ids)))
+        if text[:start].startswith(decode_ids(tokenizer, ids[:n]))
     )
-    log_probs = reply.log_probs and reply.log_probs[: n_tokens + 1]
     return msgspec.structs.replace(
         reply,
-        text=text[:start].strip(),
-        token_ids=reply.token_ids[:n_tokens],
-        stop_id=reply.token_ids[n_tokens],
-        log_probs=log_probs,
-        finish="stop",
+        **cut,
+        token_ids=ids[:n_tokens],
+        stop_id=ids[n_tokens],
+        log_probs=reply.log_probs and reply.log_probs[: n_tokens + 1],
     )
 
 
@@ -196,11 +192,9 @@ class Generator(Protocol):
     ) -> Iterator[tuple[int, Generated]]:
         """Yield (index of the prompt, text) as soon as each exists.
 
-        Args:
-          prompts: all of them, also those that are done: batches are planned over all,
-            so that a text does not depend on when an earlier run was killed.
-          config: how.
-          done: indices that need not be generated again, but may be.
+        The prompts are all, also those that are done: batches are planned over all, so
+        that a text does not depend on when an earlier run was killed. Those that are
+        done need not be generated again, but may be.
         """
         ...
 
@@ -218,11 +212,7 @@ def plan_of(
 def reply_key(
     identity: Mapping[str, Any], prompt: GeneratorPrompt, config: SamplingConfig
 ) -> str:
-    """Return the SHA-256 of everything that changes a text.
-
-    That is the schema version, the backend's identity (model revision, tokenizer and
-    chat template, dtype), the prompt as the model reads it, and how it samples.
-    """
+    """Return the SHA-256 of everything that changes a text."""
     content = {
         "schema": SCHEMA_VERSION,
         "backend": dict(identity),
@@ -248,8 +238,7 @@ def stop_ids_of(defaults: Any, config: Any, name: str) -> tuple[int, ...]:
     config; `name` is for the message.
     """
     stop = defaults.eos_token_id
-    if stop is None:
-        stop = config.eos_token_id
+    stop = config.eos_token_id if stop is None else stop
     if stop is None:
         raise ValueError(
             f"{name} names no end-of-text token, so no answer would ever "

@@ -82,7 +82,7 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
-def _empty_cache(layout: Layout) -> DynamicCache | None:
+def empty_cache(layout: Layout) -> DynamicCache | None:
     """Return a cache, or None where a layer keeps other states than keys and values."""
     cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
     # A dummy stands for a layer that keeps nothing: it reads another layer's keys.
@@ -97,35 +97,22 @@ def filled_layers(cache: DynamicCache) -> list[Any]:
     return [layer for layer in layers if layer.keys is not None]
 
 
-def begun_cache(
-    layout: Layout,
-    ids: torch.Tensor,
-    run: Callable[[DynamicCache], object] | None = None,
-    cache: DynamicCache | None = None,
-) -> DynamicCache | None:
-    """Return the keys and values of a beginning that others may go on from.
-
-    Args:
-      layout: of the model that computes them.
-      ids: `[1, n_tokens]`, of the beginning.
-      run: puts them through the decoder with the cache that it is given; None calls it.
-      cache: of what was run before them, to be added to; None begins with nothing.
-
-    Returns:
-      None where a layer keeps other states than keys and values (recurrent ones, an
-      indexer's), or where a sliding window is shorter than the beginning.
-    """
-    cache = _empty_cache(layout) if cache is None else cache
-    if cache is None:
-        return None
-    n_tokens = cache.get_seq_length() + ids.shape[1]
-    if run is None:
-        run_decoder(layout, ids, cache=cache)
-    else:
-        run(cache)
+def is_whole(cache: DynamicCache, n_tokens: int) -> bool:
+    """Return whether a cache holds so many tokens: no window was shorter than they."""
     filled = filled_layers(cache)
-    is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
-    return cache if filled and is_whole else None
+    return bool(filled) and all(x.keys.shape[-2] == n_tokens for x in filled)
+
+
+def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
+    """Return the keys and values of a beginning `[1, n_tokens]` that others go on from.
+
+    None where a layer keeps other states than keys and values (recurrent ones, an
+    indexer's), or where a sliding window is shorter than the beginning.
+    """
+    if (cache := empty_cache(layout)) is None:
+        return None
+    run_decoder(layout, ids, cache=cache)
+    return cache if is_whole(cache, ids.shape[1]) else None
 
 
 def continued_by(cache: DynamicCache, n_rows: int) -> DynamicCache:
@@ -177,18 +164,12 @@ def begun_states(
     """Return what generation may go on from, each row's states behind its padding.
 
     Where prompts are equal (draws of one question) that is all but their last token,
-    computed once; else as `shared_states`.
-
-    Args:
-      layout: of the model that generates.
-      prompts: ids, none empty.
-      ids: `[n_prompts, width]`, the prompts padded on the left.
-      mask: likewise, 0 where there is padding.
-      generate: of the model, given ids, mask and options, returning its states too; it
-        knows what positions and masks its architecture needs.
+    computed once; else as `shared_states`. Ids are `[n_prompts, width]`, padded on the
+    left, where the mask is 0. The model's `generate` returns its states too: it knows
+    what positions and masks its architecture needs.
     """
     width, row_of = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
-    begun = _empty_cache(layout)
+    begun = empty_cache(layout)
     if len(row_of) == len(prompts) or min(map(len, row_of)) < 2 or begun is None:
         return shared_states(layout, prompts, width)
     shared = shared_states(layout, [prompt[:-1] for prompt in row_of], width - 1)
@@ -224,16 +205,11 @@ class Choice(LogitsProcessor):
     """Chooses each token, greedily or by a draw, and notes its log-probability.
 
     With Gumbel noise the largest logit is a draw from the softmax. Every row has a
-    generator of its own, so that a draw does not depend on its batch.
+    generator of its own, so that a draw does not depend on its batch. A row that ended
+    in a stop id is padded with it, and drawn no more.
 
     The log-probabilities are kept, not the logits: `output_logits` would keep tens of
     gigabytes for a batch of rewrites and a vocabulary of 150 000.
-
-    Args:
-      config: how tokens are drawn; a greedy one changes no logits.
-      seeds: one per row; not read by a greedy one.
-      device: of the logits.
-      stops: ids that end a row; it is padded with them, and drawn no more.
     """
 
     def __init__(
@@ -243,7 +219,7 @@ class Choice(LogitsProcessor):
         device: torch.device,
         stops: Sequence[int],
     ) -> None:
-        """Begin with all rows."""
+        """Begin with all rows, a seed each; a greedy config changes no logits."""
         self._stops = torch.tensor(list(stops), device=device)
         self._largest: list[torch.Tensor] = []
         self._generators: list[torch.Generator] = []
@@ -272,21 +248,17 @@ class Choice(LogitsProcessor):
         logits = scores[live]
         words = _likeliest(logits, self._n_most)
         warped = self._warpers(input_ids, logits.gather(-1, words))
-        rows = [
-            torch.rand(
-                scores.shape[1], generator=self._generators[row], device=logits.device
-            )
-            for row in live.tolist()
-        ]
+        n_words, device = scores.shape[1], logits.device
+        generators = [self._generators[row] for row in live.tolist()]
+        rows = [torch.rand(n_words, generator=g, device=device) for g in generators]
         tiny = torch.finfo(torch.float32).tiny
         noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
         best = (warped - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
         chosen = words.gather(-1, best)
-        chosen_log_probs = logits.gather(-1, chosen) - logits.float().logsumexp(
-            -1, keepdim=True
-        )
-        log_probs = torch.zeros((len(scores), 1), device=logits.device)
-        self._largest.append(log_probs.index_copy_(0, live, chosen_log_probs))
+        totals = logits.float().logsumexp(-1, keepdim=True)
+        log_probs = torch.zeros((len(scores), 1), device=device)
+        log_probs.index_copy_(0, live, logits.gather(-1, chosen) - totals)
+        self._largest.append(log_probs)
         drawn = torch.full_like(scores, -torch.inf)
         drawn[live, chosen[:, 0]] = 0.0
         return drawn
@@ -324,17 +296,11 @@ class RowsDone(StoppingCriteria):
 
     A row is done at a stop token, at its longest, or when its text holds a stop string;
     texts are decoded, since one string is many tokens: a line feed ends hundreds.
+    `edges` are the tokens of the prompts with their padding, and with the longest text;
+    `least_done` is the share of rows that are done when a run ends, 0 a token a run.
 
     Attributes:
       rows: `[n_rows]`, whether each is done.
-
-    Args:
-      tokenizer: that decodes.
-      edges: tokens of the prompts with their padding, and with the longest text.
-      stop: strings.
-      stops: ids.
-      watch: is told what was chosen, and which rows are done.
-      least_done: share of rows that are done when a run ends; 0 is a token a run.
     """
 
     def __init__(
@@ -358,10 +324,8 @@ class RowsDone(StoppingCriteria):
         stops = torch.tensor(self._stops, device=input_ids.device)
         is_done = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
         if self._stop:
-            texts = (
-                decode_ids(self._tokenizer, row)
-                for row in input_ids[:, start:].tolist()
-            )
+            rows = input_ids[:, start:].tolist()
+            texts = (decode_ids(self._tokenizer, row) for row in rows)
             ended = [find_stop(text, self._stop) is not None for text in texts]
             is_done |= torch.tensor(ended, device=input_ids.device)
         self.rows = is_done
@@ -372,38 +336,16 @@ class RowsDone(StoppingCriteria):
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     """Return the tokens that end a text."""
-    model = backbone.model
-    return stop_ids_of(
-        model.generation_config, model.config.get_text_config(), backbone.name
-    )
-
-
-@contextlib.contextmanager
-def _contiguous_states(backbone: Backbone) -> Iterator[None]:
-    """Make the states contiguous before the output matrix multiplies them.
-
-    Of a prompt only the last states are multiplied, which is a view with holes. Torch
-    multiplies such a view in bfloat16 on a CPU by a copy of the matrix for every row:
-    58 GB for 172 rows and 262,144 words.
-    """
-    head = backbone.model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
-    try:
-        yield
-    finally:
-        hook.remove()
+    model, name = backbone.model, backbone.name
+    return stop_ids_of(model.generation_config, model.config.get_text_config(), name)
 
 
 def _n_common(
     prompts: Sequence[GeneratorPrompt], ids: Sequence[Sequence[int]]
 ) -> int | None:
     """Return most columns of the padded prompts that may be computed once for all."""
-    width = max(map(len, ids))
-    columns = [
-        width - len(tokens) + prompt.n_common
-        for prompt, tokens in zip(prompts, ids, strict=True)
-        if prompt.n_common is not None
-    ]
+    width, pairs = max(map(len, ids)), zip(prompts, ids, strict=True)
+    columns = (width - len(i) + p.n_common for p, i in pairs if p.n_common is not None)
     return min(columns, default=None)
 
 
@@ -511,7 +453,7 @@ class TransformersGenerator:
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         n_common = _n_common(prompts, ids) if watch is None else watch.n_unread
         # Rows can leave keys and values; where they cannot, a run ends with its last.
-        least_done = 1.0 if _empty_cache(self.backbone.layout) is None else 0.5
+        least_done = 1.0 if empty_cache(self.backbone.layout) is None else 0.5
         *_, texts = self._runs(ids, config, seeds, watch, n_common, least_done)
         return [
             self._text(len(tokens), *text, config)
@@ -603,7 +545,13 @@ class TransformersGenerator:
         """Return what Transformers generates behind ids, until a row is to leave."""
         stops, model = stop_ids(self.backbone), self.backbone.model
         ends = {"eos_token_id": list(stops), "pad_token_id": stops[0]}
-        with _contiguous_states(self.backbone), evaluating(model), exact_products():
+        # Of a prompt only the last states are multiplied, which is a view with holes.
+        # Torch multiplies such a view in bfloat16 on a CPU by a copy of the matrix for
+        # every row: 58 GB for 172 rows and 262,144 words.
+        is_dense = model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, args: (args[0].contiguous(),)
+        )
+        with is_dense, evaluating(model), exact_products():
             return model.generate(
                 input_ids=ids, attention_mask=mask, **_UNCHANGED | ends | options
             )

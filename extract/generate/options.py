@@ -22,16 +22,13 @@ from beatrice.extract.run.console import quiet
 from beatrice.extract.run.directory import NewRun, Preset
 from beatrice.extract.run.verbs import check_options, option
 
-Dialect = Literal["vllm", "openai"]
-_SCHEMES = ("http://", "https://")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """A server that has a model, and how it is asked."""
 
     server: str | None = option("OpenAI-compatible server, up to /v1.")
-    dialect: Dialect = option(
+    dialect: Literal["vllm", "openai"] = option(
         "vllm: exact token ids, top-k, thinking off; openai: standard fields only, "
         "with which thinking cannot be switched off.",
         "vllm",
@@ -77,7 +74,7 @@ class ServerOptions:
             for name in ("max_cost", "served_model"):
                 if getattr(self, name, None) is not None:
                     raise click.UsageError(f"{name} is for a server; give --server too")
-        elif not self.server.startswith(_SCHEMES):
+        elif not self.server.startswith(("http://", "https://")):
             raise click.BadParameter(
                 "expected a URL such as http://localhost:8000/v1, found "
                 f"{self.server!r}",
@@ -159,8 +156,7 @@ def check_backbone(
     outline = load_outline(str(path))
     require_readable(config.model, outline)
     n_layers = outline.config.num_hidden_layers
-    wrong = [layer for layer in hidden_layers or () if layer > n_layers]
-    if wrong:
+    if wrong := [layer for layer in hidden_layers or () if layer > n_layers]:
         raise click.BadParameter(
             f"{config.model} has layers 0 (the embedding) to {n_layers}, not "
             f"{wrong[0]}",
@@ -173,11 +169,11 @@ def answer_preset(preset: Preset, model: str) -> AnswerConfig:
 
     The embedded model answers with a name; a preset says nothing of other models.
     """
-    longest = ANSWER_PRESETS[preset if model == EMBEDDED else "paper"].generation
     config = ANSWER_PRESETS[preset]
-    generation = dataclasses.replace(
-        config.generation, max_new_tokens=longest.max_new_tokens
-    )
+    if model == EMBEDDED:
+        return config
+    most = ANSWER_PRESETS["paper"].generation.max_new_tokens
+    generation = dataclasses.replace(config.generation, max_new_tokens=most)
     return dataclasses.replace(config, generation=generation)
 
 

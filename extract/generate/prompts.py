@@ -62,36 +62,33 @@ class Shot:
 
 # Facts that no question set asks for in these words. Contexts are short, for every
 # prompt pays for them, and one does not say what is asked in its first words.
-SHOTS = (
-    Shot(
-        question="What is the capital city of Portugal?",
-        answer="Lisbon",
-        context=(
+SHOTS = tuple(
+    Shot(question=question, answer=answer, context=context)
+    for question, answer, context in (
+        (
+            "What is the capital city of Portugal?",
+            "Lisbon",
             "Portugal: Portugal lies on the Atlantic coast of the Iberian Peninsula. "
-            "Its capital and largest city is Lisbon."
+            "Its capital and largest city is Lisbon.",
         ),
-    ),
-    Shot(
-        question="Who painted The Starry Night?",
-        answer="Vincent van Gogh",
-        context=(
+        (
+            "Who painted The Starry Night?",
+            "Vincent van Gogh",
             "The Starry Night: The Starry Night is an oil painting of June 1889 by "
-            "Vincent van Gogh."
+            "Vincent van Gogh.",
         ),
-    ),
-    Shot(
-        question="In what year did the Titanic sink?",
-        answer="1912",
-        context=(
+        (
+            "In what year did the Titanic sink?",
+            "1912",
             "Titanic: The liner hit an iceberg on its first voyage and sank on 15 "
-            "April 1912."
+            "April 1912.",
         ),
-    ),
-    Shot(
-        question="Which element has the chemical symbol K?",
-        answer="potassium",
-        context="Potassium: Potassium is a soft metal with the symbol K.",
-    ),
+        (
+            "Which element has the chemical symbol K?",
+            "potassium",
+            "Potassium: Potassium is a soft metal with the symbol K.",
+        ),
+    )
 )
 
 
@@ -211,16 +208,15 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
 }
 
 
-Overlong = Literal["refuse", "drop-passages"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
     """How questions are put."""
 
     template: TemplateName = "short"  # the words around question and context
     chat: bool = False  # through the chat template, thinking switched off
-    overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
+    overlong: Literal["refuse", "drop-passages"] = (
+        "refuse"  # what happens to a prompt that does not fit
+    )
     window: int | None = None  # most tokens with the answer; None: the model's own
     shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
 
@@ -299,12 +295,8 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Encod
 
     What looks like a control token in it is split like any other word.
     """
-    encoded = encode_any(
-        tokenizer,
-        text,
-        add_special_tokens=add_special_tokens,
-        split_special_tokens=True,
-    )
+    options = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
+    encoded = encode_any(tokenizer, text, **options)
     _check_control_tokens(tokenizer, text, encoded, (0, len(text)))
     return encoded
 
@@ -405,13 +397,13 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     try:
         with _within(_TEMPLATE_SECONDS):
             template = tokenizer.get_chat_template()
+            if "strftime_now" in template:
+                template = _STRFTIME + template
             text = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
-                chat_template=_STRFTIME + template
-                if "strftime_now" in template
-                else None,
+                chat_template=template,
                 **TEMPLATE_FIELDS,
             )
     # A template is a program of the checkpoint's authors, so any error can come of it.
@@ -466,15 +458,11 @@ class Prompt:
     question_start: int | None = None  # of its span; None: where the context ends
 
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
 def check_text(text: str, what: str) -> None:
     """Check that a text is not empty and can be encoded."""
     if not text.strip():
         raise ValueError(f"{what} is empty; give at least one word")
-    lone = _SURROGATE.search(text)
-    if lone:
+    if lone := re.search("[\ud800-\udfff]", text):
         raise ValueError(
             f"{what} has the lone surrogate U+{ord(lone.group()):04X} at character "
             f"{lone.start()}, which is no text; decode the source as UTF-8"
@@ -673,7 +661,7 @@ def make_requests(
     may_cut = config.overlong == "drop-passages"
     template = config.prompt_template()
     result, too_long = Requests([], []), []
-    cells: Iterator[tuple[Example, Setting, Variant, tuple[Passage, ...]]] = (
+    cells = (
         (example, setting, variant, passages)
         for setting in settings
         for example in examples
@@ -686,15 +674,12 @@ def make_requests(
             n_passages -= 1
             prompt = _prompt(model, template, example, passages[:n_passages])
         n_tokens = len(prompt.ids)
+        key = example.id, setting, variant
         if n_tokens <= room:
             dropped = tuple(range(n_passages, len(passages)))
-            result.requests.append(
-                Request(example.id, setting, variant, prompt, dropped)
-            )
+            result.requests.append(Request(*key, prompt, dropped))
         elif may_cut and passages:
-            result.left_out.append(
-                LeftOut(example.id, setting, variant, n_tokens, int(room))
-            )
+            result.left_out.append(LeftOut(*key, n_tokens, int(room)))
         else:
             too_long.append((n_tokens, example.id))
     if too_long:
@@ -743,10 +728,6 @@ _SMALL = AnswerConfig(
     generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=8192)
 )
 ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
-    "demo": _SMALL,
-    "few": _SMALL,
-    "smoke": _SMALL,
-    "paper": AnswerConfig(
-        generation=GenerationConfig(max_new_tokens=32, tokens_per_batch=16_384)
-    ),
+    **dict.fromkeys(("demo", "few", "smoke"), _SMALL),
+    "paper": AnswerConfig(generation=GenerationConfig(max_new_tokens=32)),
 }

@@ -74,8 +74,6 @@ class Account:
 
 
 Reply = TypeVar("Reply")
-_FIRST, _LONGEST = 0.5, 8.0  # seconds, as the `openai` client waits
-_LONGEST_RETRY_AFTER = 60.0  # that a server may ask for
 # By name: which library connects is the `openai` client's own affair.
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
@@ -117,10 +115,11 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
             seconds = float(error.response.headers.get("retry-after", ""))
         except ValueError:
             seconds = 0.0  # absent, or a date
-        if 0 < seconds <= _LONGEST_RETRY_AFTER:
+        if 0 < seconds <= 60:
             return seconds
-    # Requests that failed together are spread, or they would fail together again.
-    return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
+    # As the `openai` client waits. Requests that failed together are spread, or they
+    # would fail together again.
+    return min(0.5 * 2**attempt, 8) * random.uniform(0.75, 1.0)
 
 
 def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
@@ -158,11 +157,11 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
-    usage = getattr(reply, "usage", None)
     text.encode()  # half of a surrogate pair is no text
+    usage = getattr(reply, "usage", None)
     counts = {
-        "n_prompt_tokens": None if usage is None else usage.prompt_tokens,
-        "n_new_tokens": None if usage is None else usage.completion_tokens,
+        "n_prompt_tokens": usage and usage.prompt_tokens,
+        "n_new_tokens": usage and usage.completion_tokens,
     }
     fields = {
         "text": text.strip(),

@@ -23,8 +23,9 @@ from beatrice.extract.backbone.layout import LayerPass, Layout
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,
-    begun_cache,
     continued_by,
+    empty_cache,
+    is_whole,
     n_shared,
 )
 from beatrice.extract.records import Answer
@@ -44,10 +45,6 @@ class Begun:
 
     n_tokens: int  # of them
     cache: DynamicCache  # their keys and values
-
-    def cache_of(self, n_examples: int) -> DynamicCache:
-        """Return keys and values for a batch, which its forward adds to."""
-        return continued_by(self.cache, n_examples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,16 +140,12 @@ def _run_beginning(
     ids = torch.tensor(
         [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
     )
+    cache = empty_cache(layout) if behind is None else continued_by(behind.cache, 1)
+    if cache is None:
+        return None
     reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
-    finals = []
-
-    def run(cache: DynamicCache) -> None:
-        finals.append(
-            run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
-        )
-
-    first = None if behind is None else behind.cache_of(1)
-    if (cache := begun_cache(layout, ids, run, first)) is None:
+    final = run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
+    if not is_whole(cache, n_tokens):
         return None
     calls = dict(zip(layout.attention_layers, reading.per_layer(), strict=True))
     is_plain = all(
@@ -161,9 +154,7 @@ def _run_beginning(
         and (item.mask is None or item.mask.dtype == torch.bool)
         for item in calls.values()
     )
-    return (
-        (Begun(n_tokens=n_tokens, cache=cache), calls, finals[0]) if is_plain else None
-    )
+    return (Begun(n_tokens=n_tokens, cache=cache), calls, final) if is_plain else None
 
 
 def final_states(
@@ -173,22 +164,14 @@ def final_states(
     on_layer: Callable[[LayerPass], None] | None = None,
     reading: AttentionReading | None = None,
 ) -> torch.Tensor:
-    """Run a padded batch, whose beginning may have been run before.
+    """Run a padded batch `[n_examples, n_tokens]`, or what is behind its beginning.
 
-    Args:
-      layout: of the model that reads.
-      ids: `[n_examples, n_tokens]`, whole sequences.
-      begun: what all of them begin with, or None; only what is behind it is run.
-      on_layer: as in `run_decoder`, of what is run.
-      reading: likewise.
-
-    Returns:
-      `[n_examples, n_tokens, d_model]`, final-normed.
+    Returns `[n_examples, n_tokens, d_model]`, final-normed; see `run_decoder`.
     """
     run = functools.partial(run_decoder, layout, on_layer=on_layer, reading=reading)
     if begun is None:
         return run(ids)
-    cache = begun.cache_of(len(ids))
+    cache = continued_by(begun.cache, len(ids))
     return begun.before(run(ids[:, begun.n_tokens :], cache=cache))
 
 
@@ -209,10 +192,7 @@ def cue_length(answers: Sequence[Answer]) -> int:
     prompts = {answer.prompt_ids for answer in answers}
     if len(prompts) < 2:
         return 1
-    first, last = min(ids[::-1] for ids in prompts), max(ids[::-1] for ids in prompts)
-    pairs = enumerate(zip(first, last, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)) - 1)
-    return max(1, shared)
+    return max(1, n_shared([ids[::-1] for ids in prompts]))
 
 
 def rows_in_cache(logits: torch.Tensor) -> int:
@@ -343,13 +323,10 @@ class Part(abc.ABC):
         return min(start for start, _ in self.batch.predictor_edges)
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
-        """Read some rows of a layer's attention, in order.
+        """Read some rows of a layer's attention, in order, the first at `start`.
 
-        Args:
-          layer: which.
-          log_weights: `[n_examples, n_heads, n_rows, start + n_rows]` float32, nats;
-            below -1e29 where a key is not seen. Not to be changed.
-          start: position of the first row.
+        They are `[n_examples, n_heads, n_rows, start + n_rows]` float32, nats; below
+        -1e29 where a key is not seen. They may not be changed.
         """
         return  # most parts read no attention
 
@@ -359,11 +336,7 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return the readings of every example.
-
-        Args:
-          final: `[n_examples, n_tokens, d_model]`, final-normed.
-        """
+        """Return the readings of every example; final-normed states of all tokens."""
 
 
 def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:

@@ -68,14 +68,9 @@ def hidden_scores(
 
     Every row is centred over its own features, as in the code; the paper does not
     centre. In float64: where there are more tokens than features, or equal ones, the
-    determinant is of the 0.001 on the diagonal.
-
-    Args:
-      states: `[n_examples, n_tokens, d_model]`.
-      edges: `[start, stop)` of the tokens of every example.
-
-    Returns:
-      `[n_examples]` float64; NaN comes of no token.
+    determinant is of the 0.001 on the diagonal. States are `[n_examples, n_tokens,
+    d_model]`, edges `[start, stop)` of the tokens of every example. Returns
+    `[n_examples]`; NaN comes of no token.
     """
     first, stop = torch.tensor(edges, device=states.device).T[..., None]
     counts = stop - first
@@ -103,18 +98,15 @@ def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
     log_dets = 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     for i in failed.nonzero()[:, 0].tolist():
         values = torch.linalg.svdvals(rows[i])
-        n_null = len(rows[i]) - len(values)
-        log_det = (values.square() + _RIDGE).log().sum() + n_null * math.log(_RIDGE)
-        log_dets[i] = log_det
+        of_null = (len(rows[i]) - len(values)) * math.log(_RIDGE)
+        log_dets[i] = (values.square() + _RIDGE).log().sum() + of_null
     return log_dets
 
 
 def window_entropy(entropies: torch.Tensor, n_words: int) -> torch.Tensor:
-    """Return the largest entropy of a token, divided by the vocabulary's size.
+    """Return the largest of `[n_tokens]` nats, divided by the vocabulary's size.
 
-    Args:
-      entropies: `[n_tokens]` nats; NaN comes of no token.
-      n_words: vocabulary size.
+    NaN comes of no token.
     """
     if not len(entropies):
         return entropies.new_tensor(math.nan)
@@ -124,12 +116,8 @@ def window_entropy(entropies: torch.Tensor, n_words: int) -> torch.Tensor:
 def top_entropies(log_probs: torch.Tensor, n_top: int = _N_TOP_WORDS) -> torch.Tensor:
     """Return the mean of -q log q over the largest words, q their softmax.
 
-    Args:
-      log_probs: `[n_tokens, vocab_size]` logits or log-probabilities.
-      n_top: words; all of a smaller vocabulary.
-
-    Returns:
-      `[n_tokens]`: their entropy in nats, divided by their number.
+    That is `[n_tokens]`, the entropy in nats divided by the number of words, of logits
+    or log-probabilities `[n_tokens, vocab_size]`.
     """
     top = log_probs.topk(min(n_top, log_probs.shape[-1]), dim=-1).values
     return _entropy(top.log_softmax(-1)) / top.shape[-1]
@@ -190,9 +178,7 @@ class DiagonalScores(_AnswerOrAll):
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Add the diagonal of some rows."""
         diagonal = log_weights.diagonal(start, -2, -1).double().sum(1)
-        positions = torch.arange(
-            start, start + diagonal.shape[1], device=diagonal.device
-        )
+        positions = start + torch.arange(diagonal.shape[1], device=diagonal.device)
         for name, every in self._edges.items():
             edges = torch.tensor(every, device=diagonal.device)[:, :, None]
             in_answer = (positions >= edges[:, 0]) & (positions < edges[:, 1])
@@ -253,14 +239,8 @@ def bin_weights(
 
     Bin i of n tokens is the mean of `[floor(i n / n_bins), ceil((i + 1) n / n_bins))`,
     as in Torch's adaptive pooling; bins overlap, and repeat tokens where n is small.
-
-    Args:
-      edges: `[start, stop)` of every example, at least one token each.
-      n_tokens: of the padded sequences.
-      n_bins: of every example.
-
-    Returns:
-      `[n_examples, n_bins, n_tokens]` float32; every row sums to 1.
+    Edges are `[start, stop)` of every example, at least one token each. Returns
+    `[n_examples, n_bins, n_tokens]` float32; every row sums to 1.
     """
     weights = torch.zeros(len(edges), n_bins, n_tokens)
     for example, (start, stop) in zip(weights, edges, strict=True):
@@ -279,13 +259,8 @@ def map_statistics(maps: torch.Tensor) -> torch.Tensor:
     diagonal and of two bands about it; all that is off the diagonal; mean, variance
     and covariance of the place (down, across), and how unlike the variances are; of the
     map as a distribution the entropy, those of its margins, and their mutual
-    information, as shares of the most possible. Entropies in nats elsewhere.
-
-    Args:
-      maps: `[…, n, n]` float, not negative.
-
-    Returns:
-      `[…, 23]`.
+    information, as shares of the most possible. Entropies in nats elsewhere. Maps are
+    `[…, n, n]`, not negative; returns `[…, 23]`.
     """
     n = maps.shape[-1]
     rows, columns, total = maps.sum(-1), maps.sum(-2), maps.sum((-2, -1))
@@ -339,10 +314,8 @@ def _moments(
     rows: torch.Tensor, columns: torch.Tensor, maps: torch.Tensor, total: torch.Tensor
 ) -> list[torch.Tensor]:
     """Where a map's weight lies, each side from 0 to 1."""
-    total = total.clamp_min(1e-8)
-    position = torch.linspace(
-        0, 1, maps.shape[-1], device=maps.device, dtype=maps.dtype
-    )
+    n, total = maps.shape[-1], total.clamp_min(1e-8)
+    position = torch.linspace(0, 1, n, device=maps.device, dtype=maps.dtype)
     means, spreads, apart = [], [], []
     for margin in (rows, columns):
         means.append((margin * position).sum(-1) / total)
@@ -423,15 +396,13 @@ def lookback_ratio(
     """Return the share of the mean weight on the context.
 
     Args:
-      weights: `[n_examples, n_heads, n_rows, n_keys]`, zero for keys that a row does
-        not see.
+      weights: `[n_examples, n_heads, n_rows, n_keys]`, zero for unseen keys.
       n_context: `[n_examples]` keys of the context, the first ones; the others are new.
       n_seen: `[n_rows]` keys up to the row itself. Where it is not more than
         `n_context` what is returned means nothing.
 
     Returns:
-      `[n_examples, n_heads, n_rows]` in [0, 1]: a / (a + b) of the two means, not of
-      the sums.
+      `[n_examples, n_heads, n_rows]` in [0, 1]: a / (a + b) of the two means, not sums.
     """
     is_context = torch.arange(weights.shape[-1], device=weights.device)
     is_context = (is_context < n_context[:, None])[:, None, :, None]
@@ -482,23 +453,17 @@ class Lookback(Part):
         return {"lookback": list(self.stacked() / counts)}
 
 
-_SHARE = 0.1
-_UNSEEN = -1e29
 _WORDS = 2**15
 _LEAST = 1e-37  # a float32 that is not subnormal
 
 
 def n_attended(n_prompt: int) -> int:
     """Return how many prompt tokens count as attended: a tenth, at least one."""
-    return max(1, math.floor(_SHARE * n_prompt))
+    return max(1, math.floor(0.1 * n_prompt))
 
 
 def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
-    """Compare two next-token distributions P and Q of every row.
-
-    Args:
-      mid: `[n_rows, vocab_size]` log P.
-      post: the same of Q.
+    """Compare two next-token distributions P and Q, `[n_rows, vocab_size]` logs each.
 
     Returns:
       `[n_rows, 2]` nats, with M their mean: the Jensen-Shannon divergence, half of
@@ -548,13 +513,13 @@ class ContextScores(Part):
         """Keep which prompt tokens some rows attend to most."""
         for example, (first, stop) in enumerate(self.batch.predictor_edges):
             some = slice(max(first - start, 0), max(stop - start, 0))
-            n_prompt = first + 1
-            rows = log_weights[example, :, some, :n_prompt]
+            rows = log_weights[example, :, some, : first + 1]
+            n_top = n_attended(first + 1)
             if rows.shape[1]:
-                top = rows.topk(n_attended(n_prompt), dim=-1)
-                indices = top.indices.masked_fill_(top.values < _UNSEEN, -1).int()
+                top = rows.topk(n_top, dim=-1)
+                indices = top.indices.masked_fill_(top.values < -1e29, -1).int()
             else:
-                indices = rows.new_empty((len(rows), 0, n_attended(n_prompt))).int()
+                indices = rows.new_empty((len(rows), 0, n_top)).int()
             self._places[example].setdefault(layer, []).append(indices)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
@@ -624,7 +589,7 @@ def discrepancy(
       log_p: `[n_rows, vocab_size]`, behind the question's own passages.
       log_q: likewise, behind other passages.
       embeddings: `[≥ vocab_size, d_model]`, of the input.
-      n_top: words kept, at most the vocabulary.
+      n_top: words kept.
 
     Returns:
       `[n_rows]`, at least 0.

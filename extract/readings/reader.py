@@ -17,6 +17,7 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.local import continued_by
 from beatrice.extract.generate.prompts import (
     PromptModel,
     PromptTemplate,
@@ -38,8 +39,9 @@ from beatrice.extract.signals.attention import CallReading, run_decoder
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.probability import head_of, token_probabilities
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
+from beatrice.extract.signals.span_sums import Attention, AttentionCall, row_chunks
 
+Ids = tuple[int, ...]
 _OPTION = " A"
 
 
@@ -61,7 +63,7 @@ def truth_text(question: str, answer: str, ideas: Sequence[str]) -> str:
 
 def truth_prompt(
     model: PromptModel, question: str, answer: str, ideas: Sequence[str] = ()
-) -> tuple[int, ...] | None:
+) -> Ids | None:
     """Return the ids of `truth_text` and of the option "A" behind it.
 
     None where nothing can be read: the option is not one known token behind the text,
@@ -105,12 +107,8 @@ def other_passages(
     for other in (*same[at + 1 :], *same[:at]):
         passages = other.context(answer.variant)[:n_read]
         words = " ".join(f"{p.title} {p.text}" for p in passages).casefold()
-        is_foreign = not _known(passages) & _known(context)
-        if (
-            len(passages) == n_read
-            and is_foreign
-            and not any(g in words for g in golds)
-        ):
+        is_own = _known(passages) & _known(context) or any(g in words for g in golds)
+        if len(passages) == n_read and not is_own:
             yield passages
 
 
@@ -120,7 +118,7 @@ def swapped_prompt(
     example: Example,
     answer: Answer,
     others: Sequence[Example],
-) -> tuple[int, ...] | None:
+) -> Ids | None:
     """Return the prompt of a question behind another question's passages, as ids.
 
     These are the first of `other_passages` with which prompt and answer fit the model's
@@ -132,9 +130,6 @@ def swapped_prompt(
         if model.max_length is None or n_tokens <= model.max_length:
             return prompt.ids
     return None
-
-
-Ids = tuple[int, ...]
 
 
 def middle_entry(n_layers: int) -> int:
@@ -163,18 +158,16 @@ def _end_states(
     lengths = [len(ids) - n_begun for ids in sequences]
 
     def end_states(rows: list[int]) -> torch.Tensor:
-        some = [np.array(sequences[i]) for i in rows]
-        ids = pad_batch(some, backbone.device)
-        ends = [len(row) - 1 - n_begun for row in some]
-        ends = torch.tensor(ends, device=ids.device)
-        every = torch.arange(len(some), device=ids.device)
+        ids = pad_batch([np.array(sequences[i]) for i in rows], backbone.device)
+        ends = torch.tensor([lengths[i] - 1 for i in rows], device=ids.device)
+        every = torch.arange(len(rows), device=ids.device)
         seen: list[torch.Tensor] = []
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
                 seen.append(layer_pass.h_out[every, ends])
 
-        cache = None if begun is None else begun.cache_of(len(some))
+        cache = None if begun is None else continued_by(begun.cache, len(rows))
         rest = ids[:, n_begun:]  # behind the beginning
         final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
         if entry == backbone.n_layers:
@@ -235,9 +228,8 @@ def sample_states(
       Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens, or
       whose ids are not known.
     """
-    entry = middle_entry(backbone.n_layers)
-    shapes = [(len(draws), backbone.d_model) for draws in drawn]
-    result = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    entry, width = middle_entry(backbone.n_layers), backbone.d_model
+    result = [np.full((len(draws), width), np.nan, np.float32) for draws in drawn]
     prompts = [answer.prompt_ids for answer in answers]
     common = begin_cache(backbone.layout, prompts)
     for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
@@ -255,8 +247,6 @@ SECOND_PASSES: dict[str, Callable[..., list[np.ndarray]]] = {
     "p_true": truth_probabilities,
     "sample_states": sample_states,
 }
-
-
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
 # Answers in memory at once; of these, those of similar length are read together.
 _N_AHEAD = 256
@@ -268,7 +258,7 @@ def _show_weights(
     parts: Sequence[Part],
     first: int,
     layer: int,
-    call: AttentionCall | AttentionMap,
+    call: Attention,
 ) -> None:
     """Show parts a layer's log attention weights, in chunks of rows from `first` on."""
     if isinstance(call, AttentionCall) and batch.beginning is not None:
@@ -287,9 +277,9 @@ def read(
     answers: Sequence[Answer],
     names: Sequence[str],
     *,
-    swapped: Sequence[tuple[int, ...] | None] | None = None,
-    truth_prompts: Sequence[tuple[int, ...] | None] | None = None,
-    drawn: Sequence[Sequence[tuple[int, ...] | None]] | None = None,
+    swapped: Sequence[Ids | None] | None = None,
+    truth_prompts: Sequence[Ids | None] | None = None,
+    drawn: Sequence[Sequence[Ids | None]] | None = None,
     n_cue: int | None = None,
     tokens_per_batch: int = _TOKENS_PER_BATCH,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -330,10 +320,9 @@ def read(
     for start in range(0, len(answers), _N_AHEAD):
         ahead = slice(start, start + _N_AHEAD)
         inputs = {name: given[name][ahead] for name in wanted & set(given)}
-        readings = _read_some(
+        yield from _read_some(
             backbone, answers[ahead], wanted, inputs, cue, tokens_per_batch
         )
-        yield from readings
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ by range, each with a commit record. Of a unit that was interrupted only the bat
 that its missing ranges need are read again. Nothing here loads Torch.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,7 +225,7 @@ class ExtractionReport:
 class _RangeRows:
     """The families of one range, as they are stored, filled answer by answer."""
 
-    def __init__(self, spec: StoreSpec, range_id: int, names: Iterable[str]) -> None:
+    def __init__(self, spec: StoreSpec, range_id: int) -> None:
         self._spec, self._range_id = spec, range_id
         self.arrays: dict[str, np.ndarray] = {}
         for name, family in spec.families.items():
@@ -232,7 +233,7 @@ class _RangeRows:
             shape = (stop - start, *family.shape)
             self.arrays[name] = np.empty(shape, family.numpy_dtype)
         # By family, keys of answers with values that its type cannot hold.
-        self._bad: dict[str, list[tuple[Any, Encoded]]] = {name: [] for name in names}
+        self._bad = collections.defaultdict[str, list[tuple[Any, Encoded]]](list)
 
     def put(self, name: str, example: int, rows: np.ndarray) -> None:
         """Store an answer's rows of a family: of the last tokens, or those stored."""
@@ -260,8 +261,6 @@ class _RangeRows:
     def check(self) -> None:
         """Check that the stored types can represent every value."""
         for name, bad in self._bad.items():
-            if not bad:
-                continue
             n_overflowed = sum(encoded.n_overflowed for _, encoded in bad)
             n_invalid = sum(encoded.n_invalid for _, encoded in bad)
             raise ValueError(
@@ -309,7 +308,7 @@ def _read_unit(
     edges, examples = plan.spec.range_examples, np.arange(len(plan.spec.keys))
     range_of = (np.searchsorted(edges, examples, "right") - 1).tolist()
     names = [*reader.shapes]
-    rows = {r: _RangeRows(plan.spec, r, names) for r in missing}
+    rows = {r: _RangeRows(plan.spec, r) for r in missing}
     needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
     for example, reading in read_batches(reader, sequences, needed):
         if (of_range := rows.get(range_of[example])) is not None:
