@@ -504,7 +504,7 @@ def stream_tokens(
                 written = end.value
             if is_due and before is not None:
                 token, text = waiting[-1]
-                p_if_ended = p_correct(*before.ended(stop_id))
+                p_if_ended = p_correct(*before.so_far(stop_id))
                 waiting[-1] = dataclasses.replace(token, p_correct=p_if_ended), text
             if written is not None:
                 break
@@ -515,7 +515,7 @@ def stream_tokens(
             # The last token of an answer that is cut has no next; there is the score.
             is_due = bool(every) and len(ids) % every == 0 and not is_end
             is_due &= len(ids) < n_most
-            p_if_cut = p_correct(*step.cut()) if is_due else None
+            p_if_cut = p_correct(*step.so_far(None)) if is_due else None
         p, entropy = float(step.prob[0]), float(step.prob[2])
         token = StreamedToken(text="", p=p, entropy=entropy, p_if_cut=p_if_cut)
         waiting.append((token, text))

@@ -437,15 +437,11 @@ class Backbone:
         revision: str | None = None,
         is_of_files: bool = False,
     ) -> "Backbone":
-        """Freeze a model that already exists.
+        """Freeze a model that already exists: evaluation mode, gradients off.
 
-        Args:
-          model: a Transformers causal LM, bare or wrapped by `torch.compile` or PEFT;
-            put in evaluation mode, gradients off.
-          tokenizer: its tokenizer, where text is needed.
-          name: what to call it in messages and manifests.
-          revision: what identifies its weights; None hashes them.
-          is_of_files: as of the class.
+        It is a Transformers causal LM, bare or wrapped by `torch.compile` or PEFT. The
+        tokenizer is needed for text alone; the revision identifies the weights, and
+        None hashes them.
         """
         bare = _unwrapped(model)
         layout = find_layout(bare)

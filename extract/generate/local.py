@@ -27,11 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers import GenerationConfig as Defaults
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from beatrice.extract.backbone.layout import Layout, evaluating
 from beatrice.extract.backbone.loading import Backbone

@@ -661,7 +661,7 @@ def make_requests(
     may_cut = config.overlong == "drop-passages"
     template = config.prompt_template()
     result, too_long = Requests([], []), []
-    cells = (
+    cells: Iterator[tuple[Example, Setting, Variant, tuple[Passage, ...]]] = (
         (example, setting, variant, passages)
         for setting in settings
         for example in examples

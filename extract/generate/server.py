@@ -220,17 +220,12 @@ class ServedGenerator(contextlib.AbstractContextManager):
         tokenizer: Any = None,
         earlier: tuple[int, int] = (0, 0),
     ) -> None:
-        """Prepare a client; nothing is sent yet.
+        """Prepare a client of a model, under the server's name for it; nothing is sent.
 
-        Args:
-          model: the name that the server gives its model.
-          server: where it is, and how it is asked.
-          stop_ids: the model's stop tokens, where they are known.
-          log_probs: ask for them.
-          tokenizer: of the model, where it is known here: its SHA-256 is a part of
-            every key, and stop strings are found in its ids.
-          earlier: prompt and new tokens that other processes have paid for, and that
-            count towards the cap.
+        Stop tokens and tokenizer are the model's, where they are known here: its
+        SHA-256 is a part of every key, and stop strings are found in its ids. `earlier`
+        are prompt and new tokens that other processes have paid for, and that count
+        towards the cap.
         """
         if server.server is None:
             raise ValueError("expected the URL of a server, found none")

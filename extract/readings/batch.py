@@ -40,20 +40,16 @@ from beatrice.extract.signals.span_sums import AttentionCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Begun:
-    """The first tokens of all sequences, which a batch may go on from."""
-
-    n_tokens: int  # of them
-    cache: DynamicCache  # their keys and values
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Beginning(Begun):
+class Beginning:
     """The first tokens of all sequences, and what a decoder made of them."""
 
-    calls: dict[int, AttentionCall]  # by layer, of one example
-    layers: list[LayerPass]  # what each did to the stream, of one example
-    final: torch.Tensor  # `[1, n_tokens, d_model]`, final-normed
+    n_tokens: int  # of them
+    cache: DynamicCache  # their keys and values, which a batch may go on from
+    # Of one example, and where parts see it: by layer what it attended with, what each
+    # did to the stream, and `[1, n_tokens, d_model]`, final-normed.
+    calls: dict[int, AttentionCall]
+    layers: list[LayerPass]
+    final: torch.Tensor
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         """Put its final states before those of a batch."""
@@ -69,16 +65,14 @@ class Beginning(Begun):
     def before_call(self, layer: int, call: AttentionCall) -> AttentionCall:
         """Put its queries before those of a batch, whose keys are of both."""
         first, mask = self.calls[layer], call.mask
-        query = torch.cat(
-            [first.query.expand(len(call.query), -1, -1, -1), call.query], 2
-        )
+        queries = first.query.expand(len(call.query), -1, -1, -1), call.query
+        query = torch.cat(queries, dim=2)
         if mask is not None:
-            square = first.mask
+            n, square = self.n_tokens, first.mask
             if square is None:
-                square = mask.new_ones((1, 1, self.n_tokens, self.n_tokens)).tril()
-            wide = torch.nn.functional.pad(
-                square, (0, mask.shape[-1] - self.n_tokens), value=False
-            )
+                square = mask.new_ones((1, 1, n, n)).tril()
+            edges = (0, mask.shape[-1] - n)
+            wide = torch.nn.functional.pad(square, edges, value=False)
             mask = torch.cat([wide.expand(*mask.shape[:2], -1, -1), mask], dim=2)
         return dataclasses.replace(call, query=query, mask=mask)
 
@@ -88,10 +82,20 @@ def _before(first: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.expand(len(states), -1, -1), states], dim=1)
 
 
-def begin(layout: Layout, sequences: Sequence[Sequence[int]]) -> Beginning | None:
-    """Run what all sequences begin with, and keep what parts see of it.
+def begin(
+    layout: Layout,
+    sequences: Sequence[Sequence[int]],
+    behind: Beginning | None = None,
+    *,
+    is_seen: bool = True,
+) -> Beginning | None:
+    """Run what all sequences begin with; of each the last id is left to its own batch.
 
-    None where a batch could not go on from it, see `_run_beginning`.
+    What parts see of it is kept where `is_seen`. Returns `behind`, a shorter beginning
+    that was run before, where too little (more) is common, and where a batch could not
+    go on: other states than keys and values, a window shorter than what is common, a
+    softcap or sinks (no fused kernel knows them), or attention that the model does not
+    ask for.
     """
     layers: list[LayerPass] = []
 
@@ -99,62 +103,31 @@ def begin(layout: Layout, sequences: Sequence[Sequence[int]]) -> Beginning | Non
         tensors = (item.h_in, item.att, item.ffn, item.h_out)
         layers.append(LayerPass(item.index, *(tensor.clone() for tensor in tensors)))
 
-    if (run := _run_beginning(layout, sequences, None, keep)) is None:
-        return None
-    begun, calls, final = run
-    return Beginning(**vars(begun), calls=calls, layers=layers, final=final)
-
-
-def begin_cache(
-    layout: Layout, sequences: Sequence[Sequence[int]], behind: Begun | None = None
-) -> Begun | None:
-    """Run what all sequences begin with, and keep its keys and values alone.
-
-    Returns `behind`, a shorter beginning that was run before, where a batch could not
-    go on from a longer one.
-    """
-    run = _run_beginning(layout, sequences, behind, None)
-    return behind if run is None else run[0]
-
-
-def _run_beginning(
-    layout: Layout,
-    sequences: Sequence[Sequence[int]],
-    behind: Begun | None,
-    on_layer: Callable[[LayerPass], None] | None,
-) -> tuple[Begun, dict[int, AttentionCall], torch.Tensor] | None:
-    """Run what all sequences begin with; of each the last id is left to its own batch.
-
-    Returns:
-      Keys and values, calls by layer, and final states, the latter two of what is
-      behind a shorter beginning. None where too little (more) is common, and where a
-      batch could not go on: other states than keys and values, a window shorter than
-      what is common, a softcap or sinks (no fused kernel knows them), or attention that
-      the model does not ask for.
-    """
     n_behind = 0 if behind is None else behind.n_tokens
     asks = layout.decoder._can_set_attn_implementation()
     n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
     if n_tokens < n_behind + FEWEST_SHARED:
-        return None
-    ids = torch.tensor(
-        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
-    )
+        return behind
     cache = empty_cache(layout) if behind is None else continued_by(behind.cache, 1)
     if cache is None:
-        return None
+        return behind
+    device = layout.head.weight.device
+    ids = torch.tensor([list(sequences[0][n_behind:n_tokens])], device=device)
     reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
+    on_layer = keep if is_seen else None
     final = run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
-    if not is_whole(cache, n_tokens):
-        return None
-    calls = dict(zip(layout.attention_layers, reading.per_layer(), strict=True))
-    is_plain = all(
+    is_plain = is_whole(cache, n_tokens) and all(
         item.softcap is None
         and item.sinks is None
         and (item.mask is None or item.mask.dtype == torch.bool)
-        for item in calls.values()
+        for item in reading.per_layer()
     )
-    return (Begun(n_tokens=n_tokens, cache=cache), calls, final) if is_plain else None
+    if not is_plain:
+        return behind
+    calls = reading.layers if is_seen else {}
+    return Beginning(
+        n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=final
+    )
 
 
 def final_states(

@@ -26,10 +26,9 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.readings.batch import (
     Batch,
-    Begun,
+    Beginning,
     Part,
     begin,
-    begin_cache,
     cue_length,
     final_states,
 )
@@ -145,14 +144,14 @@ def _end_states(
     sequences: Sequence[Ids],
     entry: int,
     tokens_per_batch: int,
-    behind: Begun | None = None,
+    behind: Beginning | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
     `entry` is of Transformers' `hidden_states`, the last of which is final-normed;
     `behind` is a beginning of all sequences, which was run before.
     """
-    begun = begin_cache(backbone.layout, sequences, behind)
+    begun = begin(backbone.layout, sequences, behind, is_seen=False)
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     lengths = [len(ids) - n_begun for ids in sequences]
@@ -231,7 +230,7 @@ def sample_states(
     entry, width = middle_entry(backbone.n_layers), backbone.d_model
     result = [np.full((len(draws), width), np.nan, np.float32) for draws in drawn]
     prompts = [answer.prompt_ids for answer in answers]
-    common = begin_cache(backbone.layout, prompts)
+    common = begin(backbone.layout, prompts, is_seen=False)
     for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
         # A question at a time: its prompt is run once for all its draws.
         index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
@@ -254,11 +253,7 @@ _TOKENS_PER_BATCH = 4096
 
 
 def _show_weights(
-    batch: Batch,
-    parts: Sequence[Part],
-    first: int,
-    layer: int,
-    call: Attention,
+    batch: Batch, parts: Sequence[Part], first: int, layer: int, call: Attention
 ) -> None:
     """Show parts a layer's log attention weights, in chunks of rows from `first` on."""
     if isinstance(call, AttentionCall) and batch.beginning is not None:

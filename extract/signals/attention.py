@@ -31,12 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from beatrice.extract.backbone.layout import (
-    LayerPass,
-    Layout,
-    evaluating,
-    watch_layers,
-)
+from beatrice.extract.backbone.layout import LayerPass, Layout, evaluating, watch_layers
 from beatrice.extract.signals.batch import to_device
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.span_sums import (
@@ -412,10 +407,10 @@ def attend_alone(
     kwargs: dict[str, Any],
     reading: AttentionReading | None,
 ) -> torch.Tensor:
-    """Call one attention module by itself, through a reading or as it would attend.
+    """Call an attention module by itself, through a reading or as it would attend.
 
-    The module asks for an attention function, and has a config of its own. Returns what
-    it puts out, `[n_examples, n_tokens, d_model]`.
+    It asks for an attention function, and has a config of its own. Returns what it puts
+    out, `[n_examples, n_tokens, d_model]`.
     """
     with contextlib.ExitStack() as stack:
         if reading is not None:
@@ -434,19 +429,12 @@ def run_decoder(
     reading: AttentionReading | None = None,
     cache: Cache | None = None,
 ) -> torch.Tensor:
-    """Run a decoder once, watched or not.
+    """Run a decoder once on ids `[n_examples, n_tokens]` of its device, watched or not.
 
-    Args:
-      layout: of the model.
-      ids: `[n_examples, n_tokens]` int64 on the model's device.
-      on_layer: sees every layer, see `watch_layers`; None watches none.
-      reading: sees the attention of this forward; None leaves it to the model.
-      cache: of a beginning that all examples go on from. What a reading then sees has
-        the queries of `ids` and the keys of both; only where the model asks for an
-        attention function.
-
-    Returns:
-      Final-normed states `[n_examples, n_tokens, d_model]`.
+    `on_layer` sees every layer, see `watch_layers`, and a reading the attention, which
+    is else left to the model. All examples go on from a cache. What a reading then sees
+    has the queries of the ids and the keys of both; only where the model asks for an
+    attention function. Returns final-normed states `[n_examples, n_tokens, d_model]`.
     """
     decoder, options = layout.decoder, {}
     if cache is not None:

@@ -178,11 +178,6 @@ class DecodeReading(AttentionReading):
         """Return which of the step's tokens is the first that is read."""
         return min(max(0, self.n_unread - self._n_before), self._n_step)
 
-    def _columns(self) -> slice:
-        """Return where the step's tokens that are read stand in what is kept."""
-        start = self._n_before + self._first - self.n_unread
-        return slice(start, self._n_before + self._n_step - self.n_unread)
-
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[bool, torch.Tensor | None]:
@@ -210,11 +205,7 @@ class DecodeReading(AttentionReading):
         return True, None
 
     def _add_sums(
-        self,
-        layer: int,
-        call: Attention,
-        n_before: int,
-        value: torch.Tensor | None,
+        self, layer: int, call: Attention, n_before: int, value: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add a call's rows, behind `n_before` columns; attend if wanted."""
         if self._run_members is None:
@@ -291,22 +282,18 @@ class DecodeReading(AttentionReading):
         n_read = self._n_step - self._first
         if n_read < 2:
             return
-        columns, targets = self._columns(), self._next_ids()
+        start, targets = self._n_before + self._first - self.n_unread, self._next_ids()
         # Padding of shorter prompts is not worth a product with the vocabulary.
-        is_read = self._is_read()[self._index, columns][:, :-1]
+        starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
+        is_read = start + torch.arange(n_read - 1) >= starts[:, None]
+        is_read = is_read.to(states.device)[self._index]
         prob = torch.zeros((*targets.shape, 5), device=states.device)
         prob[is_read] = self.reader.probabilities(
             states[:, self._first : -1][is_read], targets[is_read]
         )
-        self._prob[self._index, columns.start : columns.stop - 1] = prob
+        self._prob[self._index, start : start + n_read - 1] = prob
         resid = torch.cat(self._prompt_resid, dim=-1)
-        self._resid[self._index, columns] = resid
-
-    def _is_read(self) -> torch.Tensor:
-        """Return `[n_rows, n_read]` bool, whether a column holds a token of its row."""
-        starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
-        columns = torch.arange(self._prob.shape[1])
-        return (columns >= starts[:, None]).to(self._prob.device)
+        self._resid[self._index, start : start + n_read] = resid
 
     def _after_model(self, module: Any, inputs: Any, output: Any) -> None:
         """Keep what the next token is chosen from."""
@@ -371,7 +358,8 @@ class DecodeReading(AttentionReading):
         self._read_steps()
         members = self._members[..., self.n_unread : self._n_room]
         per_layer = [
-            entropies_and_masses(*self._sums[layer], members) for layer in self.layers
+            entropies_and_masses(by_row, by_key, members)
+            for by_row, by_key in (self._sums[layer] for layer in self.layers)
         ]
         attn = torch.stack(per_layer, dim=-2).cpu().numpy()
         prob, resid = self._prob.cpu().numpy(), self._resid.cpu().numpy()
@@ -557,14 +545,31 @@ class WrittenToken:
     id: int  # the token
     # `[5]` float32, the distribution that it was chosen from, see `AnswerSignals`.
     prob: np.ndarray
-    # Returns the answer up to this token, and what is read of it as of one that was cut
-    # behind it; to be called before the next token is asked for.
-    cut: Callable[[], tuple[Answer, AnswerSignals]]
-    # Returns the answer up to this token as it is if a stop token follows, whose id it
-    # takes, and what is read of it then; to be called when the next token was asked
-    # for, which tells how likely the stop token is, and before another is. The last
-    # token of an answer that is cut has no next.
-    ended: Callable[[int], tuple[Answer, AnswerSignals]]
+    watch: DecodeReading
+    request: Request
+    ids: tuple[int, ...]  # of the answer up to this token
+
+    def so_far(self, stop_id: int | None) -> tuple[Answer, AnswerSignals]:
+        """Return the answer up to this token, and what is read of it.
+
+        Of one that is cut behind it (None), before the next token is asked for. Or of
+        one that a stop token follows, when the next was asked for, which tells how
+        likely it is, and before another is; the last token of an answer that is cut
+        has no next.
+        """
+        answer = Answer(
+            example_id=self.request.example_id,
+            setting=self.request.setting,
+            variant=self.request.variant,
+            text="",
+            prompt_ids=self.request.prompt.ids,
+            token_ids=self.ids,
+            stop_id=stop_id,
+            context_span=self.request.prompt.context_span,
+        )
+        (signals,) = self.watch.ended([answer])
+        assert signals is not None, "asked for at another step"
+        return answer, signals
 
 
 def read_stepwise(
@@ -598,33 +603,9 @@ def read_stepwise(
             reply: Generated = end.value
             break
         ids = (*ids, token)
-        so_far = functools.partial(_so_far, watch, request, ids)
-        yield WrittenToken(
-            id=token,
-            prob=watch.last_prob(),
-            cut=functools.partial(so_far, None),
-            ended=so_far,
-        )
+        about = {"watch": watch, "request": request, "ids": ids}
+        yield WrittenToken(id=token, prob=watch.last_prob(), **about)
     return next(_read_written(watch, [request], [reply], sampling.stop))
-
-
-def _so_far(
-    watch: DecodeReading, request: Request, ids: tuple[int, ...], stop_id: int | None
-) -> tuple[Answer, AnswerSignals]:
-    """Return an answer that ends, or is cut, behind these ids; see `WrittenToken`."""
-    answer = Answer(
-        example_id=request.example_id,
-        setting=request.setting,
-        variant=request.variant,
-        text="",
-        prompt_ids=request.prompt.ids,
-        token_ids=ids,
-        stop_id=stop_id,
-        context_span=request.prompt.context_span,
-    )
-    (signals,) = watch.ended([answer])
-    assert signals is not None, "asked for at another step"
-    return answer, signals
 
 
 def decoding_differences(reader: SignalReader) -> dict[str, float]:
@@ -639,14 +620,12 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
     longest = min(longest + _N_PADDED, window - _N_CHECKED)
     lengths = longest, max(2, longest - _N_PADDED)
     ids = probe_ids(reader.backbone, lengths).tolist()
+    prompts = [
+        Prompt(tuple(ids[row][:n]), (1, 1 + n // 2)) for row, n in enumerate(lengths)
+    ]
     requests = [
-        Request(
-            example_id=str(row),
-            setting="with_context",
-            variant="original",
-            prompt=Prompt(tuple(ids[row][:n]), (1, 1 + n // 2)),
-        )
-        for row, n in enumerate(lengths)
+        Request(str(row), "with_context", "original", prompt)
+        for row, prompt in enumerate(prompts)
     ]
     config = GenerationConfig(max_new_tokens=_N_CHECKED)
     answers, written = generate_and_read(reader, requests, config)

@@ -20,7 +20,7 @@ import numpy as np
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import check_both_classes
-from beatrice.extract.records import Answer
+from beatrice.extract.records import Answer, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     check_answered,
@@ -274,9 +274,7 @@ class _RangeRows:
 
 
 def read_batches(
-    reader: Reader,
-    sequences: Sequence[TokenSequence],
-    batches: Sequence[Sequence[int]],
+    reader: Reader, sequences: Sequence[TokenSequence], batches: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Any]]:
     """Read batch after batch; yields each example and its signals.
 
@@ -481,7 +479,9 @@ def _extract(
     check_answered(run)
     if run.labels.exists():  # hours of signals that no detector could be trained on
         check_both_classes(read_examples(run), [*read_labels(run).values()])
-    answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
+    answers: dict[Setting, list[Answer]] = {
+        setting: read_answers(run, setting) for setting in settings_of(run)
+    }
     if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(
             f"{run.answers} has no answer {empty[0]}: no passage of any question fits "

@@ -86,10 +86,10 @@ def head_of(model: Any) -> Head:
 def _candidates(logits: torch.Tensor) -> torch.Tensor:
     """Return a few values of every row among which are its two largest.
 
-    One pass over the logits and little else: the vocabulary is split into interleaved
-    columns, and each column's largest is taken. The two largest are among the members
-    of the best column, the best of the second-best, and the remainder. A topk over the
-    whole row costs ten times as much on a CPU.
+    One pass over the logits: the vocabulary is split into interleaved columns, and each
+    column's largest is taken. The two largest are among the members of the best column,
+    the best of the second-best, and the remainder. A topk costs ten times as much on a
+    CPU.
     """
     width = logits.shape[1]
     n_columns = min(64, width)
@@ -175,12 +175,7 @@ class _OnlineSoftmax:
 def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Read distributions whose logits are there anyway, see `token_probabilities`.
 
-    Args:
-      logits: `[n_tokens, vocab_size]` float32, as the model chooses from.
-      targets: `[n_tokens]` int64, v_t.
-
-    Returns:
-      `[n_tokens, 5]` float32.
+    The logits are `[n_tokens, vocab_size]` float32, as the model chooses from.
     """
     sums = _OnlineSoftmax(targets)
     n_cached = max(logits.shape[1], _N_CACHED)
@@ -190,18 +185,12 @@ def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def token_probabilities(
-    states: torch.Tensor,
-    targets: torch.Tensor,
-    head: Head,
-    budget: ReadingBudget,
+    states: torch.Tensor, targets: torch.Tensor, head: Head, budget: ReadingBudget
 ) -> torch.Tensor:
     """Read the next-token distribution at every position (section 3.2).
 
-    Args:
-      states: `[n_tokens, d_model]`, final-normed.
-      targets: `[n_tokens]` int64, v_t.
-      head: W_U with its bias and softcap.
-      budget: rows and columns of one block of logits.
+    Of final-normed states `[n_tokens, d_model]` and targets v_t `[n_tokens]` int64,
+    in blocks of a budget.
 
     Returns:
       `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats, top

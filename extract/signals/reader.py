@@ -33,12 +33,7 @@ from beatrice.extract.signals.batch import (
 )
 from beatrice.extract.signals.parity import check_parity
 from beatrice.extract.signals.sequence import TokenSequence, first_read
-from beatrice.extract.store.spec import (
-    Spans,
-    StoreConfig,
-    check_layers,
-    model_shapes,
-)
+from beatrice.extract.store.spec import Spans, StoreConfig, check_layers, model_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,13 +115,10 @@ class SignalReader:
     ) -> None:
         """Check the backbone and prepare to read it.
 
-        Args:
-          backbone: the frozen model.
-          hidden_layers: entries of the resid axis to keep, out of `n_layers + 1`: 0 is
-            the embedding, l the output of layer l, un-normed. None keeps all.
-          hidden_spans: tokens whose hidden states are read; the other families are
-            read for all from `first_read` on.
-          budget: sizes of chunks; None chooses by the backbone's device.
+        Hidden layers are the entries of the resid axis to keep, out of `n_layers + 1`:
+        0 is the embedding, l the output of layer l, un-normed; None keeps all. Hidden
+        states are read of the tokens of `hidden_spans`, the other families of all from
+        `first_read` on. A budget None is chosen by the device.
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans: Spans = hidden_spans
@@ -190,9 +182,8 @@ class SignalReader:
         before this one's result is taken.
 
         A layer that attends to the highest-ranked keys alone decides ties by how many
-        columns there are: what it reads of a padded sequence may be other keys than
-        alone. Such a batch is read one length at a time, without padding. One that the
-        device cannot hold is read in halves.
+        columns there are, so that padding may change which keys these are. Such a batch
+        is read one length at a time. One that the device cannot hold is read in halves.
         """
         by_length: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):

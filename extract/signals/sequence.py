@@ -149,8 +149,7 @@ def batches_of(
 
     Args:
       lengths: `[n_sequences]` tokens that are computed.
-      tokens_per_batch: budget of a batch, padding included; a longer sequence is a
-        batch of its own.
+      tokens_per_batch: with padding; a longer sequence is a batch of its own.
       n_beside: positions that every sequence takes of the budget beside these: of a
         beginning that is computed before, or of tokens that are written.
       n_passes: of the model over a batch.

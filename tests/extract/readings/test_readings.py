@@ -6,7 +6,7 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.batch import Batch, begin, begin_cache, cue_length
+from beatrice.extract.readings.batch import Batch, begin, cue_length
 from beatrice.extract.readings.formulas import bin_weights, map_statistics
 from beatrice.extract.readings.reader import (
     PARTS,
@@ -270,10 +270,10 @@ def test_a_beginning_goes_on_from_a_shorter_one(name):
     backbone, first = backbone_of(name), ids_of(0, N_SHARED)
     draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
     with torch.no_grad():
-        short = begin_cache(backbone.layout, PROMPTS)
+        short = begin(backbone.layout, PROMPTS, is_seen=False)
         assert short.n_tokens == N_SHARED
-        assert begin_cache(backbone.layout, draws, short).n_tokens == N_SHARED + 20
-        assert begin_cache(backbone.layout, PROMPTS, short) is short
+        assert begin(backbone.layout, draws, short).n_tokens == N_SHARED + 20
+        assert begin(backbone.layout, PROMPTS, short) is short
         both, once = (_end_states(backbone, draws, 2, 4096, b) for b in (short, None))
     torch.testing.assert_close(both, once, rtol=1e-4, atol=1e-5)
 

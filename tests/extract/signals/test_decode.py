@@ -209,7 +209,7 @@ def test_threads_that_share_a_model_write_and_read_as_one_alone():
         written = generate_and_read(reader, requests, CONFIG)
         alone = generate(backbone, requests, CONFIG)
         *_, tokens = [token for token in read_stepwise(reader, requests[0], SAMPLING)]
-        return written, alone, tokens.cut()[0].token_ids, reader.read(sequences)
+        return written, alone, tokens.so_far(None)[0].token_ids, reader.read(sequences)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for written, alone, ids, again in pool.map(writes_and_reads, range(8)):
@@ -261,7 +261,7 @@ def test_an_answer_is_read_as_one_that_ends_at_every_token_while_it_is_written(f
         except StopIteration as end:
             written = end.value
             break
-        prefixes.append(before.ended(5))
+        prefixes.append(before.so_far(5))
         np.testing.assert_allclose(before.prob, prefixes[-1][1].prob[-2])
     assert [len(answer.token_ids) for answer, _ in prefixes] == [1, 2, 3, 4, 5]
     (whole,), _ = generate_and_read(reader, [request], CONFIG)

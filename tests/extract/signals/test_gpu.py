@@ -128,7 +128,7 @@ def test_an_answer_is_streamed():
         steps, n_tokens = read_stepwise(SignalReader(there), request, sampling), 0
         for token in steps:
             n_tokens += 1
-            answer, signals = token.cut()
+            answer, signals = token.so_far(None)
             assert answer.token_ids[-1] == token.id
             assert np.isfinite(signals.prob).all()
     assert n_tokens == 4
