@@ -576,11 +576,9 @@ def load_backbone(
 ) -> Backbone:
     """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
 
-    Args:
-      path: a directory written by `save_pretrained`, a GGUF file, or a Hub id.
-      dtype: of weights and residual stream; readings are float32 in any case, and on a
-        GPU TF32 in products only where the process allows it, as it does not by itself.
-      device: a Torch device, such as "cpu" or "cuda:0".
+    The path is a directory written by `save_pretrained`, a GGUF file, or a Hub id, the
+    dtype of weights and residual stream. Readings are float32 in any case, on a GPU
+    TF32 in products only where the process allows it, as it does not by itself.
     """
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))

@@ -97,12 +97,7 @@ _HEDGE = re.compile(
 
 
 def is_hedge(text: str) -> bool:
-    """Return whether an answer begins with a refusal or "unknown".
-
-    By a list of English words: "I don't know", "unknown", "I cannot", "as an AI", "it
-    depends", "not mentioned", "no information", and their like. False for an empty
-    text.
-    """
+    """Return whether an answer begins with a refusal or "unknown", in English words."""
     return _HEDGE.match(text) is not None
 
 

@@ -190,12 +190,7 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
 
 
 async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
-    """Return a request's reply, if it is there in full after some seconds.
-
-    Raises:
-      DeadlineExceeded: it is not.
-      UnreadableReply: it is no JSON.
-    """
+    """Return a request's reply; raises where it is not there in time, or no JSON."""
     try:
         return await asyncio.wait_for(request, seconds)
     except TimeoutError as error:

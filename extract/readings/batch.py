@@ -152,7 +152,6 @@ def final_states(
 # vocabularies, which share reading and converting the head's weights. On one core
 # 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
-_LOGITS_CACHED = 2**18  # on a CPU: rows that stay in its second-level cache
 
 
 def cue_length(answers: Sequence[Answer]) -> int:
@@ -171,11 +170,9 @@ def cue_length(answers: Sequence[Answer]) -> int:
 def rows_in_cache(logits: torch.Tensor) -> int:
     """Return how many rows of `[n_rows, vocab_size]` to pass over at once.
 
-    On a CPU those that stay in its cache for several passes, on a GPU all.
+    On a CPU those that stay in its second-level cache for several passes, on a GPU all.
     """
-    if logits.is_cuda:
-        return max(1, len(logits))
-    return max(1, _LOGITS_CACHED // logits.shape[-1])
+    return max(1, len(logits) if logits.is_cuda else 2**18 // logits.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,10 +229,8 @@ class Batch:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield next-token distributions of states, a chunk of rows at a time.
 
-        Args:
-          states: `[n_rows, d_model]` of the residual stream; give those of several
-            layers at once, for a chunk of few rows costs nearly what one of many does.
-          is_normed: whether the final norm was applied to them.
+        The states are `[n_rows, d_model]`, of several layers at once: a chunk of few
+        rows costs nearly what one of many does.
 
         Yields:
           Which rows, and `[n_chunk, vocab_size]` float32 log-probabilities; the next

@@ -58,7 +58,6 @@ from beatrice.extract.signals.batch import Rows, pad_batch
 from beatrice.extract.signals.sequence import sequence_of
 
 _RIDGE = 1e-3
-_N_TOP_WORDS = 50
 
 
 def hidden_scores(
@@ -113,7 +112,7 @@ def window_entropy(entropies: torch.Tensor, n_words: int) -> torch.Tensor:
     return entropies.amax() / n_words
 
 
-def top_entropies(log_probs: torch.Tensor, n_top: int = _N_TOP_WORDS) -> torch.Tensor:
+def top_entropies(log_probs: torch.Tensor, n_top: int = 50) -> torch.Tensor:
     """Return the mean of -q log q over the largest words, q their softmax.
 
     That is `[n_tokens]`, the entropy in nats divided by the number of words, of logits
@@ -393,16 +392,12 @@ class StateTrace(Part):
 def lookback_ratio(
     weights: torch.Tensor, n_context: torch.Tensor, n_seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the share of the mean weight on the context.
+    """Return the share of the mean weight on the context: a / (a + b) of two means.
 
-    Args:
-      weights: `[n_examples, n_heads, n_rows, n_keys]`, zero for unseen keys.
-      n_context: `[n_examples]` keys of the context, the first ones; the others are new.
-      n_seen: `[n_rows]` keys up to the row itself. Where it is not more than
-        `n_context` what is returned means nothing.
-
-    Returns:
-      `[n_examples, n_heads, n_rows]` in [0, 1]: a / (a + b) of the two means, not sums.
+    Of weights `[n_examples, n_heads, n_rows, n_keys]`, zero for unseen keys, where the
+    first `[n_examples]` keys are the context and the others up to `[n_rows]` new.
+    Returns `[n_examples, n_heads, n_rows]` in [0, 1]; without a new key it means
+    nothing.
     """
     is_context = torch.arange(weights.shape[-1], device=weights.device)
     is_context = (is_context < n_context[:, None])[:, None, :, None]
@@ -549,50 +544,36 @@ def _cosines(
     return cosines.masked_fill(chosen.sum(-1) == 0, torch.nan).nanmean(-1)
 
 
-_N_TOP = 100
-_GUARD = 1e-8  # of the official code, under an entropy that divides
-
-
 def processing_rate(
     matches: torch.Tensor, entropies: torch.Tensor, emphasis: torch.Tensor
 ) -> torch.Tensor:
-    """Return the information processing rate of every token.
+    """Return the information processing rate of every token, `[n_tokens]`.
 
-    Args:
-      matches: `[n_tokens, n_layers]`: what each layer's lens gives to the word that the
-        model finds likeliest, divided by what the model gives it.
-      entropies: `[n_tokens, n_layers]` nats, of each layer's lens.
-      emphasis: `[n_tokens]`: the answer's token's probability divided by that word's.
-
-    Returns:
-      `[n_tokens]`: with l from 1, the sum of l (1 - min(match, 1)) over that of
-      l / entropy, times the emphasis. The last factor stands in the code alone.
+    With l from 1, the sum of l (1 - min(match, 1)) over that of l / entropy, times the
+    emphasis; the last factor stands in the code alone. Matches `[n_tokens, n_layers]`
+    are what each layer's lens gives to the word that the model finds likeliest, divided
+    by what the model gives it; entropies in nats are of each lens. The emphasis is the
+    answer's token's probability divided by that word's.
     """
     weights = torch.arange(1, matches.shape[-1] + 1, device=matches.device)
     late = (weights * (1 - matches.clamp_max(1.0))).sum(-1)
-    return late / (weights / (entropies + _GUARD)).sum(-1) * emphasis
+    # Under an entropy that divides, the official code's own guard.
+    return late / (weights / (entropies + 1e-8)).sum(-1) * emphasis
 
 
 def discrepancy(
     log_p: torch.Tensor,
     log_q: torch.Tensor,
     embeddings: torch.Tensor,
-    n_top: int = _N_TOP,
+    n_top: int = 100,
 ) -> torch.Tensor:
     """Return the squared maximum mean discrepancy of two next-token distributions.
 
-    Of each the largest probabilities are kept, not renormalised; words are as near as
-    (1 + cos) / 2 of their input embeddings. The double sums of the definition are half
-    of (sum P - sum Q)^2 + |sum P e - sum Q e|^2, with e of length 1.
-
-    Args:
-      log_p: `[n_rows, vocab_size]`, behind the question's own passages.
-      log_q: likewise, behind other passages.
-      embeddings: `[≥ vocab_size, d_model]`, of the input.
-      n_top: words kept.
-
-    Returns:
-      `[n_rows]`, at least 0.
+    They are `[n_rows, vocab_size]`, behind the question's own and other passages; the
+    embeddings `[≥ vocab_size, d_model]` of the input. Of each the largest probabilities
+    are kept, not renormalised; words are as near as (1 + cos) / 2 of their embeddings.
+    The double sums of the definition are half of (sum P - sum Q)^2 + |sum P e - sum Q
+    e|^2, with e of length 1. Returns `[n_rows]`, at least 0.
     """
     total, mean = 0.0, 0.0
     for sign, log_probs in ((1, log_p), (-1, log_q)):

@@ -282,7 +282,7 @@ def read(
 
     Args:
       backbone: the model that gave the answers.
-      answers: of one setting; of any length.
+      answers: of one setting.
       names: of `READINGS`; what each is stands at the part that gives it.
       swapped: for "lumina_mmd", one per answer: the ids of the same prompt with other
         passages, see `swapped_prompt`.

@@ -299,10 +299,7 @@ def _read_unit(
     missing: Sequence[int],
     tick: Callable[[], None],
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Read the missing ranges of one unit; `tick` is called for each of their answers.
-
-    Returns for each of them `[n_rows, …]` per family, in the stored type.
-    """
+    """Return of a unit's missing ranges `[n_rows, …]` by family, as they are stored."""
     edges, examples = plan.spec.range_examples, np.arange(len(plan.spec.keys))
     range_of = (np.searchsorted(edges, examples, "right") - 1).tolist()
     names = [*reader.shapes]
@@ -387,17 +384,9 @@ def extract(
     """Read the answers' signals into the store at `url`, or continue doing so.
 
     Every worker creates the same store, so that none waits for another. Ranges that
-    are committed are skipped.
-
-    Args:
-      reader: a backbone's signal reader, or another engine's.
-      answers: in the order the store keeps them.
-      url: kvstore URL or path of the store.
-      config: how the answers are read.
-      about: what else the store says of them, such as how questions were put; JSON
-        values, which become part of its fingerprint.
-      share: of the units that this process does.
-      progress: called with (answers read now, answers to read now).
+    are committed are skipped. `about` is what else the store says of the answers, such
+    as how questions were put: JSON values, which become part of its fingerprint.
+    Progress is called with (answers read now, answers to read now).
     """
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]

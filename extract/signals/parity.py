@@ -164,10 +164,7 @@ class _Probe:
         return _Pass(errors=errors, pushes=pushes, final=final, attn=attn, **states)
 
     def check_sums(self) -> None:
-        """Check that contributions sum to the stream's change, and its norm is put out.
-
-        The former in every layer.
-        """
+        """Check that contributions sum to the stream's change, and what is put out."""
         for index, error in enumerate(self.together.errors):
             if math.isnan(error):
                 raise ValueError(

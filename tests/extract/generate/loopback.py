@@ -199,8 +199,7 @@ def texts(generator, prompts, config=GREEDY):
 def shapes_run(backbone):
     """Collect `(n_rows, n_tokens)` of every forward through a model's first layer."""
     shapes = []
-    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+    with backbone.layout.layers[0].module.register_forward_pre_hook(
         lambda module, given: shapes.append(tuple(given[0].shape[:2]))
-    )
-    yield shapes
-    handle.remove()
+    ):
+        yield shapes

@@ -29,9 +29,8 @@ GREEDY = SamplingConfig(max_new_tokens=4)
 
 
 def prompts(n):
-    return [
-        GeneratorPrompt(text="x" * (i + 1), ids=tuple(range(i + 1))) for i in range(n)
-    ]
+    sizes = range(1, n + 1)
+    return [GeneratorPrompt(text="x" * i, ids=tuple(range(i))) for i in sizes]
 
 
 def files_of(run):

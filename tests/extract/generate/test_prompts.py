@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -154,11 +155,8 @@ def test_a_text_that_is_empty_or_no_text_is_named(question, context, words):
 
 
 def test_a_tokenizer_without_offsets_is_refused():
-    class Slow:
-        is_fast = False
-
     with pytest.raises(ValueError, match="no offsets"):
-        build_prompt(Slow(), SHORT, "who?")
+        build_prompt(SimpleNamespace(is_fast=False), SHORT, "who?")
 
 
 def test_a_chat_prompt_is_the_rendered_template_with_its_context_in_it(chatty):
@@ -166,11 +164,9 @@ def test_a_chat_prompt_is_the_rendered_template_with_its_context_in_it(chatty):
     context = " ".join(TEXTS[1:4])
     assert context_of(chatty, prompt) == context
     content = f"Context: {context} Question: {TEXTS[0]} Answer:"
+    options = {"add_generation_prompt": True, "enable_thinking": False}
     rendered = chatty.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=False,
+        [{"role": "user", "content": content}], tokenize=False, **options
     )
     ids = chatty(rendered, add_special_tokens=False)["input_ids"]
     assert prompt.ids == tuple(ids)
@@ -333,23 +329,18 @@ def test_a_prompt_config_names_the_field_that_is_wrong(fields, word):
         PromptConfig(**fields)
 
 
-def stops_within(local, requests):
-    """Return requests whose texts have several tokens, and strings to end them at."""
+def test_a_text_ends_where_a_stop_string_begins_here_and_on_a_server(local, requests):
+    """Texts of several tokens, and strings to end them at."""
     decode = local.backbone.tokenizer.decode
-    whole = texts(local, prompts_of(requests))
+    replies = zip(prompts_of(requests), texts(local, prompts_of(requests)), strict=True)
     chosen = [
-        (request, reply)
-        for request, reply in zip(requests, whole, strict=True)
+        (prompt, reply)
+        for prompt, reply in replies
         if len(reply.token_ids) >= 3 and len(set(reply.text.split())) >= 3
     ][:4]
     assert len(chosen) == 4
-    stops = tuple(decode(reply.token_ids[1:3]).strip() for _, reply in chosen)
-    prompts = prompts_of([request for request, _ in chosen])
-    return prompts, [reply for _, reply in chosen], stops
-
-
-def test_a_text_ends_where_a_stop_string_begins_here_and_on_a_server(local, requests):
-    prompts, whole, stops = stops_within(local, requests)
+    prompts, whole = zip(*chosen, strict=True)
+    stops = tuple(decode(reply.token_ids[1:3]).strip() for reply in whole)
     config = dataclasses.replace(GREEDY, stop=stops)
     here = texts(local, prompts, config)
     for before, cut in zip(whole, here, strict=True):
@@ -368,7 +359,7 @@ def test_a_text_ends_where_a_stop_string_begins_here_and_on_a_server(local, requ
         assert loopback.requests[0][1]["stop"] == list(stops)
     for a, b in zip(here, there, strict=True):
         assert (a.text, a.token_ids, a.stop_id) == (b.text, b.token_ids, b.stop_id)
-        assert (a.finish, b.finish) == ("stop", "stop")
+        assert b.finish == "stop"
         assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
 
 

@@ -1,6 +1,5 @@
 """Workers that answer, reword, judge or sample together write what one process does."""
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -9,18 +8,11 @@ import msgspec
 import pytest
 
 from beatrice.extract.backbone.names import own_device
-from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
+from tests.extract.signals.test_written import SMALL_BATCHES
 from tests.extract.small_run import beatrice, make_run, questions, smoke
 from tests.process import run_line
-
-# A few prompts with contexts fill a batch.
-BATCHES = dataclasses.replace(
-    ANSWER_PRESETS["smoke"],
-    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=600),
-)
-
 
 # With these options the work of a verb is several batches.
 STAGES = {
@@ -87,7 +79,7 @@ def begun(tmp_path_factory):
         ("answered", questions(2, 1, 1)[:4]),
     ):
         bare = [msgspec.structs.replace(e, rewritten=()) for e in examples]
-        make_run(folder / name, bare, answer=BATCHES)
+        make_run(folder / name, bare, answer=SMALL_BATCHES)
     beatrice("answer", folder / "answered")
     return {v: folder / ("asked" if v == "answer" else "answered") for v in STAGES}
 
@@ -133,28 +125,19 @@ def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by)
     assert "already done" in do(verb, run).stderr
 
 
-GOES_ON = {
-    "answer": "same line",
-    "rewrite": "one process",
-    "label": "other world size",
-    "sample": "one process",
-}
-
-
 def test_what_a_killed_worker_wrote_is_continued(verb, run, alone):
-    way = GOES_ON[verb]
     do(verb, run, 0, 2)
     (file,) = parts(verb, run)
     n_whole = n_lines([file])
     n_left = n_lines([cut(file)])
-    if way == "same line":
+    if verb == "answer":  # by the same lines
         do(verb, run, 0, 2)
         assert 0 < n_lines(parts(verb, run)) - n_left < n_whole
         do(verb, run, 1, 2)
-    elif way == "one process":
+    elif verb != "label":  # by one process
         output, n_texts = do(verb, run).stderr, len(texts(verb, alone))
         assert f"{n_texts - n_left} texts generated, {n_left}" in output
-    else:
+    else:  # by another number of workers
         for rank in (2, 0, 1):
             do(verb, run, rank, 3)
     assert written(verb, run) == written(verb, alone)
@@ -183,7 +166,7 @@ def test_a_dry_run_counts_what_workers_have_left_and_writes_nothing(verb, run):
 
 
 def test_one_process_and_workers_keep_each_other_out(run_path):
-    with RunDir.open(run_path, smoke(answer=BATCHES), share=Share(0, 2)):
+    with RunDir.open(run_path, smoke(answer=SMALL_BATCHES), share=Share(0, 2)):
         done = do("answer", run_path, code=1)
         assert "workers that a launcher started" in done.stderr
     do("answer", run_path)

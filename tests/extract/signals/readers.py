@@ -104,8 +104,12 @@ def files_under(folder):
 
 
 def assert_same_signals(left, right, atol=0):
-    """Check that two answers have the same signals of every family."""
-    for name in FAMILIES:
-        pair = getattr(left, name), getattr(right, name)
-        tolerances = dict(rtol=0, atol=atol, equal_nan=False)
-        np.testing.assert_allclose(*pair, **tolerances, err_msg=name)
+    """Check that answers, one or a list, have the same signals of every family."""
+    pairs = [(left, right)]
+    if isinstance(left, list):
+        pairs = zip(left, right, strict=True)
+    for pair in pairs:
+        for name in FAMILIES:
+            values = (getattr(item, name) for item in pair)
+            tolerances = dict(rtol=0, atol=atol, equal_nan=False)
+            np.testing.assert_allclose(*values, **tolerances, err_msg=name)

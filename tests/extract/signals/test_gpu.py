@@ -86,8 +86,7 @@ def test_a_model_writes_and_is_read_as_on_the_host(family, n_shared):
         rows += reader.read(sequences)
     assert gpu.n_queued > 0  # copies for which the host did not wait
     assert answers == expected
-    for pair in zip(rows, signals, strict=True):
-        assert_same_signals(*pair, TOLERANCE)
+    assert_same_signals(rows, signals, TOLERANCE)
 
 
 def test_in_half_precision_what_is_written_is_what_is_read_again():
@@ -108,8 +107,7 @@ def test_the_embedded_model_is_loaded_checked_and_read(
         reader = SignalReader(load_backbone(WEIGHTS, device="cuda:0"))
         answers, rows = generate_and_read(reader, requests, CONFIG)
     assert answers == expected
-    for pair in zip(rows, signals, strict=True):
-        assert_same_signals(*pair, TOLERANCE)
+    assert_same_signals(rows, signals, TOLERANCE)
 
 
 def test_draws_are_made_on_the_device_of_the_logits():

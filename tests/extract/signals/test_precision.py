@@ -1,6 +1,7 @@
 """Whose float32 products are rounded: nobody's beside those of bfloat16 numbers."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -19,18 +20,15 @@ HOST = torch.device("cpu")
 matmul = torch.backends.mkldnn.matmul
 
 
+def precision_within(products):
+    with products():
+        return matmul.fp32_precision
+
+
 def precision_beside():
     """What another thread sets while it multiplies bfloat16 numbers."""
-    seen = []
-
-    def multiply():
-        with products_of_bfloat16():
-            seen.append(matmul.fp32_precision)
-
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    thread.join()
-    return seen[0]
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(precision_within, products_of_bfloat16).result()
 
 
 def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
@@ -42,39 +40,28 @@ def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
             entered.set()
             left.wait(10)
 
-    with products_of_bfloat16():
-        thread = threading.Thread(target=second)
-        thread.start()
-        entered.wait(0.5)  # in vain where the setting is of one thread at a time
-    left.set()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        with products_of_bfloat16():
+            pool.submit(second)
+            entered.wait(0.5)  # in vain where the setting is of one thread at a time
+        left.set()
     assert matmul.fp32_precision == before
 
 
-def test_the_precision_of_products_is_that_of_others_than_logits():
-    before, seen = float32_precision(HOST), []
-    thread = threading.Thread(target=lambda: seen.append(float32_precision(HOST)))
-    with products_of_bfloat16():
-        thread.start()
-        thread.join(0.2)
-    thread.join()
-    assert seen == [before]
-
-
-def test_exact_products_begin_when_no_other_thread_rounds():
-    before, seen = matmul.fp32_precision, []
-
-    def multiply():
-        with exact_products():
-            seen.append(matmul.fp32_precision)
-
-    thread = threading.Thread(target=multiply)
-    with products_of_bfloat16():
-        assert matmul.fp32_precision == "bf16"
-        thread.start()
-        thread.join(0.2)
-    thread.join()
-    assert seen == [before]
+@pytest.mark.parametrize(
+    "look",
+    [lambda: float32_precision(HOST), lambda: precision_within(exact_products)],
+    ids=["the precision is", "exact products begin"],
+)
+def test_while_a_thread_rounds_others_wait_and_do_not_see_it(look):
+    before = matmul.fp32_precision
+    assert before == float32_precision(HOST)
+    with ThreadPoolExecutor() as pool:
+        with products_of_bfloat16():
+            assert matmul.fp32_precision == "bf16"
+            seen = pool.submit(look)
+            wait([seen], timeout=0.2)
+        assert seen.result() == before
 
 
 def test_no_other_thread_rounds_until_the_last_exact_products_end():
@@ -102,14 +89,11 @@ def test_while_a_model_writes_or_is_read_no_other_thread_rounds(is_written):
     backbone, requests, seen = backbone_of("llama"), requests_of(), []
     reader = SignalReader(backbone)
     answers = generate(backbone, requests, CONFIG)
-    hook = backbone.layout.decoder.register_forward_hook(
+    with backbone.layout.decoder.register_forward_hook(
         lambda *_: seen.append(precision_beside())
-    )
-    try:
+    ):
         if is_written:
             generate(backbone, requests, CONFIG)
         else:
             reader.read([sequence_of(answer) for answer in answers])
-    finally:
-        hook.remove()
     assert set(seen) == {matmul.fp32_precision}

@@ -58,8 +58,7 @@ def make_call(spread, mask=None, sinks=None):
     return AttentionCall(query, key, mask, 8**-0.5, None, sinks)
 
 
-def make_value():
-    return torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
+VALUE = torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
 
 
 def members():
@@ -74,7 +73,7 @@ def members():
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sinks):
-    call, value = make_call(spread, make_mask(kind), sinks), make_value()
+    call, value = make_call(spread, make_mask(kind), sinks), VALUE
     result, attended = span_readings(call, members(), (12, N_TOKENS), budget, value)
     exact = exact_map(call.query, call.key, call.mask, call.scaling, None, sinks)
     for position in range(N_TOKENS):
@@ -93,7 +92,7 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sinks):
-    call, value = make_call(spread, make_mask(kind), sinks), make_value()
+    call, value = make_call(spread, make_mask(kind), sinks), VALUE
     last = slice(N_TOKENS - 1, N_TOKENS)
     mask = None if call.mask is None else call.mask[:, :, last]
     alone = dataclasses.replace(call, query=call.query[:, :, last], mask=mask)
@@ -120,26 +119,17 @@ def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
     for stop in stops:
         row, seen = slice(stop - 1, stop), slice(max(0, stop - n_kept), stop)
         mask = None if call.mask is None else call.mask[:, :, row, seen]
-        steps.append(
-            dataclasses.replace(
-                call, query=call.query[:, :, row], key=call.key[:, :, seen], mask=mask
-            )
-        )
+        part = {"query": call.query[:, :, row], "key": call.key[:, :, seen]}
+        steps.append(dataclasses.replace(call, mask=mask, **part))
         by_row, sent, _ = step_sums(steps[-1], keys[..., seen], rows[..., row], None)
         every_row.append(by_row)
         by_key[..., seen] += sent
     waiting = StepCalls(steps[0])
     for step in steps[1:]:
         waiting.add(step)
-    first = max(0, stops[0] - n_kept)
-    joined = span_sums(
-        waiting.joined({}),
-        keys[..., first:],
-        rows[..., stops[0] - 1 :],
-        (0, len(stops)),
-        2**20,
-        None,
-    )
+    first, rows = max(0, stops[0] - n_kept), rows[..., stops[0] - 1 :]
+    whole = waiting.joined({}), keys[..., first:], rows
+    joined = span_sums(*whole, (0, len(stops)), 2**20, None)
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
     close(joined[0], torch.cat(every_row, dim=-1))
     close(joined[1], by_key[..., first:])
@@ -170,7 +160,7 @@ def test_a_map_reads_as_the_queries_and_keys_it_came_from():
 
 
 def test_no_row_to_read_attends_to_nothing_and_reads_zero():
-    call, value = make_call(1.0), make_value()
+    call, value = make_call(1.0), VALUE
     none = torch.zeros(1, 3, N_TOKENS, dtype=torch.bool)
     result, attended = span_readings(call, none, (N_TOKENS, N_TOKENS), 2**20, value)
     assert attended.shape == (1, 0, 4, 8)
@@ -196,9 +186,7 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
     log_p = logits.double().log_softmax(-1)
     first, second = log_p.exp().topk(2).values.T
     chosen, entropy = log_p[torch.arange(9), targets], -(log_p.exp() * log_p).sum(-1)
-    expected = torch.stack(
-        [chosen.exp(), -chosen, entropy, first, first - second], dim=-1
-    )
+    expected = torch.stack([chosen.exp(), -chosen, entropy, first, first - second], -1)
     # float32 logits of size 1000 carry rounding of 6e-5.
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=5e-4)
 

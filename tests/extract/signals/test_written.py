@@ -169,10 +169,8 @@ def test_layers_chosen_between_two_starts_are_those_of_every_answer(layers, tmp_
     for i, entries in enumerate(layers):
         answer = an_answer(example_id=f"q{i}", prompt_ids=(1, 2 + i), stop_id=2)
         reader = SimpleNamespace(hidden_layers=entries, hidden_spans="all")
-        reader.fingerprint, reader.shapes = (
-            model,
-            shapes | {"hidden": (len(entries), 1)},
-        )
+        reader.fingerprint = model
+        reader.shapes = shapes | {"hidden": (len(entries), 1)}
         values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
         hidden = np.tile(np.float32(entries)[:, None], (3, 1, 1))
         signals = SimpleNamespace(**values, hidden=hidden)
@@ -189,9 +187,7 @@ def test_eight_bits_are_rounded_once(tmp_path):
     shutil.rmtree(again / "written")
     for each in (path, again):
         beatrice("extract", each)
-    (spec, values), (_, wanted) = (
-        families(each, "closed_book") for each in (path, again)
-    )
+    (spec, values), (_, wanted) = (families(p, "closed_book") for p in (path, again))
     assert spec.path == "decode"
     scale = np.abs(wanted["hidden"]).max(axis=-1, keepdims=True) / 127
     assert (np.abs(values["hidden"] - wanted["hidden"]) <= 1.01 * scale).all()
