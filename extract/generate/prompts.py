@@ -238,9 +238,6 @@ class PromptConfig:
         )
 
 
-_TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is meant
-
-
 @functools.lru_cache(maxsize=8)
 def control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
     """Return the tokens that steer a model, such as the end of a turn, by id.
@@ -334,9 +331,6 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
     return text
 
 
-_MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
-_BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
-
 # Templates would write today's date, and a run that is continued tomorrow ask its
 # questions differently. This is the default of Llama's.
 _TODAY = datetime.datetime(2024, 7, 26)
@@ -395,7 +389,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
         )
     n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
-        with _within(_TEMPLATE_SECONDS):
+        with _within(seconds=10):  # far above any that is meant
             template = tokenizer.get_chat_template()
             if "strftime_now" in template:
                 template = _STRFTIME + template
@@ -412,7 +406,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
             f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
             "ask with plain prompts (without --chat), or mend tokenizer_config.json"
         ) from error
-    if len(text) > _TEMPLATE_CHARACTERS + 10 * n_characters:
+    if len(text) > 1_000_000 + 10 * n_characters:
         raise ValueError(
             f"the chat template makes {len(text)} characters of a message of "
             f"{n_characters}; ask with plain prompts (without --chat)"
@@ -422,11 +416,12 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
 
 def render_message(tokenizer: Any, message: str) -> Rendered:
     """Return a user's message as `apply_template` does, and where it lies."""
+    mark = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
     marked, text = (
         apply_template(tokenizer, [{"role": "user", "content": content}])
-        for content in (_MARK, message)
+        for content in (mark, message)
     )
-    around = marked.split(_MARK)
+    around = marked.split(mark)
     for shown in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(around) == 2 and text == around[0] + shown + around[1]:
             break
@@ -435,7 +430,7 @@ def render_message(tokenizer: Any, message: str) -> Rendered:
             "the chat template changes the text of a message, so that the context "
             "cannot be told from the question in it; ask with plain prompts"
         )
-    for begin, end in _BLOCKS:
+    for begin, end in ("<think>", "</think>"), ("<|channel>thought", "<channel|>"):
         if around[1].count(begin) > around[1].count(end):
             raise ValueError(
                 f"the chat template opens a thinking block ({begin}) although thinking "

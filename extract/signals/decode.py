@@ -70,7 +70,7 @@ class DecodeReading(AttentionReading):
     def __init__(
         self,
         reader: SignalReader,
-        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
         n_new: int,
         *,
         answer_span: AnswerSpan = "emitting",
@@ -82,7 +82,7 @@ class DecodeReading(AttentionReading):
         last token of an answer that is cut, which emits nothing and is in no span, so
         that it has a row too.
         """
-        self.runs_last = runs_last
+        prompts, self.runs_last = [r.prompt for r in requests], runs_last
         self.answer_span: AnswerSpan = answer_span
         self.reader, self._layout = reader, (layout := reader.backbone.layout)
         super().__init__(0, layout.attention_layers, reader.budget.n_attention_weights)
@@ -449,11 +449,7 @@ def generate_and_read(
     def write(rows: list[int]) -> list[tuple[Answer, AnswerSignals]]:
         some = [requests[i] for i in rows]
         watch = DecodeReading(
-            reader,
-            [request.prompt for request in some],
-            n_new,
-            answer_span=answer_span,
-            runs_last=runs_last,
+            reader, some, n_new, answer_span=answer_span, runs_last=runs_last
         )
         replies = generator.write([prompts[i] for i in rows], sampling, watch)
         return list(_read_written(watch, some, replies, sampling.stop))
@@ -508,12 +504,8 @@ class ReadingGenerator(TransformersGenerator):
     ) -> list[Generated]:
         """Return the texts of one batch; see `TransformersGenerator`."""
         requests = [self.requests[self.prompt_ids(prompt)] for prompt in prompts]
-        reading = DecodeReading(
-            self.reader,
-            [request.prompt for request in requests],
-            config.max_new_tokens,
-            answer_span=self.answer_span,
-        )
+        n_new, span = config.max_new_tokens, self.answer_span
+        reading = DecodeReading(self.reader, requests, n_new, answer_span=span)
         replies = super().write(prompts, config, reading)
         self.on_batch(*_written(reading, requests, replies, config.stop))
         return replies
@@ -586,13 +578,8 @@ def read_stepwise(
     """
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
-    watch = DecodeReading(
-        reader,
-        [request.prompt],
-        sampling.max_new_tokens,
-        answer_span=answer_span,
-        runs_last=False,
-    )
+    how = {"answer_span": answer_span, "runs_last": False}
+    watch = DecodeReading(reader, [request], sampling.max_new_tokens, **how)
     generator = TransformersGenerator(backbone=reader.backbone)
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
     while True:

@@ -147,11 +147,10 @@ def write_gguf(
         for name, values in tensors.items()
     }
     for name, values in {**tensors, **(more or {})}.items():
-        if name in without:
-            continue
         of = kind if values.ndim > 1 else "F32"
-        raw = gguf.GGMLQuantizationType[of]
-        writer.add_tensor(name, _packed(np.ascontiguousarray(values), of), None, raw)
+        raw, packed = gguf.GGMLQuantizationType[of], np.ascontiguousarray(values)
+        if name not in without:
+            writer.add_tensor(name, _packed(packed, of), None, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -218,8 +217,7 @@ def test_half_precision_takes_half_of_the_disk(tmp_path, cache):
 def test_how_far_unpacking_is_counts_bytes(tmp_path, llama_file):
     """The embedding of Gemma is one of 236 tensors, and six tenths of the bytes."""
     header, updates = read_header(llama_file), []
-    weights = Weights(header, config_of(header))
-    path = tmp_path / "model.safetensors"
+    weights, path = Weights(header, config_of(header)), tmp_path / "model.safetensors"
     _write_weights(weights, path, lambda *counts: updates.append(counts))
     sizes = [values.nbytes for _, values in weights.read()]
     assert updates == [(sum(sizes[: i + 1]), sum(sizes)) for i in range(len(sizes))]
@@ -238,13 +236,10 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, add_bos):
     assert tokenizer.chat_template == TEMPLATE
 
 
-def test_an_answer_stops_where_the_file_and_the_turn_end(llama_file):
-    model = load_backbone(llama_file).model
-    assert model.generation_config.eos_token_id == [3, 2]
-
-
-def test_a_files_name_is_its_path_and_its_revision_the_sha256(llama_file, cache):
+def test_a_file_says_its_stop_tokens_its_name_and_its_revision(llama_file, cache):
+    """The ends of text and turn; its path; the SHA-256."""
     backbone = load_backbone(llama_file)
+    assert backbone.model.generation_config.eos_token_id == [3, 2]
     sha256 = hashlib.sha256(llama_file.read_bytes()).hexdigest()
     assert (backbone.name, backbone.revision) == (str(llama_file), sha256)
     assert [name.partition("-")[0] for name in files_in(cache)] == [sha256]
@@ -277,9 +272,9 @@ def test_rotary_scaling_of_llama_3_is_read_from_its_factors(tmp_path):
     factors = (plain.model.rotary_emb.inv_freq / inv_freq).numpy()
     path = tmp_path / "m.gguf"
     write_gguf(path, model, more={"rope_freqs.weight": factors})
-    loaded = load_backbone(path).model
+    loaded = load_backbone(path).model.model.rotary_emb.inv_freq
     # The factors are float32 quotients, so the frequencies agree to a few roundings.
-    assert torch.allclose(loaded.model.rotary_emb.inv_freq, inv_freq, rtol=1e-5)
+    assert torch.allclose(loaded, inv_freq, rtol=1e-5)
     assert factors.max() == pytest.approx(8)
     write_gguf(path, model, more={"rope_freqs.weight": factors[::-1].copy()})
     assert "not those of Llama 3" in refusal(path)

@@ -93,11 +93,8 @@ TITLED = (
     Passage(title=" ", text="Another."),
 )
 TITLES = "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother."
-SHOWN = {
-    "few-shot": TITLES,
-    "paper": TITLES,
-    "short": "It was released in 1986. A film of Alex Cox. Another.",
-}
+SHOWN = dict.fromkeys(("few-shot", "paper"), TITLES)
+SHOWN["short"] = "It was released in 1986. A film of Alex Cox. Another."
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -273,9 +270,9 @@ def test_worked_examples_stand_before_the_spans_and_belong_to_none(
     template = dataclasses.replace(FEW_SHOT, chat=chat)
     prompt = build_prompt(bytewise, template, "Where is it?", context)
     start, stop = prompt.context_span
+    parts = prompt.ids[:start], prompt.ids[start:stop], prompt.ids[stop:]
     before, inside, question = (
-        bytewise.decode(ids, skip_special_tokens=True)
-        for ids in (prompt.ids[:start], prompt.ids[start:stop], prompt.ids[stop:])
+        bytewise.decode(ids, skip_special_tokens=True) for ids in parts
     )
     assert before.count("Question:") == before.count("Answer:") == len(SHOTS)
     assert before.endswith("\n\nContext: ") == bool(context)
@@ -419,8 +416,7 @@ def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
 
 
 def test_every_setting_and_variant_is_asked_once(tokenizer):
-    both = example("both", TEXTS[1:3], TEXTS[3:4])
-    words = TokenizerOnly(tokenizer)
+    both, words = example("both", TEXTS[1:3], TEXTS[3:4]), TokenizerOnly(tokenizer)
     result = make_requests([both, example("bare")], words, PromptConfig(), 5)
     assert [request.key for request in result.requests] == [
         ("both", "closed_book", "original"),

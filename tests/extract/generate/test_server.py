@@ -54,6 +54,9 @@ from tests.extract.generate.loopback import (
 )
 from tests.extract.small_run import beatrice, questions, smoke
 
+QUESTION = GeneratorPrompt(text="Question: who? Answer:")
+THREE_IDS = GeneratorPrompt(text="x", ids=(3, 4, 5))
+
 
 @pytest.fixture
 def server(local):
@@ -80,9 +83,8 @@ def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
     local, client, requests
 ):
     prompts = prompts_of(requests, 10)
-    here = texts(local, prompts)
     there = texts(client(log_probs=True), prompts)
-    for a, b in zip(here, there, strict=True):
+    for a, b in zip(texts(local, prompts), there, strict=True):
         assert b.log_probs == pytest.approx(a.log_probs, abs=2e-4)
         assert msgspec.structs.replace(b, log_probs=a.log_probs) == a
         assert a.finish == "stop"
@@ -90,8 +92,7 @@ def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
 
 def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
     prompt = GeneratorPrompt(text="Question: who? Answer:", is_chat=True)
-    (reply,) = texts(client(log_probs=True), [prompt])
-    ((_, here),) = local.stream([prompt], GREEDY)
+    (reply,), (here,) = texts(client(log_probs=True), [prompt]), texts(local, [prompt])
     assert reply.text == here.text
     assert reply.log_probs == pytest.approx(here.log_probs, abs=2e-4)
     path, body = server.requests[0]
@@ -104,25 +105,21 @@ def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
 
 def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local):
     server.is_vllm = False
-    prompt = GeneratorPrompt(text="Question: who? Answer:")
-    (reply,) = texts(client(dialect="openai"), [prompt])
-    ((_, here),) = local.stream([prompt], GREEDY)
-    assert reply.text == here.text
+    (reply,) = texts(client(dialect="openai"), [QUESTION])
+    assert reply.text == texts(local, [QUESTION])[0].text
     assert (reply.token_ids, reply.log_probs, reply.stop_id) == (None, None, None)
     with pytest.raises(ValueError, match="422.*dialect 'openai'"):
-        texts(client(), [prompt])
+        texts(client(), [QUESTION])
     sampling = SamplingConfig(temperature=1.0, top_k=5)
     with pytest.raises(ValueError, match="top_k is no field"):
-        texts(client(dialect="openai"), [prompt], sampling)
+        texts(client(dialect="openai"), [QUESTION], sampling)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
 def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
-    prompt = GeneratorPrompt(text="Question: who? Answer:")
-    (reply,) = texts(client(retries=2), [prompt])
-    assert reply.text
-    assert len(server.requests) == 3
+    (reply,) = texts(client(retries=2), [QUESTION])
+    assert reply.text and len(server.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_a_failure_of_the_server_is_tried_again(client, server, status):
 def test_a_reply_without_an_answer_is_one_sentence(client, server, reply, words):
     server.failures = [reply]
     with pytest.raises(ValueError, match=f"server {server.url}.*{words}"):
-        texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
+        texts(client(), [QUESTION])
 
 
 UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
@@ -167,31 +164,29 @@ def test_a_reply_of_other_types_is_refused_and_booked_as_the_most(
     server.failures = [json.dumps({"choices": [choice], "usage": usage}).encode()]
     generator = client(**UNIT_PRICES)
     with pytest.raises(ValueError, match=f"server {server.url}.* protocol"):
-        texts(generator, [GeneratorPrompt(text="x", ids=(3, 4, 5))])
+        texts(generator, [THREE_IDS])
     assert generator.account.spent == 3 + GREEDY.max_new_tokens
 
 
 def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):
-    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     server.pause = 0.4
     slow = client(**UNIT_PRICES, retries=1, timeout=0.1)
     with pytest.raises(ValueError, match="no answer after 1 retries"):
-        texts(slow, [prompt])
+        texts(slow, [THREE_IDS])
     time.sleep(1.0)  # the server notes a request when it is done with it
     assert len(server.requests) == 2  # and no more: the client does not repeat itself
     assert slow.account.spent == 2 * (3 + GREEDY.max_new_tokens)
 
 
 def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
-    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     server.failures = [429, 400]
     refused = client(**UNIT_PRICES, retries=3)
     with pytest.raises(ValueError, match="status 400"):
-        texts(refused, [prompt])
+        texts(refused, [THREE_IDS])
     assert len(server.requests) == 2  # 400 does not pass
     absent = client(**UNIT_PRICES, server="http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="is it running"):
-        texts(absent, [prompt])
+        texts(absent, [THREE_IDS])
     assert refused.account.spent == absent.account.spent == 0
 
 
@@ -284,13 +279,12 @@ def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(serv
 
 def test_what_earlier_processes_spent_counts_towards_the_cap(server):
     capped = ServerOptions(server=server.url, **UNIT_PRICES, max_cost=100.0)
-    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
     with ServedGenerator("m", capped, earlier=(40, 50)) as generator:
         with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
-            texts(generator, [prompt])
+            texts(generator, [THREE_IDS])
     assert server.requests == []
     with ServedGenerator("m", capped, earlier=(40, 40)) as generator:
-        assert texts(generator, [prompt])
+        assert texts(generator, [THREE_IDS])
 
 
 def test_a_reservation_that_is_given_back_can_be_spent():
@@ -432,13 +426,13 @@ def test_a_runs_manifest_says_how_its_weights_are_held(tmp_path, options, dtype)
     assert read_manifest(tmp_path / "run")["sections"]["backbone"]["dtype"] == dtype
 
 
-def test_a_local_backend_is_loaded_as_its_device_wants():
-    local = dataclasses.replace(SERVED, server=None)
+@pytest.mark.parametrize(
+    ("wanted", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")]
+)
+def test_a_local_backend_is_loaded_as_its_device_wants(wanted, dtype):
+    local = dataclasses.replace(SERVED, server=None, model_dtype=wanted)
     with open_generator("embedded", local) as generator:
-        assert generator.identity["dtype"] == "float32"
-    half = dataclasses.replace(local, model_dtype="bfloat16")
-    with open_generator("embedded", half) as generator:
-        assert generator.identity["dtype"] == "bfloat16"
+        assert generator.identity["dtype"] == dtype
 
 
 def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp_path):

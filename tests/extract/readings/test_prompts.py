@@ -40,9 +40,8 @@ def test_the_question_about_an_answer_is_that_of_the_official_code():
         "Question: Who?\nBrainstormed Answers: Bob\nAnn\nAnn\nPossible answer: Ann\n"
         "Is the possible answer:\nA) True\nB) False\nThe possible answer is:"
     )
-    assert "Brainstormed Answers: Ann\nPossible answer: Ann\n" in truth_text(
-        "Who?", "Ann", ()
-    )
+    alone = "Brainstormed Answers: Ann\nPossible answer: Ann\n"
+    assert alone in truth_text("Who?", "Ann", ())
 
 
 def test_a_truth_prompt_ends_with_the_option_behind_the_text(wordwise):
@@ -127,17 +126,11 @@ def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
 def test_other_passages_change_what_the_microworlds_model_says(local):
     """A discrepancy of zero would mean that the swap does nothing."""
     every = [item for item in questions(12, 0, 0) if item.passages]
-    backbone = local.backbone
-    prompts = [
-        build_prompt(backbone.tokenizer, SHORT, item.question, item.passages)
-        for item in every
-    ]
-    answers = [
-        answered(
-            item, prompt_ids=x.ids, context_span=x.context_span, token_ids=x.ids[-4:-2]
-        )
-        for item, x in zip(every, prompts, strict=True)
-    ]
+    backbone, answers = local.backbone, []
+    for item in every:
+        x = build_prompt(backbone.tokenizer, SHORT, item.question, item.passages)
+        ids = {"prompt_ids": x.ids, "token_ids": x.ids[-4:-2]}
+        answers.append(answered(item, context_span=x.context_span, **ids))
 
     def discrepancies(swapped):
         rows = read(backbone, answers, ["lumina_mmd"], swapped=swapped)

@@ -17,7 +17,7 @@ from beatrice.extract.readings.reader import (
     middle_entry,
     read,
 )
-from beatrice.extract.signals.batch import ReadingBudget, budget_for
+from beatrice.extract.signals.batch import ReadingBudget
 from tests.extract.generate.loopback import shapes_run
 from tests.extract.readings.loops import Eager, expected, statistics
 from tests.records import an_answer
@@ -158,12 +158,10 @@ def readings(backbone, begun, answers, swapped, *, n_cue=1, budget=WHOLE):
 
 
 def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
-    small = ReadingBudget(
-        n_attention_weights=1, n_tokens_per_chunk=1, n_words_per_block=2
-    )
+    one = {"n_attention_weights": 1, "n_tokens_per_chunk": 1, "n_words_per_block": 2}
     chunks, whole = (
         readings(backbone, None, ANSWERS, SWAPPED, n_cue=3, budget=budget)
-        for budget in (small, budget_for(backbone.device))
+        for budget in (ReadingBudget(**one), WHOLE)
     )
     checks = dict(rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
     assert_same_batch(chunks, whole, **checks)
@@ -222,13 +220,9 @@ def behind_shared(seed, n_prompt):
     return (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt))
 
 
-def answer_behind_shared(seed, prompt_ids, n_answer):
-    return answer_of(seed, prompt_ids, n_answer, context_span=(N_SHARED, N_SHARED))
-
-
 TAILED = [
-    answer_behind_shared(seed, behind_shared(seed, n_prompt), n_answer)
-    for seed, n_prompt, n_answer in ((1, 9, 3), (2, 4, 1), (3, 14, 5))
+    answer_of(seed, behind_shared(seed, n), n_answer, context_span=(N_SHARED, N_SHARED))
+    for seed, n, n_answer in ((1, 9, 3), (2, 4, 1), (3, 14, 5))
 ]
 TAILED_SWAPS = [behind_shared(10 + i, 7 + 2 * i) for i in range(3)]
 PROMPTS = [*(answer.prompt_ids for answer in TAILED), *TAILED_SWAPS]
@@ -292,8 +286,8 @@ def test_another_beginning_gives_other_readings():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
-    backbone, n_layers = backbone_of(name), 3
-    for entry in (2, n_layers):
+    backbone = backbone_of(name)
+    for entry in (2, backbone.n_layers):
         with torch.no_grad():
             together = _end_states(backbone, PROMPTS, entry, 4096)
             alone = [_end_states(backbone, [ids], entry, 4096) for ids in PROMPTS]

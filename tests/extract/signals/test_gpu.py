@@ -40,7 +40,7 @@ from beatrice.extract.signals.sequence import sequence_of
 from tests.extract.generate.loopback import Numbers
 from tests.extract.readings.test_readings import ANSWERS, GIVEN
 from tests.extract.signals.readers import assert_same_signals
-from tests.extract.signals.test_decode import CONFIG, requests_of, stop_of
+from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of, stop_of
 from tests.pretended_gpu import DEVICE, PretendedGpu
 
 # On a GPU the model's kernel attends to the rows that are read as well, and chunks have
@@ -52,16 +52,9 @@ ON_A_GPU = 1e-3
 
 def pair_of(family, dtype=torch.float32, stop=None):
     """The same backbone on the host, and where a GPU is pretended."""
-    models = [tiny_model(family).to(dtype) for _ in range(2)]
-    for model in models:
-        if stop is not None:
-            model.generation_config.eos_token_id = stop
-    here, there = models
+    here, there = (backbone_of(family, dtype, stop) for _ in range(2))
     with PretendedGpu():
-        there = there.to(DEVICE)
-        return Backbone.from_model(here, Numbers()), Backbone.from_model(
-            there, Numbers()
-        )
+        return here, Backbone.from_model(there.model.to(DEVICE), Numbers())
 
 
 @pytest.mark.parametrize(
@@ -123,13 +116,11 @@ def test_an_answer_is_streamed():
     (request, *_), (_, there) = requests_of(), pair_of("llama")
     sampling = SamplingConfig(max_new_tokens=4)
     with PretendedGpu():
-        steps, n_tokens = read_stepwise(SignalReader(there), request, sampling), 0
-        for token in steps:
-            n_tokens += 1
-            answer, signals = token.so_far(None)
-            assert answer.token_ids[-1] == token.id
-            assert np.isfinite(signals.prob).all()
-    assert n_tokens == 4
+        steps = read_stepwise(SignalReader(there), request, sampling)
+        read = [(token.id, *token.so_far(None)) for token in steps]
+    assert [len(answer.token_ids) for _, answer, _ in read] == [1, 2, 3, 4]
+    assert all(answer.token_ids[-1] == token for token, answer, _ in read)
+    assert all(np.isfinite(signals.prob).all() for _, _, signals in read)
 
 
 def test_the_readings_of_rival_detectors_are_those_of_the_host():

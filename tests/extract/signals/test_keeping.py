@@ -180,12 +180,15 @@ def test_what_is_no_list_of_layers_is_refused(text):
         parse_layers(text)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"dtype": "fp8"}, {"hidden_spans": "question"}, {"scalars": "float16"}]
-)
-def test_an_unknown_choice_is_refused(wrong):
-    with pytest.raises(ValueError, match="expected one of"):
-        StoreConfig(**wrong)
+WRONG = {"dtype": "fp8", "hidden_spans": "question", "scalars": "float16"}
+WRONG["answer_span"] = "whole"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_unknown_choice_is_refused(name):
+    message = f"expected one of .*, found '{WRONG[name]}'"
+    with pytest.raises(ValueError, match=message):
+        StoreConfig(**{name: WRONG[name]})
 
 
 @pytest.mark.parametrize("layers", [8, "all", ("8",)])

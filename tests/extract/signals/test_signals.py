@@ -46,13 +46,12 @@ def llama_reader():
 
 
 def forward(backbone):
-    """Run the reading path on a sequence; return its pieces."""
-    layout, passes, sequence = backbone.layout, [], make_batch()[0]
+    """Run the reading path on a sequence; return its ids and final states."""
+    layout, sequence = backbone.layout, make_batch()[0]
     ids, spans = (torch.from_numpy(x)[None] for x in (sequence.ids, sequence.spans))
     with torch.no_grad():
         reading = SpanReading(spans, ids, layout.attention_layers, 2**20)
-        final = run_decoder(layout, ids, on_layer=passes.append, reading=reading)
-    return ids, passes, final
+        return ids, run_decoder(layout, ids, reading=reading)
 
 
 def assert_oracle_agrees(model):
@@ -94,7 +93,7 @@ def test_bfloat16_reads_within_the_gap_between_the_models_own_kernels(name):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon", "gptj", "bloom"])
 def test_bfloat16_states_of_a_model_with_one_attention_are_its_own_bit_by_bit(name):
     backbone = Backbone.from_model(tiny_model(name).to(torch.bfloat16))
-    ids, _, final = forward(backbone)
+    ids, final = forward(backbone)
     with torch.no_grad():
         output = backbone.layout.decoder(input_ids=ids, use_cache=False)
     assert torch.equal(final, output.last_hidden_state)
@@ -107,18 +106,6 @@ def test_shapes_announce_what_is_read(reader):
     signals = reader.read(make_batch()[:1])[0]
     for field, shape in reader.shapes.items():
         assert getattr(signals, field).shape == (26, *shape)
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_contributions_sum_to_the_change_of_the_residual_stream(name):
-    backbone = Backbone.from_model(tiny_model(name))
-    layout = backbone.layout
-    _, passes, _ = forward(backbone)
-    assert [layer_pass.index for layer_pass in passes] == list(range(len(passes)))
-    for layer_pass, layer in zip(passes, layout.layers, strict=True):
-        out = layer_pass.h_out / layer.scale()
-        total = layer_pass.h_in + layer_pass.att + layer_pass.ffn
-        assert float((total - out).norm() / out.norm()) < 1e-6
 
 
 def test_reading_leaves_the_model_as_it_was(reader):

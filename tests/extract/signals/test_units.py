@@ -28,8 +28,6 @@ from tests.extract.signals.readers import (
 from tests.process import finish, start
 
 BUDGET = 16384
-
-
 WIDE = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
 
@@ -44,10 +42,6 @@ def wide_plan(n_stored_layers, low, high, n_examples=4000):
     shapes = WIDE | {"hidden": (n_stored_layers, 4096)}
     config = ExtractConfig(tokens_per_batch=BUDGET, **hidden)
     return plan_of(sequences, SimpleNamespace(shapes=shapes, **hidden), config)
-
-
-def padded(batch, lengths):
-    return len(batch) * int(lengths[list(batch)].max())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def test_batches_of_a_wide_model_are_full_of_similar_lengths(
         examples = [i for batch in unit.batches for i in batch]
         assert sorted(examples) == list(range(first, last))
     batches = [batch for unit in plan.units for batch in unit.batches]
-    sizes = [padded(batch, lengths) for batch in batches]
+    sizes = [len(batch) * int(lengths[list(batch)].max()) for batch in batches]
     assert max(sizes) <= BUDGET
     assert sum(sizes) / lengths.sum() - 1 < most_waste
     assert np.mean(sizes) > fullness * BUDGET
