@@ -401,12 +401,7 @@ class _Converted:
 
 
 class Weights:
-    """The tensors of a file under Transformers' names.
-
-    Attributes:
-      shapes: of each tensor, by name.
-      dtypes: "F16" and "BF16" where the file holds a matrix so, else "F32".
-    """
+    """The tensors of a file under Transformers' names."""
 
     def __init__(self, header: Header, config: Any) -> None:
         """Match names; no weight is read."""
@@ -429,6 +424,7 @@ class Weights:
         self._targets = {name: str(t) for name, t in self._route.targets.items()}
         self._n_sources = Counter(self._targets.values())
         self.shapes = {target: shapes[target] for target in self._n_sources}
+        # "F16" and "BF16" where the file holds a matrix so.
         self.dtypes = dict.fromkeys(self.shapes, "F32")
         for name, target in self._targets.items():
             kind = header.tensors[name].kind.name

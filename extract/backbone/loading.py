@@ -340,36 +340,21 @@ _COMMIT = re.compile("[0-9a-fA-F]{40}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A frozen causal language model and what the other rooms read of it.
+    """A frozen causal language model and what the other rooms read of it."""
 
-    Attributes:
-      model: in evaluation mode, no parameter requires a gradient.
-      tokenizer: None where a model in memory has no tokenizer.
-      name: the path or Hub id it was loaded from.
-      revision: the Hub's commit hash; else the SHA-256 of the GGUF file, or of weights
-        and config.
-      n_layers: decoder layers; a resid axis has `n_layers + 1` entries.
-      d_model: width of the residual stream.
-      n_heads: query heads per attention layer.
-      attention_layers: 0-based layers that have an attention matrix; hybrid models
-        (Qwen3.5) have recurrent layers between.
-      max_length: longest sequence in tokens, see `window_of`, or None where the
-        model sets no limit.
-      is_of_files: whether it is as its files have it; a model in memory may compute
-        by other code.
-      halves: does its batches, in halves where the device cannot hold them.
-    """
-
-    model: Any
-    tokenizer: Any
-    name: str
+    model: Any  # in evaluation mode, no parameter requires a gradient
+    tokenizer: Any  # None where a model in memory has no tokenizer
+    name: str  # the path or Hub id it was loaded from
+    # The Hub's commit hash; else the SHA-256 of the GGUF file or of weights and config.
     revision: str
-    n_layers: int
-    d_model: int
-    n_heads: int
+    n_layers: int  # decoder layers; a resid axis has `n_layers + 1` entries
+    d_model: int  # width of the residual stream
+    n_heads: int  # query heads per attention layer
+    # 0-based; hybrid models (Qwen3.5) have recurrent layers between.
     attention_layers: tuple[int, ...]
-    max_length: int | None
+    max_length: int | None  # longest sequence in tokens, see `window_of`
     layout: Layout = dataclasses.field(repr=False, compare=False)
+    # Whether it is as its files have it; a model in memory may compute by other code.
     is_of_files: bool = False
     halves: Halves = dataclasses.field(
         default_factory=Halves, repr=False, compare=False

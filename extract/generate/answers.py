@@ -114,9 +114,6 @@ def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: n / len(answers) for name, n in _counts_of(answers).items()}
 
 
-_MANY_CUT = 0.1  # of the answers of a setting
-
-
 def _against_cuts(prompt: PromptConfig, limit: int) -> str:
     """Return the options by which the next run can have whole answers."""
     options = [f"--max-new-tokens above {limit}"]
@@ -148,7 +145,7 @@ def summarize_answers(
             f"{setting}: {len(rows)} answers, {n_cut} cut at {limit} tokens, "
             f"{n_empty} empty, {n_hedged} hedges or refusals"
         )
-        if n_cut > _MANY_CUT * len(rows):
+        if n_cut > 0.1 * len(rows):
             lines[-1] += (
                 ". A cut answer is half a text, and mostly labelled wrong: the model "
                 "explains or never stops. Make another run with "
@@ -214,8 +211,7 @@ def append_answers(
 ) -> None:
     """Answer the requests of a share that have no row yet, batch by batch.
 
-    Batches are planned over all requests, also those that are answered. The answers of
-    a whole share are put into the generator's order at the end.
+    The answers of a whole share are put into the generator's order at the end.
     """
     prompts = prompts_of(requests)
     batches = plan_of(generator, prompts, sampling)

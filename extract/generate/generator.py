@@ -223,20 +223,12 @@ def reply_key(
 
 
 def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
-    """Return the seed of one prompt's draws, in [0, 2**31).
-
-    A function of the prompt, its sample number and the seed alone: neither the batch
-    nor what was done before changes a draw.
-    """
+    """Return the seed of one prompt's draws, in [0, 2**31): the same in any batch."""
     return int(sha256_json([config.seed, prompt.as_key(config)])[:8], 16) >> 1
 
 
 def stop_ids_of(defaults: Any, config: Any, name: str) -> tuple[int, ...]:
-    """Return the tokens that end a text.
-
-    They are those of a checkpoint's generation defaults, else those of its text model's
-    config; `name` is for the message.
-    """
+    """Return the tokens that end a text: of generation defaults, else of the config."""
     stop = defaults.eos_token_id
     stop = config.eos_token_id if stop is None else stop
     if stop is None:
@@ -283,11 +275,7 @@ def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, Save
 
 @dataclasses.dataclass(kw_only=True)
 class Replies:
-    """Generated texts by key.
-
-    The key covers everything that changes a text, so that a text is reused only for the
-    same prompt to the same backend.
-    """
+    """Generated texts by `reply_key`; one is reused for what has the same key alone."""
 
     journal: Journal[str, SavedReply]  # where texts are appended
     share: Share = Share()  # of the texts that are generated here
@@ -306,8 +294,7 @@ class Replies:
         """Return the text of every prompt, in order; generate what is missing.
 
         Equal prompts share a text. Progress is texts that are there, and texts in all.
-        None after a share of the texts, with which no stage can go on; `n_missing`
-        counts what other workers have to do.
+        None after a share of the texts; `n_missing` counts what others have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]

@@ -294,9 +294,6 @@ class RowsDone(StoppingCriteria):
     texts are decoded, since one string is many tokens: a line feed ends hundreds.
     `edges` are the tokens of the prompts with their padding, and with the longest text;
     `least_done` is the share of rows that are done when a run ends, 0 a token a run.
-
-    Attributes:
-      rows: `[n_rows]`, whether each is done.
     """
 
     def __init__(
@@ -312,7 +309,7 @@ class RowsDone(StoppingCriteria):
         """Begin with no row done."""
         self._tokenizer, self._edges, self._stop = tokenizer, edges, stop
         self._stops, self._watch, self._least_done = list(stops), watch, least_done
-        self.rows = torch.zeros(0, dtype=torch.bool)
+        self.rows = torch.zeros(0, dtype=torch.bool)  # `[n_rows]`, whether each is done
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Return `[n_rows]`, all true where the batch is to end."""

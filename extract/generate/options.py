@@ -135,8 +135,7 @@ def check_backbone(
 ) -> None:
     """Check that a backbone can be loaded and read, and that it has some layers.
 
-    Otherwise it is found when the model is loaded, after an hour of answers. A Hub id
-    is not looked at: nothing is downloaded before it is needed.
+    A Hub id is not looked at: nothing is downloaded before it is needed.
     """
     check_model_option(config.model)
     if config.device != "cpu":  # a run is often made where its GPUs are not

@@ -37,16 +37,12 @@ class SpendingCapReached(ValueError):
 
 
 class Account:
-    """What has been spent at a server, and what may still be.
-
-    Attributes:
-      spent: on finished requests, those of earlier processes included.
-    """
+    """What has been spent at a server, and what may still be."""
 
     def __init__(self, server: ServerOptions, earlier: tuple[int, int] = (0, 0)):
         """Start with the prompt and new tokens that earlier processes paid for."""
         self._server = server
-        self.spent = self._cost(*earlier)
+        self.spent = self._cost(*earlier)  # on finished requests
         self._reserved = 0.0
 
     def _cost(self, n_prompt: int, n_new: int) -> float:

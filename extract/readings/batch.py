@@ -158,8 +158,7 @@ def cue_length(answers: Sequence[Answer]) -> int:
     """Return how many tokens all prompts end with, at least 1.
 
     This is the answer cue with what a chat template closes a turn by ("?" too, where
-    every question ends with it). Lookback-Lens counts it among the new tokens, and
-    finds its length from the words of its own prompts; ids need no words.
+    every question ends with it). Lookback-Lens counts it among the new tokens.
     """
     prompts = {answer.prompt_ids for answer in answers}
     if len(prompts) < 2:
@@ -257,15 +256,10 @@ class Batch:
 
 
 class Part(abc.ABC):
-    """One group of readings of a batch; what a part does not override costs nothing.
+    """One group of readings of a batch; what a part does not override costs nothing."""
 
-    Attributes:
-      names: of its readings.
-      reads_weights: whether it needs `on_weights`.
-    """
-
-    names: tuple[str, ...] = ()
-    reads_weights = False
+    names: tuple[str, ...] = ()  # of its readings
+    reads_weights = False  # whether it needs `on_weights`
 
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
         """Begin a batch; of the part's names only those wanted are given."""

@@ -448,7 +448,6 @@ class Lookback(Part):
         return {"lookback": list(self.stacked() / counts)}
 
 
-_WORDS = 2**15
 _LEAST = 1e-37  # a float32 that is not subnormal
 
 
@@ -460,11 +459,10 @@ def n_attended(n_prompt: int) -> int:
 def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
     """Compare two next-token distributions P and Q, `[n_rows, vocab_size]` logs each.
 
-    Returns:
-      `[n_rows, 2]` nats, with M their mean: the Jensen-Shannon divergence, half of
-      KL(P|M) + KL(Q|M), as in the paper; and half of KL(M|P) + KL(M|Q), what the
-      official code computes with arguments exchanged (there a mean over words times a
-      million, in half precision; here their sum).
+    Returns `[n_rows, 2]` nats, with M their mean: the Jensen-Shannon divergence, half
+    of KL(P|M) + KL(Q|M), as in the paper; and half of KL(M|P) + KL(M|Q), what the
+    official code computes with arguments exchanged (there a mean over words times a
+    million, in half precision; here their sum).
     """
     sums = mid.new_zeros((len(mid), 2))
     # A few rows at a time, and of these a block of words, which a CPU's cache holds for
@@ -472,7 +470,7 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
     n_rows = rows_in_cache(mid)
     for start in range(0, len(mid), n_rows):
         rows = slice(start, start + n_rows)
-        blocks = (mid[rows].split(_WORDS, -1), post[rows].split(_WORDS, -1))
+        blocks = (mid[rows].split(2**15, -1), post[rows].split(2**15, -1))
         for p, q in zip(*blocks, strict=True):
             first, second = p.exp(), q.exp()
             between = (first + second).div_(2)

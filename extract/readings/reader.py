@@ -221,11 +221,8 @@ def sample_states(
 
     The last token that is not the stop token: the official code looks for the last id
     above 2, which is the same for its models, and of an answer of one token reads the
-    first token of the prompt. Equal draws are read once.
-
-    Returns:
-      Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens, or
-      whose ids are not known.
+    first token of the prompt. Equal draws are read once. Returns per answer
+    `[n_samples, d_model]`; NaN for a draw without tokens, or whose ids are not known.
     """
     entry, width = middle_entry(backbone.n_layers), backbone.d_model
     result = [np.full((len(draws), width), np.nan, np.float32) for draws in drawn]

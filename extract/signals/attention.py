@@ -44,16 +44,12 @@ from beatrice.extract.signals.span_sums import (
 
 
 class AttentionReading(abc.ABC):
-    """What one forward's attention is reduced to, filled layer by layer.
+    """What one forward's attention is reduced to, filled layer by layer."""
 
-    Attributes:
-      rows: `[start, stop)`, up to the last, whose attention output `reduce` gives, if
-        it gives any; the model's own kernel attends for the others.
-      attends_on_gpus: whether it gives them on a GPU, too, where that kernel is faster.
-    """
-
+    # `[start, stop)`, up to the last, whose attention output `reduce` gives, if it
+    # gives any; the model's own kernel attends for the others.
     rows = (0, 0)
-    attends_on_gpus = False
+    attends_on_gpus = False  # gives them there, too, where that kernel is faster
 
     def __init__(
         self, n_tokens: int, attention_layers: tuple[int, ...], budget: int

@@ -24,10 +24,8 @@ from beatrice.extract.signals.precision import exact_products
 class ReadingBudget:
     """Sizes of the chunks that are read; the defaults suit a CPU.
 
-    A chunk costs one launch of each of its kernels whatever its size: on a CPU small
-    chunks stay in the cache and launches are free, on a GPU a chunk of a million
-    weights is microseconds behind a dozen launches. Results do not depend on the
-    budget, up to the order of sums.
+    On a CPU small chunks stay in the cache, on a GPU each costs a dozen launches.
+    Results do not depend on the budget, up to the order of sums.
     """
 
     n_attention_weights: int = 3 * 2**19  # most attention weights alive at once
@@ -86,15 +84,13 @@ class Halves:
 
     A batch as large as one that did not fit is not tried again. What a batch contains
     moves values by rounding alone.
-
-    Attributes:
-      lock: of the model that does them: hooks see every pass of it, whoever runs it,
-        and its tokenizer keeps settings of its last call.
     """
 
     def __init__(self) -> None:
         """Begin with a device that may hold anything."""
         self._too_many = math.inf  # tokens of a batch, padding included
+        # Of the model that does them: hooks see every pass of it, whoever runs it, and
+        # its tokenizer keeps settings of its last call.
         self.lock = ModelLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,11 +103,7 @@ class Halves:
         rows: Sequence[int],
         n_tokens_of: Callable[[int], int],
     ) -> Iterator[tuple[list[int], Done]]:
-        """Yield the parts of a batch in order, and what was done of each.
-
-        Raises:
-          ValueError: a single row does not fit.
-        """
+        """Yield the parts of a batch in order, and what was done of each."""
         rows = list(rows)
         longest = max(map(n_tokens_of, rows))
         n_tokens = len(rows) * longest

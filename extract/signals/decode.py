@@ -349,11 +349,8 @@ class DecodeReading(AttentionReading):
         """Return what was read of every answer, in the order of the prompts.
 
         An answer that is still written is read as one that was cut: up to the token
-        that emitted its last one; see `ended`.
-
-        Returns:
-          None for an answer of which other tokens were run than it has: its stop string
-          began in a token before the last, and later steps attended to its tokens.
+        that emitted its last one; see `ended`. None stands for one of which other
+        tokens were run than it has: its stop string began in a token before the last.
         """
         self._read_steps()
         members = self._members[..., self.n_unread : self._n_room]
@@ -398,11 +395,9 @@ class DecodeReading(AttentionReading):
 
         The distribution behind its last token is known, and with it what is read of
         that token where it emits the stop token. An answer that is still written is
-        given without the token that was chosen last, with the stop token it ends in.
-
-        Returns:
-          As `signals`; of an answer that ended before, what was read of it. None too
-          behind the last token of the longest answer, whose attention is of no span.
+        given without the token that was chosen last, with the stop token it ends in; of
+        one that ended before, what was read of it is returned. None as of `signals`,
+        and behind the last token of the longest answer, whose attention is of no span.
         """
         signals = self.signals(answers)
         stops = [answers[row].stop_id or 0 for row in self.run_rows]

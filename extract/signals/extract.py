@@ -411,8 +411,7 @@ def record_storage(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
     """Record what a run keeps, as long as nothing is extracted.
 
     What is kept changes no answer and no label, so it may be chosen when the signals
-    are read; every later verb reads it in the manifest. Fields of `ExtractConfig` that
-    are not among the changes stay as the run has them.
+    are read; every later verb reads it in the manifest. Other fields stay as they are.
     """
     config = extract_config(run)
     wanted = dataclasses.replace(config, **changes)

@@ -87,8 +87,7 @@ def float32_precision(device: torch.device) -> str:
 def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return to which type the factors of a device's products are rounded.
 
-    For TF32, which keeps ten bits of a float32 where the process allows it, stands
-    float16, which has as many.
+    For TF32, which keeps ten bits of a float32, stands float16, which has as many.
     """
     if dtype != torch.float32:
         return dtype

@@ -189,12 +189,9 @@ def token_probabilities(
 ) -> torch.Tensor:
     """Read the next-token distribution at every position (section 3.2).
 
-    Of final-normed states `[n_tokens, d_model]` and targets v_t `[n_tokens]` int64,
-    in blocks of a budget.
-
-    Returns:
-      `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats, top
-      probability, margin between the two largest probabilities.
+    Of final-normed states `[n_tokens, d_model]` and targets v_t `[n_tokens]` int64.
+    Returns `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats,
+    top probability, margin between the two largest probabilities.
     """
     vocab_size = head.weight.shape[0]
     n_tokens = min(budget.n_tokens_per_chunk, len(states))

@@ -100,11 +100,8 @@ def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor
 
     Sums are taken in float32 from the layer's own input, so that neither rounding of
     the stream nor a layer scale (Gemma 4) enters; norms are of what is added, before
-    such a scale.
-
-    Returns:
-      `[n_examples, n_read, 4]` float32, of the tokens that the lens reads; norms in
-      the stream's units, pushes in logits before any softcap.
+    such a scale. Returns `[n_examples, n_read, 4]` float32, of the tokens that the lens
+    reads; norms in the stream's units, pushes in logits before any softcap.
     """
     states = layer_pass.h_in, layer_pass.att, layer_pass.ffn
     before, att, ffn = (values[:, -lens.n_read :].float() for values in states)

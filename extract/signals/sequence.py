@@ -12,8 +12,6 @@ import numpy as np
 from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.store.spec import Spans
 
-_FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSequence:
@@ -124,10 +122,10 @@ def first_read(context_start: int) -> int:
 
     Tokens before the context (also an empty one) belong to no span, and nothing is
     computed from their signals. Worked examples are many such tokens; a chat's header
-    is few, and is read, so that stores of prompts without examples are those from
-    before there were any.
+    is few, and is read.
     """
-    return int(context_start) if context_start >= _FEWEST_SPARED else 0
+    # Llama 3's chat header has 30 tokens.
+    return int(context_start) if context_start >= 48 else 0
 
 
 def batches_of(
@@ -147,15 +145,10 @@ def batches_of(
     The batches depend on the lengths alone: a run that was killed makes the same again,
     so that its sums are rounded in the same way.
 
-    Args:
-      lengths: `[n_sequences]` tokens that are computed.
-      tokens_per_batch: with padding; a longer sequence is a batch of its own.
-      n_beside: positions that every sequence takes of the budget beside these: of a
-        beginning that is computed before, or of tokens that are written.
-      n_passes: of the model over a batch.
-
-    Returns:
-      Indices of the sequences of every batch.
+    Lengths are of the tokens that are computed; `n_beside` more positions of each are
+    of a beginning that is computed before, or of tokens that are written, in `n_passes`
+    of the model. A sequence longer than `tokens_per_batch`, which counts padding, is a
+    batch of its own. Returns indices of the sequences of every batch.
     """
     # What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
     # embedded model) more positions would cost, on a core of an EPYC.

@@ -356,13 +356,11 @@ def span_readings(
     """Read one layer's attention between spans.
 
     Args:
-      call: queries, keys and mask, keys out of a cache before the queries' own; or the
-        weights that the model computed.
+      call: queries, keys and mask, keys out of a cache first; or the model's weights.
       members: `[n_examples, 3, n_tokens]` bool, tokens of context, question, answer.
       rows: `[start, stop)` covering every question and answer token.
       budget: most attention weights alive at once.
-      value: `[n_examples, n_kv_heads, n_tokens, d_head]` float32 to attend to with
-        the weights that are there anyway, or None.
+      value: `[n_examples, n_kv_heads, n_tokens, d_head]` float32 to attend to, or None.
 
     Returns:
       `[n_examples, n_tokens, 2 (partner span), 2 (entropy in nats, mass), n_heads]`
