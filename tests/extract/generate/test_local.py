@@ -8,7 +8,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import (
-    DynamicCache,
     PreTrainedTokenizerFast,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -187,27 +186,23 @@ def written(backbone, prompts, config=SIX):
     return texts(generator, prompts, config)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma4"])
-def test_what_is_common_is_computed_once(name):
-    backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
-    with torch.inference_mode():
-        cache = local.shared_states(backbone.layout, prompts, N_SHARED + 12)
-    assert isinstance(cache, DynamicCache)
-    assert cache.get_seq_length() == N_SHARED
-    with shapes_run(backbone) as shapes:
-        written(backbone, prompts)
-    assert shapes[:2] == [(1, N_SHARED), (6, 12)]
+SHARED, WIDTH = [(1, N_SHARED), (6, 12)], N_SHARED + 12
 
 
 @pytest.mark.parametrize(
-    ("name", "n_shared"), [("llama", 15), ("mistral_window", 40), ("qwen3_5", 40)]
+    ("name", "n_shared", "expected"),
+    [
+        *((name, N_SHARED, SHARED) for name in ("llama", "gpt2", "bloom", "gemma4")),
+        ("llama", 15, [(6, 27)]),  # too few
+        ("mistral_window", N_SHARED, [(1, N_SHARED), (6, WIDTH)]),  # a short window
+        ("qwen3_5", N_SHARED, [(6, WIDTH)]),  # recurrent states
+    ],
 )
-def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
-    name, n_shared
-):
-    backbone, prompts = backbone_of(name), prompts_with(n_shared)
-    with torch.inference_mode():
-        assert local.shared_states(backbone.layout, prompts, n_shared + 12) is None
+def test_what_is_common_is_computed_once_where_it_can_be(name, n_shared, expected):
+    backbone = backbone_of(name)
+    with shapes_run(backbone) as shapes:
+        written(backbone, prompts_with(n_shared))
+    assert shapes[: len(expected)] == expected
 
 
 def test_the_last_token_of_the_shortest_prompt_is_its_own():

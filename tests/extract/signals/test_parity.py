@@ -49,10 +49,7 @@ from tests.extract.signals.readers import representatives
 from tests.extract.small_run import beatrice
 from tests.extract.test_doctor import doctor
 
-COMMON = "vocab_size hidden_size num_attention_heads pad_token_id bos_token_id"
-COMMON = (*COMMON.split(), "eos_token_id")
-SMALL = {name: _SIZES[name] for name in COMMON} | {"num_hidden_layers": 2}
-OPT = {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}
+OPT = {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}
 SIZES = {"vocab_size": VOCAB_SIZE, "n_layer": 2, "n_head": 4}
 DROPPING = {"apply_residual_connection_post_layernorm": True, "hidden_size": 32}
 REFUSED = {
@@ -91,8 +88,7 @@ class Broken(LlamaForCausalLM):
 
 def test_a_model_whose_own_pass_fails_is_refused_in_a_sentence():
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=48)
-    backbone = Backbone.from_model(Broken(config))
+    backbone = Backbone.from_model(Broken(LlamaConfig(**_SIZES)))
     with pytest.raises(ValueError, match="cannot read Broken: .*image_outputs.*5"):
         SignalReader(backbone)
 
@@ -100,8 +96,8 @@ def test_a_model_whose_own_pass_fails_is_refused_in_a_sentence():
 def windowed(window):
     """A Mistral that sees so many tokens, with room for more."""
     torch.manual_seed(0)
-    sizes = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}
-    config = MistralConfig(**sizes, sliding_window=window, initializer_range=0.3)
+    sizes = _SIZES | {"max_position_embeddings": 4096, "sliding_window": window}
+    config = MistralConfig(**sizes, initializer_range=0.3)
     return Backbone.from_model(MistralForCausalLM(config))
 
 
@@ -358,42 +354,37 @@ def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
 WITH_GAIN = representatives([family for family in FAMILIES if family != "olmo"])
 
 
-def assert_norm_refused(family, **changes):
-    """Check that reading by a final norm that is changed is refused."""
+def assert_end_refused(family, message, norm=lambda norm: {}, **of_head):
+    """Check that reading by a final norm or a head that is changed is refused."""
     backbone = Backbone.from_model(tiny_model(family))
-    norm = residual.measure_final_norm(backbone.layout)
-    changes = {name: change(norm) for name, change in changes.items()}
-    head = probability.head_of(backbone.model)
-    with pytest.raises(ValueError, match="summed pushes"):
-        parity.check_parity(backbone, dataclasses.replace(norm, **changes), head)
+    measured = residual.measure_final_norm(backbone.layout)
+    changed = dataclasses.replace(measured, **norm(measured))
+    head = dataclasses.replace(probability.head_of(backbone.model), **of_head)
+    with pytest.raises(ValueError, match=message):
+        parity.check_parity(backbone, changed, head)
 
 
 @pytest.mark.parametrize("family", WITH_GAIN)
 def test_a_forgotten_gain_is_refused(family):
-    assert_norm_refused(family, gain=lambda norm: torch.ones_like(norm.gain))
+    assert_end_refused(
+        family, "summed pushes", lambda norm: {"gain": torch.ones_like(norm.gain)}
+    )
 
 
 def test_a_norm_without_its_one_plus_or_taken_as_centred_is_refused():
-    assert_norm_refused("gemma2", gain=lambda norm: norm.gain - 1)
-    assert_norm_refused("llama", is_centred=lambda norm: True)
+    assert_end_refused("gemma2", "summed pushes", lambda x: {"gain": x.gain - 1})
+    assert_end_refused("llama", "summed pushes", lambda x: {"is_centred": True})
+
+
+SCALED = "granite granitemoehybrid cohere cohere2".split()
 
 
 @pytest.mark.parametrize(
     ("family", "change"),
-    [
-        ("gemma2", {"softcap": None}),
-        *(
-            (x, {"scale": 1.0})
-            for x in "granite granitemoehybrid cohere cohere2".split()
-        ),
-    ],
+    [("gemma2", {"softcap": None}), *((name, {"scale": 1.0}) for name in SCALED)],
 )
 def test_a_forgotten_softcap_or_scale_of_the_logits_is_refused(family, change):
-    backbone = Backbone.from_model(tiny_model(family))
-    norm = residual.measure_final_norm(backbone.layout)
-    head = dataclasses.replace(probability.head_of(backbone.model), **change)
-    with pytest.raises(ValueError, match="the logits"):
-        parity.check_parity(backbone, norm, head)
+    assert_end_refused(family, "the logits", **change)
 
 
 MISS = "contributions miss the change"
@@ -407,31 +398,29 @@ def break_layers(backbone, change):
 
 
 TAPS = {
-    "without the second part": lambda layer: {"ffn": layer.ffn[:1]},
-    "without the experts": lambda layer: {"ffn": (layer.module.mlp,)},
-    "before the sandwich norm": lambda layer: {"att": layer.mixer},
-    "with the stream itself": lambda x: {"att": x.mixer, "ffn": (x.module.mlp,)},
-    "without a copy": lambda layer: {"is_overwritten": False},
-    "exchanged": lambda layer: {"att": layer.ffn[0], "ffn": (layer.att,)},
-}
-FAMILIES_OF_TAPS = {
-    "without the second part": "gemma4 granitemoeshared",
-    "without the experts": "gemma4_moe",
-    "before the sandwich norm": "gemma3 olmo2 olmo3 glm4",
-    "with the stream itself": "bloom",
-    "without a copy": "falcon",
-    "exchanged": "llama gemma3 gpt_neox_parallel gpt2",
+    "without the second part": (
+        "gemma4 granitemoeshared",
+        lambda x: {"ffn": x.ffn[:1]},
+    ),
+    "without the experts": ("gemma4_moe", lambda x: {"ffn": (x.module.mlp,)}),
+    "before the sandwich norm": ("gemma3 olmo2 olmo3 glm4", lambda x: {"att": x.mixer}),
+    "with the stream": ("bloom", lambda x: {"att": x.mixer, "ffn": (x.module.mlp,)}),
+    "without a copy": ("falcon", lambda x: {"is_overwritten": False}),
+    "exchanged": (
+        "llama gemma3 gpt_neox_parallel gpt2",
+        lambda x: {"att": x.ffn[0], "ffn": (x.att,)},
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("family", "tap"),
-    [(name, tap) for tap, names in FAMILIES_OF_TAPS.items() for name in names.split()],
+    [(name, tap) for tap, (names, _) in TAPS.items() for name in names.split()],
 )
 def test_a_wrong_tap_is_refused(family, tap):
     broken = break_layers(
         Backbone.from_model(tiny_model(family)),
-        lambda layer: dataclasses.replace(layer, **TAPS[tap](layer)),
+        lambda layer: dataclasses.replace(layer, **TAPS[tap][1](layer)),
     )
     is_late = tap == "exchanged"
     words = "feed-forward part before its token mixer" if is_late else MISS
