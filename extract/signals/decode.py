@@ -70,7 +70,7 @@ class DecodeReading(AttentionReading):
     def __init__(
         self,
         reader: SignalReader,
-        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
         n_new: int,
         *,
         answer_span: AnswerSpan = "emitting",
@@ -82,7 +82,7 @@ class DecodeReading(AttentionReading):
         last token of an answer that is cut, which emits nothing and is in no span, so
         that it has a row too.
         """
-        prompts, self.runs_last = [r.prompt for r in requests], runs_last
+        self.runs_last = runs_last
         self.answer_span: AnswerSpan = answer_span
         self.reader, self._layout = reader, (layout := reader.backbone.layout)
         super().__init__(0, layout.attention_layers, reader.budget.n_attention_weights)
@@ -133,12 +133,7 @@ class DecodeReading(AttentionReading):
 
         The first `n_cached` columns come out of a cache.
         """
-        self.run_rows, self._live = list(rows), list(rows)
-        # All rows are a view, which costs no copy.
-        is_whole = len(rows) == len(self._pads)
-        index = torch.tensor(rows, device=self._ids.device)
-        self._index = slice(None) if is_whole else index
-        self._begin_step(n_cached)
+        self._begin_run(rows, n_cached)
         with (
             attending_through(self._layout, self),
             watch_layers(self._layout, self._on_layer),
@@ -147,6 +142,14 @@ class DecodeReading(AttentionReading):
         ):
             yield
         self._read_steps()
+
+    def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
+        self.run_rows, self._live = list(rows), list(rows)
+        # All rows are a view, which costs no copy.
+        is_whole = len(rows) == len(self._pads)
+        index = torch.tensor(rows, device=self._ids.device)
+        self._index = slice(None) if is_whole else index
+        self._begin_step(n_cached)
 
     def _begin_step(self, n_cached: int) -> None:
         self._run_members: torch.Tensor | None = None
@@ -177,6 +180,11 @@ class DecodeReading(AttentionReading):
     def _first(self) -> int:
         """Return which of the step's tokens is the first that is read."""
         return min(max(0, self.n_unread - self._n_before), self._n_step)
+
+    def _columns(self) -> slice:
+        """Return where the step's tokens that are read stand in what is kept."""
+        start = self._n_before + self._first - self.n_unread
+        return slice(start, self._n_before + self._n_step - self.n_unread)
 
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
@@ -282,18 +290,22 @@ class DecodeReading(AttentionReading):
         n_read = self._n_step - self._first
         if n_read < 2:
             return
-        start, targets = self._n_before + self._first - self.n_unread, self._next_ids()
+        columns, targets = self._columns(), self._next_ids()
         # Padding of shorter prompts is not worth a product with the vocabulary.
-        starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
-        is_read = start + torch.arange(n_read - 1) >= starts[:, None]
-        is_read = is_read.to(states.device)[self._index]
+        is_read = self._is_read()[self._index, columns][:, :-1]
         prob = torch.zeros((*targets.shape, 5), device=states.device)
         prob[is_read] = self.reader.probabilities(
             states[:, self._first : -1][is_read], targets[is_read]
         )
-        self._prob[self._index, start : start + n_read - 1] = prob
+        self._prob[self._index, columns.start : columns.stop - 1] = prob
         resid = torch.cat(self._prompt_resid, dim=-1)
-        self._resid[self._index, start : start + n_read] = resid
+        self._resid[self._index, columns] = resid
+
+    def _is_read(self) -> torch.Tensor:
+        """Return `[n_rows, n_read]` bool, whether a column holds a token of its row."""
+        starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
+        columns = torch.arange(self._prob.shape[1])
+        return (columns >= starts[:, None]).to(self._prob.device)
 
     def _after_model(self, module: Any, inputs: Any, output: Any) -> None:
         """Keep what the next token is chosen from."""
@@ -443,9 +455,8 @@ def generate_and_read(
 
     def write(rows: list[int]) -> list[tuple[Answer, AnswerSignals]]:
         some = [requests[i] for i in rows]
-        watch = DecodeReading(
-            reader, some, n_new, answer_span=answer_span, runs_last=runs_last
-        )
+        how = {"answer_span": answer_span, "runs_last": runs_last}
+        watch = DecodeReading(reader, [r.prompt for r in some], n_new, **how)
         replies = generator.write([prompts[i] for i in rows], sampling, watch)
         return list(_read_written(watch, some, replies, sampling.stop))
 
@@ -499,8 +510,9 @@ class ReadingGenerator(TransformersGenerator):
     ) -> list[Generated]:
         """Return the texts of one batch; see `TransformersGenerator`."""
         requests = [self.requests[self.prompt_ids(prompt)] for prompt in prompts]
-        n_new, span = config.max_new_tokens, self.answer_span
-        reading = DecodeReading(self.reader, requests, n_new, answer_span=span)
+        some, n_new = [r.prompt for r in requests], config.max_new_tokens
+        span = self.answer_span
+        reading = DecodeReading(self.reader, some, n_new, answer_span=span)
         replies = super().write(prompts, config, reading)
         self.on_batch(*_written(reading, requests, replies, config.stop))
         return replies
@@ -574,7 +586,7 @@ def read_stepwise(
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
     how = {"answer_span": answer_span, "runs_last": False}
-    watch = DecodeReading(reader, [request], sampling.max_new_tokens, **how)
+    watch = DecodeReading(reader, [request.prompt], sampling.max_new_tokens, **how)
     generator = TransformersGenerator(backbone=reader.backbone)
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
     while True:

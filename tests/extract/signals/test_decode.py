@@ -115,7 +115,7 @@ def test_steps_whose_attention_is_read_at_once_are_read_as_again(family):
     requests, n_new = requests_of(), 11  # eight steps, and what is left
     stop = stop_of(family, requests, 2)
     reader = SignalReader(backbone_of(family, stop=stop))
-    watch = KernelAttends(reader, requests, n_new)
+    watch = KernelAttends(reader, [r.prompt for r in requests], n_new)
     replies = write(reader, requests, watch, n_new)
     answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
     assert max(len(answer.token_ids) for answer in answers) > 1
@@ -280,7 +280,7 @@ def test_in_a_batch_answers_are_read_as_if_they_ended_before_the_last_choice():
 
         texts = {}
 
-    watch = Prefixes(reader, requests, CONFIG.max_new_tokens)
+    watch = Prefixes(reader, [r.prompt for r in requests], CONFIG.max_new_tokens)
     write(reader, requests, watch)
     assert len({len(a.token_ids) for answers, _ in read for a in answers}) > 3
     for answers, signals in read:
@@ -363,7 +363,7 @@ def test_what_cannot_be_read_while_writing_is_named(family):
 def test_a_cache_that_does_not_grow_is_never_read(family):
     """A static cache has columns that were not run, and rolls in a window's layer."""
     reader, (request,) = SignalReader(backbone_of(family)), requests_of(lengths=(9,))
-    reading = DecodeReading(reader, [request], n_new=2)
+    reading = DecodeReading(reader, [request.prompt], n_new=2)
     options = {"max_new_tokens": 2, "cache_implementation": "static"}
     with reading.watching([0], 0), pytest.raises(ValueError, match="a growing cache"):
         reader.backbone.model.generate(torch.tensor([request.prompt.ids]), **options)
@@ -401,7 +401,8 @@ class FromTheFirstColumn(DecodeReading):
 def test_what_is_read_one_step_beside_is_noticed(reading):
     requests = requests_of(n_shared=60)
     reader = SignalReader(backbone_of("llama", stop=stop_of("llama", requests, 2)))
-    watch = (reading or DecodeReading)(reader, requests, CONFIG.max_new_tokens)
+    prompts = [request.prompt for request in requests]
+    watch = (reading or DecodeReading)(reader, prompts, CONFIG.max_new_tokens)
     is_noticed = pytest.raises((AssertionError, AttributeError, ValueError))
     with is_noticed if reading else contextlib.nullcontext():
         replies = write(reader, requests, watch)
