@@ -541,10 +541,10 @@ class TransformersGenerator:
         # Of a prompt only the last states are multiplied, which is a view with holes.
         # Torch multiplies such a view in bfloat16 on a CPU by a copy of the matrix for
         # every row: 58 GB for 172 rows and 262,144 words.
-        is_dense = model.get_output_embeddings().register_forward_pre_hook(
+        hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: (args[0].contiguous(),)
         )
-        with is_dense, evaluating(model), exact_products():
+        with hook, evaluating(model), exact_products():
             return model.generate(
                 input_ids=ids, attention_mask=mask, **_UNCHANGED | ends | options
             )
