@@ -335,10 +335,7 @@ def dequantized(
 
 
 class _Processed:
-    """The tensors of an architecture as Transformers' older way makes them its own.
-
-    By names from the gguf package, and a processor for each tensor.
-    """
+    """By Transformers' older way: names of the gguf package, a processor for each."""
 
     targets: dict[str, str | None]  # by name in the file; None: no tensor of the model
 

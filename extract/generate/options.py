@@ -164,10 +164,7 @@ def check_backbone(
 
 
 def answer_preset(preset: Preset, model: str) -> AnswerConfig:
-    """Return how a model answers in a new run of a preset.
-
-    The embedded model answers with a name; a preset says nothing of other models.
-    """
+    """Return how a model answers in a new run; the embedded one answers with a name."""
     config = ANSWER_PRESETS[preset]
     if model == EMBEDDED:
         return config

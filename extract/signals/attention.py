@@ -54,10 +54,7 @@ class AttentionReading(abc.ABC):
     def __init__(
         self, n_tokens: int, attention_layers: tuple[int, ...], budget: int
     ) -> None:
-        """Begin a batch that is padded to so many tokens.
-
-        `budget` is the most attention weights that are alive at once.
-        """
+        """Begin a padded batch; `budget` is the most weights that are alive at once."""
         self.n_tokens, self.budget = n_tokens, budget
         self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
 

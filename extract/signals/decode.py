@@ -441,9 +441,8 @@ def generate_and_read(
 ) -> tuple[list[Answer], list[AnswerSignals]]:
     """Answer requests and read the answers in the passes that write them.
 
-    Greedily by default. An answer of which more tokens were run than it has (its stop
-    string is several tokens) is read again. The answers and their signals are in the
-    order of the requests; see `DecodeReading` for what may be chosen.
+    Greedily by default, in the order of the requests. An answer of which more tokens
+    were run than it has (its stop string is several tokens) is read again.
     """
     sampling = sampling or config.greedy
     check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)

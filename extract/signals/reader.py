@@ -99,11 +99,7 @@ class PendingBatches:
 
 
 class SignalReader:
-    """Reads signals from one backbone.
-
-    Construction runs the backbone on a few tokens and checks that what is read sums
-    to what the model does.
-    """
+    """Reads signals from one backbone, which is checked when the reader is made."""
 
     def __init__(
         self,
