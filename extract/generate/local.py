@@ -292,8 +292,17 @@ class RowsDone(StoppingCriteria):
 
     A row is done at a stop token, at its longest, or when its text holds a stop string;
     texts are decoded, since one string is many tokens: a line feed ends hundreds.
-    `edges` are the tokens of the prompts with their padding, and with the longest text;
-    `least_done` is the share of rows that are done when a run ends, 0 a token a run.
+
+    Attributes:
+      rows: `[n_rows]`, whether each is done.
+
+    Args:
+      tokenizer: that decodes.
+      edges: tokens of the prompts with their padding, and with the longest text.
+      stop: strings.
+      stops: ids.
+      watch: is told what was chosen, and which rows are done.
+      least_done: share of rows that are done when a run ends; 0 is a token a run.
     """
 
     def __init__(

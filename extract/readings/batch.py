@@ -298,7 +298,11 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return the readings of every example; final-normed states of all tokens."""
+        """Return the readings of every example.
+
+        Args:
+          final: `[n_examples, n_tokens, d_model]`, final-normed.
+        """
 
 
 def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:

@@ -67,9 +67,14 @@ def hidden_scores(
 
     Every row is centred over its own features, as in the code; the paper does not
     centre. In float64: where there are more tokens than features, or equal ones, the
-    determinant is of the 0.001 on the diagonal. States are `[n_examples, n_tokens,
-    d_model]`, edges `[start, stop)` of the tokens of every example. Returns
-    `[n_examples]`; NaN comes of no token.
+    determinant is of the 0.001 on the diagonal.
+
+    Args:
+      states: `[n_examples, n_tokens, d_model]`.
+      edges: `[start, stop)` of the tokens of every example.
+
+    Returns:
+      `[n_examples]` float64; NaN comes of no token.
     """
     first, stop = torch.tensor(edges, device=states.device).T[..., None]
     counts = stop - first

@@ -314,8 +314,9 @@ class DecodeReading(AttentionReading):
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Read what had to wait for the next token.
 
-        Ids are `[n_run_rows, n_columns]`, up to those that were chosen now; of rows
-        that are done later tokens are not of their answers.
+        Args:
+          ids: `[n_run_rows, n_columns]`, up to the tokens that were chosen now.
+          is_done: `[n_run_rows]`, rows whose later tokens are not of their answers.
         """
         column = self._n_before + self._n_step - 1
         # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.

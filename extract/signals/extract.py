@@ -236,7 +236,10 @@ class _RangeRows:
         self._bad = collections.defaultdict[str, list[tuple[Any, Encoded]]](list)
 
     def put(self, name: str, example: int, rows: np.ndarray) -> None:
-        """Store an answer's rows of a family: of the last tokens, or those stored."""
+        """Store an answer's rows of a family, `[n_rows, …]`.
+
+        They are of the last tokens, or of the stored ones alone.
+        """
         spec = self._spec
         start, _ = spec.range_rows(self._range_id, name)
         first, last = spec.family_offsets(name)[example : example + 2] - start

@@ -145,10 +145,16 @@ def batches_of(
     The batches depend on the lengths alone: a run that was killed makes the same again,
     so that its sums are rounded in the same way.
 
-    Lengths are of the tokens that are computed; `n_beside` more positions of each are
-    of a beginning that is computed before, or of tokens that are written, in `n_passes`
-    of the model. A sequence longer than `tokens_per_batch`, which counts padding, is a
-    batch of its own. Returns indices of the sequences of every batch.
+    Args:
+      lengths: `[n_sequences]` tokens that are computed.
+      tokens_per_batch: budget of a batch, padding included; a longer sequence is a
+        batch of its own.
+      n_beside: positions that every sequence takes of the budget beside these: of a
+        beginning that is computed before, or of tokens that are written.
+      n_passes: of the model over a batch.
+
+    Returns:
+      Indices of the sequences of every batch.
     """
     # What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
     # embedded model) more positions would cost, on a core of an EPYC.

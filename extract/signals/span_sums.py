@@ -276,9 +276,13 @@ def span_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Sum a and a log a by span, along rows and along columns; attend if wanted.
 
-    As in `span_readings`, of a call whose keys may be more than its rows; members are
-    `[n_examples, 2, n_keys]` bool, keys in context and question, and `[n_examples, 2,
-    n_tokens]`, rows in question and answer.
+    Args:
+      call: as in `span_readings`; its keys may be more than its rows.
+      key_members: `[n_examples, 2, n_keys]` bool, keys in context and question.
+      row_members: `[n_examples, 2, n_tokens]` bool, rows in question and answer.
+      rows: `[start, stop)` of the rows that are read, up to the last.
+      budget: as in `span_readings`.
+      value: likewise.
 
     Returns:
       `[2 (a, a log a), n_examples, n_heads, 2, n_tokens]` of every row over the keys in
