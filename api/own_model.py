@@ -192,7 +192,7 @@ def text_scores(labelled: Labelled) -> np.ndarray:
     for split in ("train", "validation"):
         where = np.flatnonzero(labelled.splits == split)
         rows += [[texts[i] for i in where], labelled.labels[where]]
-    return fit_tfidf(*rows).score(texts)
+    return fit_tfidf(*rows).predict_proba(texts)[:, 1]
 
 
 def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[str]]:

@@ -8,7 +8,6 @@ training, and its score is NaN.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import rankdata
@@ -28,10 +27,7 @@ from beatrice.jaxprobe.rows import Rows
 def reading(
     inputs: DetectorInput, name: str, n_axes: int, dtype: type | None = np.float64
 ) -> np.ndarray:
-    """Return a reading of every row, `[n_rows, …]` with so many axes.
-
-    A dtype of None leaves it in its own.
-    """
+    """Return a reading of every row, `[n_rows, …]`; without a dtype in its own."""
     values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
         shape = "missing" if values is None else f"of shape {list(values.shape)}"
@@ -43,14 +39,9 @@ def reading(
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the AUROC of every column at once, ties half.
+    """Return the AUROC of every column of `[n_rows, n_columns]` at once, ties half.
 
-    Args:
-      values: `[n_rows, n_columns]`, higher = more likely correct.
-      labels: `[n_rows]` bool, of both classes.
-
-    Returns:
-      `[n_columns]`; NaN where a column holds what is not finite.
+    Labels are of both classes. NaN where a column holds what is not finite.
     """
     is_finite = np.isfinite(values).all(axis=0)
     ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
@@ -60,15 +51,9 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
-    """Return the labelled rows of a split on which a detector is defined.
+    """Return the indices of a split's labelled rows on which a detector is defined.
 
-    Args:
-      is_defined: `[n_rows]` bool.
-      rows: ids, splits and labels of the same rows.
-      split: which.
-
-    Returns:
-      Indices of rows of both classes; one class alone is a ValueError.
+    One class alone is a ValueError.
     """
     where = rows.where(split)
     where = where[is_defined[where]]
@@ -82,22 +67,16 @@ def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
     return where
 
 
-class Oriented(NamedTuple):
-    """A column and its sign."""
-
-    # `[n_rows]`, higher = more likely correct on the rows that chose
-    scores: np.ndarray
-    column: int  # which was chosen; the first of equals
-    sign: int  # 1 or -1
-
-
-def oriented(values: np.ndarray, rows: Rows) -> Oriented:
-    """Choose the column and the sign that are best on validation.
+def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
+    """Choose the column and the sign that are best on validation, of equals the first.
 
     Args:
       values: `[n_rows, n_columns]`; NaN where a row was not read. A column that lacks
         a value where another has one is not chosen.
       rows: with labels and splits.
+
+    Returns:
+      Scores `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
     """
     valid = defined_rows(np.any(np.isfinite(values), axis=1), rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])
@@ -108,7 +87,7 @@ def oriented(values: np.ndarray, rows: Rows) -> Oriented:
         )
     column = int(np.nanargmax(np.abs(aurocs - 0.5)))
     sign = 1 if aurocs[column] >= 0.5 else -1
-    return Oriented(sign * values[:, column], column, sign)
+    return sign * values[:, column], column, sign
 
 
 def chosen_rows(
@@ -142,13 +121,10 @@ def _first_step(store: FeatureStore) -> int:
 def states_at(
     store: FeatureStore, steps: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return one hidden state of every row.
+    """Return the hidden state of every row at its step of `[n_rows]`.
 
-    Args:
-      store: an extracted setting.
-      steps: `[n_rows]` int.
-      layer: of the residual stream (0 is the embedding).
-      n_chunk: examples whose answers are in memory together.
+    Of a layer of the residual stream (0 is the embedding); the answers of `n_chunk`
+    rows are in memory together.
 
     Returns:
       `[n_rows, d_model]` float32; NaN where the answer span has no such step.
@@ -174,13 +150,8 @@ Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 def scores_where_defined(features: np.ndarray, rows: Rows, fit: Fit) -> np.ndarray:
     """Fit on the training rows that have features, and score all that have.
 
-    Args:
-      features: `[n_rows, width]`; NaN where a row has none.
-      rows: with labels and splits.
-      fit: trains and scores.
-
-    Returns:
-      `[n_seeds, n_rows]` float64; NaN where a row has no features.
+    Of features `[n_rows, width]`, NaN where a row has none, `[n_seeds, n_rows]` float64
+    scores, NaN likewise.
     """
     is_defined = np.all(np.isfinite(features), axis=1)
     train = rows.where("train")
@@ -198,16 +169,8 @@ def logistic_log_odds(
     """Fit scikit-learn's default logistic regression, as official code does.
 
     On states that are not scaled the 100 default iterations rarely converge; where they
-    end is the published detector, so the warning is not shown.
-
-    Args:
-      train: `[n_train, width]`.
-      labels: `[n_train]` bool.
-      states: `[n, width]`.
-      max_iter: of the optimiser.
-
-    Returns:
-      `[1, n]` log-odds of True, which rank as the probabilities do but never saturate.
+    end is the published detector, so the warning is not shown. See `Fit`; log-odds rank
+    as the probabilities do but never saturate.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -218,9 +181,7 @@ def logistic_log_odds(
 def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
     """Return the AUROC on the validation rows that have a score, mean over seeds.
 
-    Args:
-      scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
-      rows: with labels and splits.
+    Scores `[n_seeds, n_rows]` are NaN for the same rows with every seed.
     """
     valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
     labels = rows.labels[valid]
@@ -233,10 +194,7 @@ def best_layer(
     rows: Rows,
     name: str,
 ) -> DetectorOutput:
-    """Return a detector's output from the layer that is best on validation.
-
-    Of equals, the first layer.
-    """
+    """Return a detector's output from the first layer that is best on validation."""
     fits = ((layer, fit_at(layer)) for layer in layers)  # two at a time in memory
     best = max(
         fits, key=lambda fit: validation_auroc(fit[1].scores, rows), default=None

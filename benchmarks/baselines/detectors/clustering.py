@@ -35,9 +35,8 @@ BY_WORDS = (
 
 def requirements(equivalences: Equivalences) -> frozenset[Requirement]:
     """Return what a detector of drawn answers needs beyond the answer's pass."""
-    return frozenset(
-        ("samples",) if equivalences is by_words else ("samples", "entailment")
-    )
+    also: tuple[Requirement, ...] = () if equivalences is by_words else ("entailment",)
+    return frozenset(("samples", *also))
 
 
 def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
@@ -97,18 +96,11 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
-    """Return the clusters of `get_semantic_ids`.
+    """Return the clusters of `get_semantic_ids`, which reads no texts.
 
     The first text without a cluster opens one, and every later text that means the same
     joins, out of another cluster if need be: a text that matches two first members ends
-    with the last.
-
-    Args:
-      texts: of the samples, not read.
-      equivalent: `[n_samples, n_samples]` bool.
-
-    Returns:
-      `[n_samples]` int64 from 0, numbered as they are opened.
+    with the last. Clusters are numbered as they are opened.
     """
     return _opened_in_turn(equivalent, leaves=True)
 
@@ -129,14 +121,10 @@ def distinct_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
     Equal texts are one; the distinct texts are clustered as by `official_clusters`, in
     sorted order (there in the order of a Python set, which changes from run to run).
     """
-    first: dict[str, int] = {}
-    for i, text in enumerate(texts):
-        first.setdefault(text, i)
-    names = sorted(first)
-    places = np.array([first[name] for name in names], np.int64)
-    of_names = _opened_in_turn(equivalent[np.ix_(places, places)], leaves=True)
-    ids = dict(zip(names, of_names.tolist(), strict=True))
-    return np.array([ids[text] for text in texts], np.int64)
+    _, first, of_texts = np.unique(
+        np.array(texts, object), return_index=True, return_inverse=True
+    )
+    return _opened_in_turn(equivalent[np.ix_(first, first)], leaves=True)[of_texts]
 
 
 def _opened_in_turn(equivalent: np.ndarray, *, leaves: bool) -> np.ndarray:
@@ -183,11 +171,9 @@ class Entailment:
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs of premise and hypothesis.
+        """Return the relations of pairs of premise and hypothesis, float64.
 
-        Returns:
-          `[n_pairs, 3]` float64: P(entailment), P(neutral), P(contradiction); neutral
-          is 0 of a model with two classes.
+        P(neutral) is 0 of a model with two classes.
         """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
@@ -224,12 +210,7 @@ class Entailment:
 
 
 def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
-    """Return which column of the logits is which relation.
-
-    Args:
-      labels: `id2label` of the model's config, in any case.
-      path: of the model, for the message.
-    """
+    """Return which column of the logits is which relation, by a config's `id2label`."""
     columns = {str(label).lower(): column for column, label in labels.items()}
     wanted = [name for name in RELATIONS if name in columns]
     if len(columns) != len(labels) or set(columns) not in (
@@ -245,12 +226,7 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
 
 
 def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[str]]:
-    """Load a Transformers model in float32, on the processor.
-
-    Args:
-      path: its directory, with its tokenizer.
-      kind: the auto class of the model.
-      what: the model in words, for the message.
+    """Load a Transformers model of an auto class in float32, on the processor.
 
     Returns:
       The tokenizer, the model, and the names of tensors that the directory lacks.

@@ -66,21 +66,15 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
 # The official scripts rank heads and layers, and choose their numbers and the weight,
 # on the test answers. Here heads and layers are ranked, and scores scaled, on the
 # training answers; validation chooses how many are summed and the weight.
-MOST_HEADS = 32
 ALPHAS = tuple(np.arange(1, 20) / 10)
 
 
 def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     """Return sums of the best columns, scaled to [0, 1] on the training rows.
 
-    Args:
-      values: `[n_rows, n_columns]`, higher = more likely correct. A column that lacks a
-        value where another has one is left out.
-      rows: with labels and splits.
-      most: columns that are summed at most.
-
-    Returns:
-      `[n_rows, n_sums]`: of the best column, of the best two, and so on.
+    Of `[n_rows, n_columns]`, higher = more likely correct, `[n_rows, n_sums]`: of the
+    best column, of the best two, and so on to `most`. A column that lacks a value where
+    another has one is left out.
     """
     train = defined_rows(np.any(np.isfinite(values), axis=1), rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])
@@ -167,7 +161,7 @@ def _add_redeep(
         rows, heads, layers = inputs.rows, None, None
         if context is not None:
             values = reading(inputs, context, 3).reshape(len(rows.ids), -1)
-            heads = ranked_sums(values, rows, MOST_HEADS)
+            heads = ranked_sums(values, rows, most=32)
         if knowledge is not None:
             values = -reading(inputs, knowledge, 2)
             layers = ranked_sums(values, rows, values.shape[1])

@@ -54,14 +54,7 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
     """Return the semantic entropy by likelihood, in nats, from 0 to ln n_samples.
 
     `predictive_entropy_rao` on `logsumexp_by_id(..., "sum_normalized")`: a sample
-    weighs as the exponential of its mean log-probability.
-
-    Args:
-      mean_log_probs: of the samples, at least one.
-      clusters: `[n_samples]` ids from 0.
-
-    Returns:
-      NaN where a sample has no log-probability.
+    weighs as the exponential of its mean log-probability. NaN where one has none.
     """
     if np.isnan(mean_log_probs).any():
         return math.nan
@@ -71,11 +64,7 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
 
 
 def discrete_entropy(clusters: np.ndarray) -> float:
-    """Return the semantic entropy by counts, in nats (`cluster_assignment_entropy`).
-
-    Args:
-      clusters: `[n_samples]` ids from 0, at least one sample.
-    """
+    """Return the semantic entropy by counts, in nats (`cluster_assignment_entropy`)."""
     # Sorted: the same counts in another order must tie, to the last bit.
     return float(entr(np.sort(np.bincount(clusters)) / len(clusters)).sum())
 
@@ -117,16 +106,8 @@ _NOTEBOOK = BayesConfig()
 
 
 def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]:
-    """Return how often rows have so many meanings.
-
-    Args:
-      n_meanings: clusters of each row that the prior is counted on, at least 1.
-      config: of the estimate.
-
-    Returns:
-      Shares of the numbers of meanings that occur, ascending.
-    """
-    if not len(n_meanings):
+    """Return the shares of rows by their number of meanings, ascending."""
+    if not n_meanings:
         raise ValueError(
             "no training or validation question has drawn answers, expected some, from "
             "which the prior on the number of meanings is counted; draw answers for "
@@ -154,19 +135,17 @@ def lower_bounds(samples: Sequence[Sample], clusters: np.ndarray) -> np.ndarray:
     """Return the least probability of each meaning, `[n_clusters]`.
 
     The sum over the distinct texts of a meaning, the stop token included; of a text
-    that was drawn twice, the first. Rescaled to .99 where all come to more.
-
-    Returns:
-      NaN where a sample has no log-probabilities.
+    that was drawn twice, the first. Rescaled to .99 where all come to more. NaN where a
+    sample has no log-probabilities.
     """
-    known: dict[str, float] = {}
+    known: set[str] = set()
     bounds = np.zeros(clusters.max() + 1)
     for sample, cluster in zip(samples, clusters, strict=True):
         if not sample.log_probs:
             return np.full_like(bounds, math.nan)
         if sample.text not in known:
-            known[sample.text] = math.exp(math.fsum(sample.log_probs))
-            bounds[cluster] += known[sample.text]
+            known.add(sample.text)
+            bounds[cluster] += math.exp(math.fsum(sample.log_probs))
     bounds = np.clip(bounds, 0, 1)
     return bounds * min(1.0, 0.99 / max(bounds.sum(), 0.99))
 
@@ -186,9 +165,6 @@ def expected_entropy(
       bounds: `[n_meanings]` least probabilities, 0 likewise.
       draws: `[n_seeds, n_draws, n_meanings]` from a Dirichlet with ones.
       concentration: of the Dirichlet prior.
-
-    Returns:
-      `[n_seeds]` in nats.
     """
     if len(counts) == 1:
         return np.zeros(len(draws))  # exactly, so that all such answers tie
@@ -209,14 +185,7 @@ def bayesian_entropies(
 ) -> np.ndarray:
     """Return the expected entropy of one row under the prior, `[n_seeds]` in nats.
 
-    Args:
-      counts: `[n_seen]` samples of each meaning.
-      bounds: `[n_seen]` least probabilities of the same.
-      prior: see `prior_of`.
-      config: of the estimate.
-
-    Returns:
-      NaN where a bound is.
+    Of samples and least probabilities of each meaning seen; NaN where one of these is.
     """
     total = np.zeros(config.n_seeds)
     if np.isnan(bounds).any():
@@ -249,9 +218,8 @@ def bayesian_scores(
 ) -> DetectorOutput:
     """Return minus the expected entropy of every row; NaN where nothing was drawn.
 
-    Labels are not read. The output's row `n_prior_rows` holds on how many rows of which
-    split the prior was counted: the first of training, or of validation where no
-    training row has samples.
+    Labels are not read. `n_prior_rows` of the output is on how many rows of which split
+    the prior was counted: of training, or of validation where none of these has draws.
     """
     rows, samples, config = inputs.rows, inputs.samples, _NOTEBOOK
     clusters = clusters_of(inputs, equivalences, distinct_clusters)
@@ -309,8 +277,7 @@ def _add(
 for _kind in _KINDS:
     _add("", "", "predictive_entropy_rao", _RAW_NOTE, True, _kind)
 for _kind in _KINDS:
-    _discrete = "_discrete", ", discrete", "cluster_assignment_entropy", ""
-    _add(*_discrete, False, _kind)
+    _add("_discrete", ", discrete", "cluster_assignment_entropy", "", False, _kind)
 
 
 def _add_bayesian(

@@ -198,10 +198,8 @@ class GnosisHead(nn.Module):
     ) -> jax.Array:
         """Return `[n]` logits.
 
-        Args:
-          maps: `[n, n_layers, n_heads, n_statistics]`.
-          states: `[n, n_steps, d_model]`.
-          is_training: whether to drop out.
+        Of maps `[n, n_layers, n_heads, n_statistics]` and states `[n, n_steps,
+        d_model]`; training drops out.
         """
         streams = [
             _MapEncoder(self.config)(maps, is_training),
@@ -311,15 +309,7 @@ def fit_heads(
     valid_labels: np.ndarray,
     config: GnosisConfig,
 ) -> Fitted:
-    """Fit heads; each keeps the weights of its best epoch on the validation rows.
-
-    Args:
-      train: of the training rows.
-      labels: `[n_train]` bool, True where the answer is correct.
-      valid: of the validation rows.
-      valid_labels: of the same.
-      config: of the fit.
-    """
+    """Fit heads; each keeps the weights of its best epoch on the validation rows."""
     targets, patience = np.asarray(labels, np.float32), config.patience
     config = dataclasses.replace(config, patience=0)  # no part of what is compiled
     keys, fits = _start(train, config=config)
@@ -344,12 +334,9 @@ def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Ar
 
 
 def gnosis_scores(
-    maps: np.ndarray,
-    states: np.ndarray,
-    rows: Rows,
-    config: GnosisConfig | None = None,
+    maps: np.ndarray, states: np.ndarray, rows: Rows, config: GnosisConfig | None = None
 ) -> DetectorOutput:
-    """Return log-odds of a right answer.
+    """Return log-odds of a right answer, and the mean epoch that validation chose.
 
     Args:
       maps: `[n_rows, n_layers, n_heads, n_statistics]` of the heads' attention; each is
@@ -358,10 +345,6 @@ def gnosis_scores(
       states: `[n_rows, n_steps, d_model]`; NaN in either where a row was not read.
       rows: what the rows are.
       config: of the fit.
-
-    Returns:
-      `[n_seeds, n_rows]` scores, NaN where a row was not read; the mean epoch that
-      validation chose.
     """
     config = config or GnosisConfig()
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))

@@ -23,9 +23,9 @@ from beatrice.jaxprobe.tokens import SURPRISAL
 
 
 def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
-    """Return the perplexity of the answer tokens, `[n_rows, 1]`, from the store.
+    """Return the perplexity of the tokens of answers without the stop, `[n_rows, 1]`.
 
-    Without the stop token, as in the official code; NaN for an answer without tokens.
+    As in the official code; NaN for an answer without tokens.
     """
     answers, ragged = inputs.known_answers, read_family(inputs.store, "prob")
     perplexity = np.full((len(answers), 1), np.nan)
@@ -120,10 +120,7 @@ _COMBINED = {
     "and entropy, each oriented and standardised on validation answers",
 )
 def llmcheck_combined(inputs: DetectorInput) -> DetectorOutput:
-    """Return the mean of the oriented scores, each standardised on validation rows.
-
-    NaN for a row that lacks one of the scores.
-    """
+    """Return the mean of the oriented scores; NaN for a row that lacks one of them."""
     rows = inputs.rows
     total, chosen = np.zeros(len(rows.ids)), {}
     for prefix, name in _COMBINED.items():

@@ -40,8 +40,6 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 
-StatesOf = Callable[[FeatureStore, int], np.ndarray]  # at a layer, `[n_rows, d_model]`
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaplmaConfig:
@@ -96,14 +94,10 @@ def take_steps(
     logits_of: Callable[..., jax.Array],
     adam: optax.GradientTransformation,
 ) -> Any:
-    """Return weights and moments after a step on each batch.
+    """Return `fit`, weights and moments, after a step on each batch.
 
-    Args:
-      fit: weights and moments.
-      batches: see `shuffled_batches`; and what else `logits_of` takes, of each batch.
-      labels: `[n]` 0 or 1.
-      logits_of: of weights and numbers of examples, logits.
-      adam: the optimiser.
+    `batches` are `shuffled_batches`, and what else `logits_of` takes of each: it
+    returns logits of weights and numbers of examples. Labels are `[n]` 0 or 1.
     """
     n = len(labels)
 
@@ -153,17 +147,7 @@ def saplma_logits(
     states: np.ndarray,
     config: SaplmaConfig | None = None,
 ) -> np.ndarray:
-    """Fit the networks of all seeds, and score.
-
-    Args:
-      train: `[n_train, d_model]` float32.
-      labels: `[n_train]` bool, True where the answer is correct.
-      states: `[n, d_model]` to be scored.
-      config: of the fit.
-
-    Returns:
-      `[n_seeds, n]` float64 log-odds of a right answer.
-    """
+    """Fit the networks of all seeds, and return log-odds of `states`, see `Fit`."""
     targets = np.asarray(labels, np.float32)
     logits = _fit_seeds(train, targets, states, config=config or SaplmaConfig())
     return np.asarray(logits, np.float64)
@@ -178,16 +162,18 @@ def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
 
 
 def last_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the state at every answer's last token, which emitted its end.
-
-    `[n_rows, d_model]` float32; NaN where an answer has no token.
-    """
+    """Return the state at every answer's last token; NaN where it has none."""
     last = last_steps(store)
     return states_at(store, np.where(last > 0, last, -1), layer)
 
 
-def _add_saplma(name: str, title: str, states_of: StatesOf, variant: str) -> None:
-    """Add SAPLMA on some state of an answer to the catalogue."""
+def _add_saplma(
+    name: str,
+    title: str,
+    states_of: Callable[[FeatureStore, int], np.ndarray],
+    variant: str,
+) -> None:
+    """Add SAPLMA on some state of an answer, at a layer, to the catalogue."""
 
     @baseline(
         name,
@@ -198,10 +184,6 @@ def _add_saplma(name: str, title: str, states_of: StatesOf, variant: str) -> Non
         variant=f"{variant} The layer is chosen by validation.",
     )
     def score(inputs: DetectorInput) -> DetectorOutput:
-        """Score by networks on the states of the layer that validation chooses.
-
-        Every layer of the store is tried; NaN where an answer has no such state.
-        """
         store, rows = inputs.store, inputs.rows
 
         def fit_at(layer: int) -> DetectorOutput:
@@ -234,10 +216,7 @@ _add_saplma(
     variant="Reads the mean state of the answer span; layer and penalty by validation.",
 )
 def linear_probe(inputs: DetectorInput) -> DetectorOutput:
-    """Return log-odds from the layer and the penalty that validation chooses.
-
-    Every layer of the store is tried.
-    """
+    """Return log-odds from the layer and the penalty that validation chooses."""
     store, rows = inputs.store, inputs.rows
 
     def fit_at(layer: int) -> DetectorOutput:
@@ -276,19 +255,11 @@ def llms_know(inputs: DetectorInput) -> DetectorOutput:
 
 
 # Semantic entropy probes: from one state, whether drawn answers would disagree.
-
-
-FEWEST_LAYERS = 5  # of a range, as in the code
-
-
 def entropy_threshold(entropies: np.ndarray) -> float:
     """Return the entropy that parts low ones from high ones best (section 4, eq. 3).
 
     Of 100 thresholds, evenly from just above 0 to the largest entropy, the one with the
     least sum of squared deviations from the means of both parts.
-
-    Args:
-      entropies: `[n]` nats, at least one.
     """
 
     def deviations(threshold: float) -> float:
@@ -304,13 +275,9 @@ def best_range(aurocs: Sequence[float]) -> tuple[int, int]:
     The last layer is in no range, as in the code, and a range has five layers at least.
     Of fewer than six layers it is all but the last; of one, that one. Of equals, the
     first and shortest.
-
-    Args:
-      aurocs: one a layer, at least one.
     """
     n = max(1, len(aurocs) - 1)
-    fewest = min(FEWEST_LAYERS, n)
-    ranges = [(i, j) for i in range(n) for j in range(i + fewest, n + 1)]
+    ranges = [(i, j) for i in range(n) for j in range(i + min(5, n), n + 1)]
     return max(ranges, key=lambda span: float(np.mean(aurocs[slice(*span)])))
 
 
@@ -335,9 +302,6 @@ def entropy_probe(
         drawn.
       rows: with labels and splits.
       name: of the detector.
-
-    Returns:
-      `[1, n_rows]` scores.
     """
     is_known = rows.is_labelled & np.isfinite(entropies)
     train = np.flatnonzero(is_known & (rows.splits == "train"))
@@ -364,19 +328,18 @@ def entropy_probe(
     return DetectorOutput(scores_of(*layers[start:stop]), chosen)
 
 
-StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of lengths and last steps
 
 
 def before_generation(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the step TBG of answers, from their lengths and last steps `[n_rows]`."""
+    """Return the step TBG of answers."""
     return np.zeros_like(last)
 
 
 def second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Return the step of the second-last answer token, as the paper says it.
 
-    Of one token that is the token before, the last of the prompt; an answer without a
-    token has none, and its step is none.
+    Of one token that is the last of the prompt; of none, no step.
     """
     return lengths - 1
 
@@ -397,11 +360,7 @@ _VARIANT = (
 
 
 def _add_sep(
-    name: str,
-    title: str,
-    step_of: StepOf,
-    token: str,
-    equivalences: Equivalences,
+    name: str, title: str, step_of: StepOf, token: str, equivalences: Equivalences
 ) -> None:
     """Add a semantic entropy probe of one token, which `token` says in words."""
 

@@ -65,10 +65,8 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     """Return the mean over sentences of their rarest token's surprisal, in nats.
 
     Shares of tokens are counted over the answer and all samples together, so no token
-    of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob").
-
-    Returns:
-      0 or more; NaN without a sentence.
+    of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob"). 0 or more;
+    NaN without a sentence.
     """
     tokens = [tokens_of(sentence) for sentence in sentences]
     drawn = map(tokens_of, samples)
@@ -82,14 +80,11 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
 def _contradictions(
     inputs: DetectorInput, pair_of: Callable[[str, str], tuple[str, str]]
 ) -> DetectorOutput:
-    """Return minus the mean probability that samples contradict the answer.
+    """Return minus the mean probability that samples contradict the answer, in [-1, 0].
 
     The probability is that of contradiction against entailment, neutral left out (eq. 9
     of the paper); the mean is over samples, then over sentences. The question is not
-    read.
-
-    Returns:
-      In [-1, 0]; NaN where nothing was drawn or the answer is empty.
+    read. NaN where nothing was drawn or the answer is empty.
     """
     rows = [
         [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
@@ -145,10 +140,7 @@ def selfcheck_nli_paper(inputs: DetectorInput) -> DetectorOutput:
     "by patterns, not by spaCy",
 )
 def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
-    """Return minus the surprisal of every row, see `unigram_max`.
-
-    NaN where nothing was drawn or the answer is empty.
-    """
+    """Return minus `unigram_max` of every row; NaN if it is empty or not drawn for."""
     values = [
         -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
         if samples
@@ -166,10 +158,7 @@ def official_eigenscore(states: np.ndarray) -> float:
 
     The paper's products (`mean_log_eigenvalue`) are not divided by d_model - 1, beside
     which the same ridge weighs less: that changes the order of answers, and not their
-    scale alone.
-
-    Args:
-      states: `[n_samples, d_model]`, one per answer; each is centred over its channels.
+    scale alone. States are `[n_samples, d_model]`, each centred over its channels.
     """
     covariance = np.cov(states) + _RIDGE * np.eye(len(states))
     return float(np.linalg.slogdet(covariance)[1] / len(states)) / math.log(10)
@@ -178,10 +167,9 @@ def official_eigenscore(states: np.ndarray) -> float:
 def _eigenscores(
     inputs: DetectorInput, eigenscore: Callable[[np.ndarray], float]
 ) -> DetectorOutput:
-    """Return minus the score of every row.
+    """Return minus the score of every row, of the states that were read (not NaN).
 
-    Answers whose state was not read (NaN) are left out; where fewer than two are left,
-    nothing lies apart and the score is NaN.
+    Where fewer than two were, nothing lies apart and the score is NaN.
     """
     values = []
     for states in reading(inputs, "sample_states", 3):

@@ -101,11 +101,8 @@ def best_epoch(
 ) -> tuple[float, np.ndarray, int]:
     """Return the validation AUROC, scores and number of the best epoch.
 
-    Args:
-      epochs: yields the scores `[n_rows]` after each; of validation rows is enough to
-        compare them. It is asked for no more after `patience` without a better one.
-      rows: with labels and splits.
-      patience: epochs to wait.
+    `epochs` yields the scores `[n_rows]` after each, and is asked for no more after
+    `patience` without a better one.
     """
     valid = rows.where("validation")
     labels = both_classes(rows.labels[valid], len(valid), "validation")
