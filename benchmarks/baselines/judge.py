@@ -83,13 +83,13 @@ if TYPE_CHECKING:
     from beatrice.extract.generate.prompts import PromptTemplate
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
+_MODELS = "baselines/models.json"  # in the run: those beside the backbone
 
 
 class JudgedOutput(NamedTuple):
     """A detector's output for a setting, and what that cost."""
 
-    # of one seed and all NaN where the detector could not be fitted
-    output: DetectorOutput
+    output: DetectorOutput  # of one seed and all NaN where it could not be fitted
     # of scoring and of its share of the readings, as if all answers had been drawn for
     seconds: float
     peak_bytes: int = 0  # most memory of the process while it was scored or read
@@ -105,10 +105,9 @@ class JudgedOutput(NamedTuple):
 class ScoreCache:
     """The scores of detectors on one setting, a file a detector.
 
-    The key of a file covers all rows, the layer of the sweep and the readings: P(True)
-    is shown drawn answers, which may come later. Scores of a detector in the catalogue
-    are valid until its `variant` changes; a person's own detector is scored again
-    whenever its file changes.
+    The key of a file covers all rows, the layer of the sweep and the readings. Scores
+    of the catalogue are valid until their detector's `variant` changes, those of a
+    person's own until its file changes.
     """
 
     folder: Path  # of the files
@@ -192,10 +191,7 @@ def no_scores(n_rows: int, reason: str) -> JudgedOutput:
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> JudgedOutput:
-    """Return a detector's scores, or why there are none.
-
-    Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
-    """
+    """Return a detector's scores, or why there are none."""
 
     def clock() -> float:
         return time.monotonic() + getattr(inputs.relations, "owed", 0.0)
@@ -226,9 +222,9 @@ def score(
 def _read_samples(
     detector: Baseline, inputs: DetectorInput
 ) -> list[tuple[Sample, ...]]:
-    """Return the drawn answers of each row that a detector reads some of.
+    """Return the drawn answers of each row that a detector reads, or is shown, some of.
 
-    P(True) needs none, and is shown those that there are.
+    P(True) needs none.
     """
     if "samples" not in detector.needs and "p_true" not in detector.reads:
         return []
@@ -482,10 +478,9 @@ def run_inputs(
     *,
     layer: int | None = None,
 ) -> DetectorInput:
-    """Return what detectors may read of a setting of a run, without readings.
+    """Return what detectors may read of a setting of an extracted run, but readings.
 
-    The run is labelled and extracted. Hidden states are of the layer that its sweep
-    chose, unless another one is given.
+    Hidden states are of the layer that its sweep chose, unless another one is given.
     """
     store, rows = open_rows(run, setting)
     drawn = run.samples_file
@@ -509,7 +504,7 @@ def run_identities(
     """Return the identities of what detectors read, see `ScoreCache.identities`."""
     common = [*row_files(run), run.answers, run.sweep]
     texts = [run.answers_file, *question_files(run)]
-    return models_beside(models_file(run), given) | {
+    return models_beside(run.path / _MODELS, given) | {
         "run": " ".join(str(sha256_tree(path)) for path in common),
         "answers": " ".join(str(sha256_tree(path)) for path in texts),
         "samples": str(sha256_tree(run.samples_file)),
@@ -521,17 +516,11 @@ def models_beside(
 ) -> dict[str, str]:
     """Return by requirement the identity of the model beside the backbone.
 
-    Without a directory now, the identity of the last start is valid, and with it the
-    scores that came of that model.
+    Without a directory now, that of the last start is valid, and its scores with it.
     """
     what_to_do = "move it away, and give --nli and --encoder again"
     known = read_json(path, dict[str, str], what_to_do) if path.exists() else {}
     return known | {n: str(sha256_tree(Path(x))) for n, x in given.items() if x}
-
-
-def models_file(run: RunDir) -> Path:
-    """Return where a run remembers its models beside the backbone."""
-    return run.path / "baselines" / "models.json"
 
 
 def costs_file(run: RunDir) -> Path:
@@ -657,7 +646,7 @@ def _baselines(
         relations = _open_relations(config, update)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
-        write_json_atomic(models_file(run), models)
+        write_json_atomic(run.path / _MODELS, models)
     rows, costs = [], []
     settings = settings_of(run)
     for index, setting in enumerate(settings):

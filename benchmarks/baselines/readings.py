@@ -47,7 +47,6 @@ def reading_keys(
 ) -> dict[str, str]:
     """Return the identity of all that each reading depends on, by name.
 
-    Of the answers, the questions and, where drawn answers are read too, of these.
     Readings depend neither on labels nor on the layer of the sweep.
     """
     answers, samples = identities["answers"], identities["samples"]
@@ -202,7 +201,7 @@ def _read_chunk(
 def _lay_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
     """Return the values of all rows, NaN where a row was not read."""
     n_axes = np.ndim(next(iter(values.values()), np.nan))
-    nothing = np.full((0,) * n_axes, np.nan, np.float32)
+    nothing = np.full((0,) * n_axes, np.nan)
     return _stack([values.get(row, nothing) for row in range(n_rows)])
 
 

@@ -1,9 +1,8 @@
 """Result rows as tables: one pivot, for page, terminal, Markdown and LaTeX.
 
 `results_of` puts rows into a data frame with a typed column for each field (see
-docs/results/schema.md). A table is a structure (columns, lines, cells of measures) in
-which the best value of each column and the notes under the table are settled. Ranks go
-by the printed digits, so two equal numbers rank equally.
+docs/results/schema.md). A table is columns, and lines of cells of measures, with their
+ranks, which go by the printed digits, and its notes.
 """
 
 import collections
@@ -169,9 +168,7 @@ def results_of(rows: Iterable[ResultRow]) -> pandas.DataFrame:
 def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
     """Return the rows with these values, in their order.
 
-    Args:
-      results: see `results_of`.
-      **columns: a value, None for an absent one, or a tuple of values.
+    Of a column a value, None for an absent one, or a tuple of values.
     """
     is_in = np.ones(len(results), bool)
     for name, value in columns.items():
@@ -232,17 +229,15 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     places = [Place(*x) for x in some.itertuples(index=False, name=None)]
     n_sets = collections.Counter((p.setting, p.split) for p in places)
     settings = list(names.SETTING_LABELS)
+
+    def order(p: Place) -> tuple[int, int, bool]:
+        is_single_set = p.dataset != IN_DOMAIN
+        return settings.index(p.setting), splits.index(p.split), is_single_set
+
+    is_pair = (IN_DOMAIN, 2)
     return sorted(
-        (
-            p
-            for p in places
-            if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
-        ),
-        key=lambda p: (
-            settings.index(p.setting),
-            splits.index(p.split),
-            p.dataset != IN_DOMAIN,
-        ),
+        (p for p in places if (p.dataset, n_sets[p.setting, p.split]) != is_pair),
+        key=order,
     )
 
 
@@ -258,13 +253,9 @@ def of_rival(subject: Subject) -> Key:
 
 def place_columns(places: Iterable[Place]) -> list[tuple[Column, Key]]:
     """Return a column for each place, under its setting."""
+    labels, splits = names.SETTING_LABELS, names.SPLIT_LABELS
     return [
-        (
-            Column(
-                names.SETTING_LABELS[p.setting], p.dataset, names.SPLIT_LABELS[p.split]
-            ),
-            p._asdict(),
-        )
+        (Column(labels[p.setting], p.dataset, splits[p.split]), p._asdict())
         for p in places
     ]
 
@@ -281,10 +272,11 @@ def pivot(
     """Lay rows out; what a cell holds is told by the keys of its line and column.
 
     Where both name a column of the rows, the table's column decides. A column that any
-    of them names is absent in the rows of those that do not name it.
+    of them names is absent in the rows of those that do not name it; one that nothing
+    names may have any value.
 
     Args:
-      results: see `results_of`; columns that nothing names may have any value.
+      results: see `results_of`.
       corner: what the lines are.
       lines: labels and the rows' columns; a line without a row is left out.
       columns: likewise; a column of several keys has as many measures in its cells.
@@ -382,16 +374,9 @@ def detection_table(
 ) -> Table:
     """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
 
-    Args:
-      results: only rows of seed "mean" are read, and no differences.
-      experiment: which rows to lay out.
-      labels: detectors and their printed names, in order. None is every detector but
-        single encoders and the permuted-label control.
-      splits: which splits become columns, in this order.
-      metrics: in the order of a cell.
-      titles: without `labels`, printed names beyond those of `DETECTORS`.
-      corner: what the lines are.
-      unranked: see `pivot`.
+    Without `labels`, detectors and their printed names in order, every detector but
+    single encoders and the permuted-label control; `titles` are then printed names
+    beyond those of `DETECTORS`. See `pivot` for the others.
     """
     shown = where(results, experiment=experiment, seed="mean", against=None)
     shown = where(shown, split=tuple(splits), metric=tuple(metrics))
@@ -411,10 +396,8 @@ def detection_table(
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
     """Lay out differences: a line for each rival, a column for each set.
 
-    Args:
-      results: see `results_of`.
-      experiment: "paired" or "at_equal_length_paired" for AUROC, or
-        "controller_paired" or "controller_query_paired" for exact match and F1.
+    Of "paired" or "at_equal_length_paired" in AUROC, of "controller_paired" or
+    "controller_query_paired" in exact match and F1.
     """
     is_control = experiment.startswith("controller")
     metrics, rivals = ("em", "f1") if is_control else ("auroc",), names.COMPARED
@@ -457,11 +440,8 @@ def annotated_table(results: pandas.DataFrame) -> Table:
     """AUROC on annotated answers by the labels, without the disputed, by a person."""
     shown = where(results, experiment="annotated")
     columns = [
-        (
-            Column(names.SETTING_LABELS[p.setting], kind, p.dataset),
-            p._asdict() | {"kind": kind},
-        )
-        for p in places_of(shown, ("annotated",))
+        (column._replace(label=kind, detail=column.label), {**key, "kind": kind})
+        for column, key in place_columns(places_of(shown, ("annotated",)))
         for kind in ("labels", "undisputed labels", "a person")
     ]
     lines = lines_of(names.AT_EQUAL_LENGTH)
@@ -591,61 +571,29 @@ def panorama_table(
 ) -> Table:
     """Lay the selected set and all its rivals out, sorted by AUROC in the first column.
 
-    Own encoders and fusions are no rivals and have tables of their own. The first line
-    is the AUPRC of guessing: that of a score which is the same for every answer.
-
-    Args:
-      results: see `results_of`.
-      setting: on every set of this one (tab:appendix-detection and
-        tab:appendix-detection-ctx); None is both, in-domain sets pooled
-        (tab:main-detection).
-      titles: printed names beyond those of `DETECTORS`.
+    On every set of a setting (tab:appendix-detection and tab:appendix-detection-ctx),
+    or without one of both, in-domain sets pooled (tab:main-detection).
     """
-    shown = where(results, experiment="detection", seed="mean", split=EVALUATED)
+    shown = where(results, experiment="detection", metric=METRICS)
     if setting is None:
         shown = in_domain_or_held_out(shown)
     else:
         shown = where(shown, setting=setting)
-    labels = {
-        x: title_of(x, titles)
-        for x in subjects_in(shown)
-        if x == names.CHAMPION or is_rival(x.detector)
-    }
-    table = detection_table(shown, labels=labels)
-    if not table.lines:
-        return table
-    parts = [{"metric": None}, {"metric": "auprc"}]
-    guessing = lines_of({_GUESSING: CHANCE})
-    chance = by_place(shown, table.corner, guessing, EVALUATED, parts)
-    return dataclasses.replace(table, lines=(*chance.lines, *_best_first(table, 0)))
+    return _panorama(shown, place_columns(places_of(shown, EVALUATED)), titles, 0)
 
 
-def _best_first(table: Table, column: int) -> list[Line]:
-    """Return a table's lines sorted by AUROC in a column, ours the first."""
+def _panorama(
+    shown: pandas.DataFrame,
+    columns: Sequence[tuple[Column, Key]],
+    titles: Titles | None,
+    sorted_by: int,
+) -> Table:
+    """Lay out the selected set and its rivals, sorted by AUROC in a column, ours first.
 
-    def order(line: Line) -> tuple[bool, float]:
-        measure = line.cells[column][0]
-        value = None if measure is None else measure.row.value
-        return not line.is_ours, 1.0 if value is None else -value
-
-    return sorted(table.lines, key=order)
-
-
-def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:
-    """Lay out what `transfer` measured with context (tab:realrag-detection).
-
-    A column for every set, and the last for all of them, by which lines are sorted.
+    Own encoders and fusions are no rivals and have tables of their own. The first line
+    is the AUPRC of guessing: that of a score which is the same for every answer.
     """
-    shown = where(results, experiment=names.RETRIEVED, seed="mean", split=EVALUATED)
-    shown = where(shown, setting="with_context", metric=METRICS)
-    shown = shown.loc[shown["dataset"] != IN_DOMAIN]
-    columns = [
-        (Column(names.SETTING_LABELS[p.setting], "all sets"), p._asdict())
-        if p.dataset == names.ALL_SETS
-        else place_columns([p])[0]
-        for p in places_of(shown, EVALUATED)
-    ]
-    columns.sort(key=lambda column: column[1]["dataset"] == names.ALL_SETS)
+    shown = where(shown, seed="mean", split=EVALUATED)
     labels = {
         x: title_of(x, titles)
         for x in subjects_in(shown)
@@ -660,8 +608,33 @@ def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> 
         ours = labels.get(names.CHAMPION, "")
         return pivot(shown, "Detector", lines_of(titles), parts, ours=ours)
 
+    def order(line: Line) -> tuple[bool, float]:
+        measure = line.cells[sorted_by][0]
+        value = None if measure is None else measure.row.value
+        return not line.is_ours, 1.0 if value is None else -value
+
     table, chance = laid(labels, *METRICS), laid({_GUESSING: CHANCE}, None, "auprc")
-    return dataclasses.replace(table, lines=(*chance.lines, *_best_first(table, -1)))
+    lines = sorted(table.lines, key=order)
+    return dataclasses.replace(table, lines=(*chance.lines, *lines) if lines else ())
+
+
+def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:
+    """Lay out what `transfer` measured with context (tab:realrag-detection).
+
+    A column for every set, and the last for all of them, by which lines are sorted.
+    """
+    at = {"experiment": names.RETRIEVED, "setting": "with_context", "metric": METRICS}
+    shown = where(results, **at)
+    shown = shown.loc[shown["dataset"] != IN_DOMAIN]
+    places = places_of(shown, EVALUATED)
+    places.sort(key=lambda p: p.dataset == names.ALL_SETS)
+    columns = [
+        (column._replace(label="all sets", detail=""), key)
+        if key["dataset"] == names.ALL_SETS
+        else (column, key)
+        for column, key in place_columns(places)
+    ]
+    return _panorama(shown, columns, titles, -1)
 
 
 def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:

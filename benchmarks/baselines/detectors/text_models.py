@@ -31,7 +31,7 @@ from beatrice.jaxprobe.rows import Rows
 def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
     """TF-IDF of all texts `[n_rows, n_words]`, with the words of the training texts."""
     vectorizer = word_pairs().fit([texts[i] for i in rows.where("train")])
-    return vectorizer.transform(texts)
+    return csr_matrix(vectorizer.transform(texts))
 
 
 def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
@@ -71,7 +71,7 @@ def mlp_scores(
     config = config or MlpConfig()
     train = rows.where("train")
     # Half the time of float64: Adam moves the weights of every word of a text.
-    matrix = csr_matrix(_tfidf(texts, rows), dtype=np.float32)
+    matrix = _tfidf(texts, rows).astype(np.float32)
     labels = both_classes(rows.labels[train], len(train), "training")
 
     def fitted(penalty: float, seed: int) -> tuple[float, np.ndarray, int]:
