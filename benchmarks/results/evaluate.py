@@ -80,7 +80,6 @@ from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
 from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10
-TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
     "paired": [(names.CHAMPION, rival) for rival in names.COMPARED],
@@ -92,10 +91,7 @@ PAIRS = {
 def run_detectors(
     run: RunDir, evidence: DetectorInput
 ) -> tuple[list[Scored], list[ResultRow]]:
-    """Return the scores that every detector gives to every row of a setting.
-
-    And rows of what had to be chosen on validation for them.
-    """
+    """Return the scores of every detector on a setting, and what validation chose."""
     store, rows = evidence.store, evidence.rows
     encoders, _ = checkpoint.restore(run.encoders(rows.setting))
     logits = encoders["outputs"]["logits"].reshape(-1, N_SUBSETS, len(rows.ids))
@@ -127,8 +123,8 @@ def layer_rows(
 ) -> list[ResultRow]:
     """Return what the layer that is read has before the first and the last one kept.
 
-    Each by logistic regression on the mean state of the answer, as in the sweep; but
-    measured on sets that the choice of the layer has not seen.
+    By logistic regression on the answer's mean state, as in the sweep, but on sets that
+    the choice of the layer has not seen.
     """
     chosen, *others = names.LAYER_PROBES
     stored_layers = store.spec.hidden_layers
@@ -162,19 +158,15 @@ def _bins(curve: Reliability) -> tuple[Bin, ...]:
 def reliability_of(
     raw: np.ndarray, calibrated: np.ndarray, rows: Rows
 ) -> tuple[Curves, list[ResultRow]]:
-    """Return the reliability of the selected set, as curves and as rows.
+    """Return the reliability on all in-domain test sets, as curves and as rows.
 
-    Args:
-      raw: `[n]` the head's own probability, mean over seeds.
-      calibrated: `[n]` the calibrated one.
-      rows: what they are of, all in-domain test sets.
+    Of the head's own probability `[n]`, mean over seeds, and the calibrated one.
     """
     labels, chance = rows.labels, ece_by_chance(calibrated, rows.ids, N_BINS)
     curves: dict[str, Any] = {"ece_by_chance": chance}
     result = []
-    at: dict[str, Any] = {"dataset": IN_DOMAIN, "split": "test", "n": len(labels)}
-    at |= {"experiment": "calibration", "detector": "champion"}
-    at |= {"setting": rows.setting}
+    at: dict[str, Any] = {"experiment": "calibration", "detector": "champion"}
+    at |= rows.fields_of(IN_DOMAIN, "test")
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
         curves[kind] = _bins(reliability(p_correct, labels, N_BINS))
         values = {
@@ -231,9 +223,10 @@ def prompt_rows(
     `n` counts the prompts that were answered, `n_failed` the questions that were not
     asked in this setting, since not even one passage fitted.
     """
-    keyed: list[tuple[Key, bool | None]]
-    keyed = [((a.example_id, a.setting), bool(a.dropped)) for a in answers]
-    keyed += [((row.example_id, row.setting), None) for row in left_out]
+    keyed: list[tuple[Key, bool | None]] = [
+        *(((a.example_id, a.setting), bool(a.dropped)) for a in answers),
+        *(((row.example_id, row.setting), None) for row in left_out),
+    ]
     rows = []
     for set_key, cuts in sorted(_by_set(examples, keyed).items()):
         flags = [is_cut for is_cut in cuts if is_cut is not None]
@@ -320,11 +313,6 @@ def decision_rows(
     is decided rightly ("precision", with Wilson's 95 % interval). Thresholds are of
     validation answers, and the sets are others. Contexts in their original wording
     alone, an answer a question.
-
-    Args:
-      head: of the setting.
-      p_correct: `[n_rows]` calibrated.
-      rows: what the rows are.
     """
     from scipy.stats import binomtest
 
@@ -381,13 +369,7 @@ def choose_answers(
 
     Of each kind `N_SHOWN` answers, with the highest P of what is trusted and the lowest
     of what is not; of equals the smaller id, since isotonic regression gives many
-    answers one P.
-
-    Args:
-      p_correct: `[n]` calibrated.
-      labels: `[n]` bool.
-      ids: `n`, all different.
-      threshold: answers with at least this P are trusted.
+    answers one P. Answers with at least the threshold are trusted.
     """
     chosen = []
     for (is_correct, is_trusted), kind in KINDS.items():
@@ -409,16 +391,10 @@ def shown_sets(
 ) -> list[ShownSet]:
     """Return the answers to look at of every test and held-out set of a setting.
 
-    Contexts in their original wording alone.
-
-    Args:
-      evidence: of the setting; the tokens' probabilities are read from its store.
-      p_correct: `[n_rows]` calibrated.
-      threshold: for the precision that was asked for.
-      spell: spells the tokens of an answer, or None.
+    Contexts in their original wording alone; without `spell` answers have no tokens.
     """
     rows, wanted = evidence.rows, threshold.p_correct
-    trusted_from = TRUSTED_FROM if wanted is None else float(wanted)
+    trusted_from = 0.5 if wanted is None else float(wanted)
     sets = []
     for dataset, split in rows.evaluated_sets():
         if split == "validation" or dataset == IN_DOMAIN:
@@ -426,16 +402,10 @@ def shown_sets(
         where = rows.where(split, dataset)
         where = where[rows.variants[where] == "original"]
         of_set = p_correct[where], rows.labels[where], rows.ids[where].tolist()
-        kinds = tuple(
-            ShownKind(
-                name=kind,
-                n=n,
-                answers=tuple(
-                    _shown(evidence, p_correct, where[i], spell) for i in best
-                ),
-            )
-            for kind, n, best in choose_answers(*of_set, trusted_from)
-        )
+        kinds = []
+        for kind, n, best in choose_answers(*of_set, trusted_from):
+            answers = (_shown(evidence, p_correct, where[i], spell) for i in best)
+            kinds.append(ShownKind(name=kind, n=n, answers=tuple(answers)))
         shown = ShownSet(
             setting=rows.setting,
             dataset=dataset,
@@ -443,7 +413,7 @@ def shown_sets(
             n=len(where),
             threshold=trusted_from,
             is_certified=wanted is not None,
-            kinds=kinds,
+            kinds=tuple(kinds),
         )
         sets.append(shown)
     return sets
@@ -494,16 +464,14 @@ def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     from beatrice.extract.backbone.loading import load_outline
 
     try:
-        decode = load_outline(
-            run.section("backbone", BackboneConfig).path
-        ).tokenizer.decode
+        outline = load_outline(run.section("backbone", BackboneConfig).path)
     except (ValueError, OSError) as error:
         progress.note(
             "evaluate: the answers to look at have no tokens, since the tokenizer "
             f"could not be loaded: {str(error).splitlines()[0]}"
         )
         return None
-    return partial(shown_tokens, decode)
+    return partial(shown_tokens, outline.tokenizer.decode)
 
 
 def _human_files(run: RunDir) -> list[Path]:

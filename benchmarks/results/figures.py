@@ -7,14 +7,13 @@ everywhere; the pair is told apart under the common colour-vision deficiencies, 
 every distinction is also one of shape, fill or position, so that it is read in grey.
 """
 
-import dataclasses
 import io
 import itertools
 import re
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xml.sax.saxutils import quoteattr
 
 import matplotlib
@@ -49,6 +48,7 @@ VARIABLES = {
     SOFT["with_context"]: "context-soft",
 }
 FAMILIES = {"H": "hidden", "P": "probability", "R": "residual", "A": "attention"}
+_DASHED: Any = {"color": MUTED, "linewidth": 1.2, "linestyle": (0, (4, 3))}
 
 _STYLE = {
     "axes.axisbelow": True,
@@ -124,8 +124,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     return head.sub(lambda match: f"<svg{match[1]} {label}>", svg, count=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
+class Picture(NamedTuple):
     """A figure on the page, with the words around it."""
 
     title: str
@@ -135,8 +134,7 @@ class Picture:
 
 def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
     """Wrap a figure; its SVG is ours, so it goes in unescaped."""
-    svg = Markup(to_svg(figure, name, f"{title}. {caption}"))
-    return Picture(title=title, svg=svg, caption=caption)
+    return Picture(title, Markup(to_svg(figure, name, f"{title}. {caption}")), caption)
 
 
 def _cropped(values: Sequence[float], above: float = 0.12) -> tuple[float, float]:
@@ -147,12 +145,7 @@ def _cropped(values: Sequence[float], above: float = 0.12) -> tuple[float, float
 
 @styled()
 def reliability(curves: Curves, setting: str) -> Figure:
-    """Draw how often answers are right against what the score says, with bin counts.
-
-    Args:
-      curves: of the uncalibrated score and of the calibrated probability.
-      setting: for the colour.
-    """
+    """Draw how often answers are right against what the score says, with bin counts."""
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
         ("calibrated", curves.calibrated, STRONG[setting], "o"),
@@ -176,11 +169,7 @@ def reliability(curves: Curves, setting: str) -> Figure:
 
 @styled()
 def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
-    """Draw the hidden-state encoder's AUROC over layers: seeds, their mean, the best.
-
-    Args:
-      sweep: per setting.
-    """
+    """Draw the hidden-state encoder's AUROC by layer: seeds, their mean, the best."""
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     for setting, curve in sweep.items():
@@ -219,9 +208,7 @@ def _name(
 def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     """Draw encoders best to worst, with a dot matrix of the families each one reads.
 
-    Args:
-      auroc: per encoder, named by its letters ("HPA"), the validation AUROC.
-      setting: for the colour; darker bars read hidden states.
+    By their letters ("HPA") validation AUROCs; darker bars read hidden states.
     """
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
@@ -251,10 +238,9 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
 def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
     """Draw the greedy search: every candidate of every round, and the one it kept.
 
-    Args:
-      rounds: `{"added": name or None, "auroc": float, "candidates": {name: float}}`.
-      setting: for the colour of the path. Candidates are squares where they read the
-        with-context pass ("[HP]") and circles where they read the closed-book one.
+    Of rounds `{"added": name or None, "auroc": float, "candidates": {name: float}}`.
+    Candidates are squares where they read the with-context pass ("[HP]") and circles
+    where they read the closed-book one.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -337,11 +323,9 @@ def frontier(
 def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
     """Draw a ranking: AUROC above, and a ribbon per family below.
 
-    Args:
-      ranked: `{"n_sets", "rank", "means": [per part of the ranking], "ribbon":
-        [{"family": letter, "reads": pass, "means": [per part]}]}`, see
-        `selection.exhaustive.ranking_summary`.
-      setting: for the colours.
+    Of `{"n_sets", "rank", "means": [per part of the ranking], "ribbon": [{"family":
+    letter, "reads": pass, "means": [per part]}]}`, see
+    `selection.exhaustive.ranking_summary`.
     """
     n_parts = len(ranked["means"])
     x = (np.arange(n_parts) + 0.5) * ranked["n_sets"] / n_parts
@@ -359,7 +343,7 @@ def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
         axes.set(ylim=(0, 3), yticks=(0, 3))
         axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9.5)
     for axes in (curve, *ribbons):
-        axes.axvline(ranked["rank"], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axvline(ranked["rank"], **_DASHED)
     ribbons[-1].set(xlabel="rank of the set", xlim=(0, ranked["n_sets"]))
     ribbons[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
@@ -393,11 +377,8 @@ def complementarity(
 ) -> Figure:
     """Draw which family gets right what another gets wrong, and each one's error rate.
 
-    Args:
-      rights: `[4, 4]` share of the column's mistakes that the row gets right; NaN on
-        the diagonal.
-      errors: of each family.
-      setting: for the colour.
+    `rights` is `[4, 4]`, the share of the column's mistakes that the row gets right;
+    NaN on the diagonal.
     """
     shares, names = rights.to_numpy(float), list(FAMILIES.values())
     figure, (heat, bars) = _figure(3.4, 1, 2, width_ratios=(3, 1), sharey=True)
@@ -420,10 +401,8 @@ def complementarity(
 def boundary_band(cells: pandas.DataFrame, setting: str) -> Figure:
     """Draw the score without a family against what the family adds, in logits.
 
-    Args:
-      cells: numbers of answers (`value`) by `family`, `metric` ("answers" whose
-        decision stays, or "flips"), and centre and width of the cell.
-      setting: for the colours.
+    Of numbers of answers (`value`) by `family`, `metric` ("answers" whose decision
+    stays, or "flips"), and centre and width of the cell.
     """
     numbers = ["value", "bin_x", "bin_y", "bin_width"]
     cells = cells.astype(dict.fromkeys(numbers, float))
@@ -457,12 +436,7 @@ def boundary_band(cells: pandas.DataFrame, setting: str) -> Figure:
 
 @styled()
 def head_map(shares: pandas.DataFrame, setting: str) -> Figure:
-    """Draw the share (`value`) of every `head` of every `layer`, a panel an encoder.
-
-    Args:
-      shares: by `families`, the encoder's letters.
-      setting: for the colour.
-    """
+    """Draw the share (`value`) of every `head` of every `layer`, a panel an encoder."""
     most, encoders = shares["value"].max(), shares["families"].unique()
     widths = (*(6 for _ in encoders), 0.5)
     figure, (*panels, scale) = _figure(4.0, 1, len(widths), width_ratios=widths)
@@ -537,9 +511,7 @@ def layer_curves(
 ) -> Figure:
     """Draw AUROC by layer with intervals, and ring the layer that validation chooses.
 
-    Args:
-      curves: by setting value and both ends of the interval, by layer.
-      best: by setting.
+    By setting value and both ends of the interval, by layer.
     """
     figure, axes = _figure(3.4)
     for marker, (setting, curve) in zip("os", curves.items(), strict=False):
@@ -559,10 +531,8 @@ def layer_curves(
 def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
     """Draw what a pair of families gains over the better of the two, a point a set.
 
-    Args:
-      gains: differences of AUROC (`value`) by `families`, `setting` and `is_other`,
-        whether of another backbone.
-      pairs: names by their letters.
+    Of differences of AUROC (`value`) by `families`, `setting` and `is_other`, whether
+    of another backbone; and names by their letters.
     """
     kinds = gains[["setting", "is_other"]].drop_duplicates().to_numpy().tolist()
     figure, axes = _figure(3.4)
@@ -586,11 +556,7 @@ def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
 
 @styled()
 def closed_book_counts(shares: np.ndarray) -> Figure:
-    """Draw how many closed-book encoders sets hold along the ranking.
-
-    Args:
-      shares: `[4, n_parts]` share of a part's sets that hold 0, 1, 2 or 3.
-    """
+    """Draw the shares `[4, n_parts]` of sets that hold 0, 1, 2 or 3 closed-book."""
     n_parts = shares.shape[1]
     x = np.arange(n_parts + 1) / n_parts
     shares = np.concatenate([shares, shares[:, -1:]], axis=1)  # each part is a step
@@ -621,10 +587,7 @@ def two_backbones(
 ) -> Figure:
     """Draw the AUROC of every subset on one backbone against another.
 
-    Args:
-      aurocs: by setting a line for each subset's letters, with columns `first` and
-        `second`.
-      backbones: names of `first` and `second`.
+    By setting a line for each subset's letters, with columns `first` and `second`.
     """
     figure, (panels,) = _figure(3.4, 1, len(aurocs), squeeze=False)
     for axes, (setting, both) in zip(panels, aurocs.items(), strict=True):
@@ -649,10 +612,7 @@ def two_backbones(
 def learning_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
 ) -> Figure:
-    """Draw AUROC against the number of labelled answers, a line a reader.
-
-    Readers of one family are thin.
-    """
+    """Draw AUROC against the number of labelled answers, a line a reader."""
     marks, strong = iter("os^DvPX"), iter((STRONG[setting], INK, MUTED))
     figure, axes = _figure(4.2)
     for name, points in curves.items():
@@ -728,13 +688,7 @@ def cost_figure(
         axes.annotate(text, (cost, auroc), color=MUTED, **shift)
         axes.plot([], [], " ", label=_label(f"{text}  {title}", 99))
     if ours is not None:
-        axes.axhline(
-            ours,
-            color=MUTED,
-            linewidth=1.2,
-            linestyle=(0, (4, 3)),
-            label="BEATRICE",
-        )
+        axes.axhline(ours, label="BEATRICE", **_DASHED)
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
     axes.margins(x=0.12, y=0.12)

@@ -73,10 +73,9 @@ class PaperAnswer(NamedTuple):
 
 
 def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
-    """Answer by the rule above, and return the difference that decides.
+    """Answer by the rule above, and return the largest difference that decides so.
 
-    Of several the largest that decides so. The answer is None where nothing was
-    measured or a difference is undefined.
+    The answer is None where nothing was measured or a difference is undefined.
     """
 
     def largest(some: Sequence[ResultRow]) -> ResultRow | None:
@@ -106,11 +105,7 @@ def best_single(results: pandas.DataFrame, setting: str) -> str | None:
 
 
 def questions_of(best: str | None) -> dict[str, PaperQuestion]:
-    """Return the questions in order, by their short names.
-
-    Args:
-      best: letter of a setting's best single family on validation, see `best_single`.
-    """
+    """Return the questions in order, by their short names; `best` of `best_single`."""
     single = {}
     if best is not None:
         single = {f"{FAMILIES[best]}, the best on validation": SINGLES[best]}
@@ -197,11 +192,7 @@ class AnswerGrid(NamedTuple):
 
 
 def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
-    """Lay answers out, one grid a setting.
-
-    What was not measured on any set has no line: a layer that is the last one kept
-    cannot be compared with it.
-    """
+    """Lay answers out, one grid a setting, of what was measured on some set."""
     by_setting = []
     for setting in dict.fromkeys(f.place.setting for f in answered):
         answers = {
@@ -220,19 +211,12 @@ def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
 
 def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
     """Return a grid's texts: the question, and of each set answer and difference."""
-    return [
-        (
-            text,
-            *(
-                f"{answer.format(f.answer)} {measured(f)}" if f.answer else "–"
-                for f in cells
-            ),
-        )
-        for text, cells in grid.lines
-    ]
 
+    def cell(finding: PaperAnswer) -> str:
+        words = answer.format(finding.answer)
+        return f"{words} {measured(finding)}" if finding.answer else "–"
 
-_OPEN = "open"  # of sets that cannot tell
+    return [(text, *map(cell, cells)) for text, cells in grid.lines]
 
 
 def _in_words(cells: Sequence[PaperAnswer]) -> str:
@@ -246,7 +230,7 @@ def _in_words(cells: Sequence[PaperAnswer]) -> str:
             parts.append(answer + (on if is_all else f": {', '.join(sets)}"))
             n_open -= len(sets)
     if n_open:
-        parts.append(f"{_OPEN} on {n_open}")
+        parts.append(f"open on {n_open}")
     return "; ".join(parts) or "–"
 
 
@@ -258,7 +242,7 @@ def verdicts_in_words(
     by_setting = [dict(grid.lines) for grid in grids(answered)]
     for text in dict.fromkeys(text for lines_of in by_setting for text in lines_of):
         words = tuple(_in_words(lines_of.get(text, ())) for lines_of in by_setting)
-        if all(x == "–" or x.startswith(_OPEN) for x in words):
+        if all(x.startswith(("–", "open")) for x in words):
             undecided.append(text)
         else:
             lines.append((text, *words))
@@ -273,8 +257,7 @@ def facts(
 ) -> dict[str, list[tuple[str, str]]]:
     """Return, by setting, numbers beside the answers: what they are, and the numbers.
 
-    What the search added, every layer of the sweep, how far the seeds are apart; and
-    first, where the answers are too few, that nothing can be concluded.
+    First, where the answers are too few, that nothing can be concluded.
     """
     reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(

@@ -145,8 +145,7 @@ def answers_to_show(
     shown: Sequence[ShownSet],
 ) -> tuple[list[ShownRow], list[ShownRow]]:
     """Return the answers to show at once, some of each setting, and the others."""
-    first, rest = [], []
-    settings = set()
+    first, rest, settings = [], [], set()
     for shown_set in shown:
         n = 0 if shown_set.setting in settings else 2
         settings.add(shown_set.setting)
@@ -254,14 +253,10 @@ def _distrust_in_words(results: pandas.DataFrame) -> str:
             find(results, metric=x, **at) for x in ("coverage", "precision")
         )
         if coverage is not None and wrong is not None and wrong.value is not None:
-            shares = 100 * (coverage.value or 0.0), 100 * wrong.value
-            text = (
-                f"{shares[0]:.0f} % of the answers {words}, wrong in {shares[1]:.0f} %"
-            )
-            parts.append(text)
-    return (
-        f"Asked for nine in ten, it distrusts {' and '.join(parts)}." if parts else ""
-    )
+            share = f"{100 * (coverage.value or 0.0):.0f} % of the answers {words}"
+            parts.append(f"{share}, wrong in {100 * wrong.value:.0f} %")
+    text = f"Asked for nine in ten, it distrusts {' and '.join(parts)}."
+    return text if parts else ""
 
 
 def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
@@ -403,10 +398,7 @@ def sweep_pictures(sweep: "Mapping[Setting, LayerCurve]") -> list[Picture]:
 
 
 def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
-    """Draw the validation AUROC of all encoders, setting by setting.
-
-    Over all in-domain sets together, on which encoders are also selected.
-    """
+    """Draw the validation AUROC of all encoders on all in-domain sets together."""
     at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
     at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
     pictures = []
@@ -451,11 +443,7 @@ def selection_pictures(selection: PerSetting) -> list[Picture]:
 def frontier_curve(
     entries: Sequence[Point],
 ) -> tuple[list[dict[str, float]], list[str]]:
-    """Average the controller's frontier over its datasets, budget by budget.
-
-    Returns:
-      One `{budget, generations, em, f1}` per budget, and the datasets averaged over.
-    """
+    """Return `{budget, generations, em, f1}` per budget, and the sets averaged over."""
     points = pandas.DataFrame(map(msgspec.structs.asdict, entries))
     datasets = points["dataset"].unique().tolist()
     for budget, n in Counter(points["budget"]).items():

@@ -48,15 +48,7 @@ def latex(
     above: Sequence[str] = (),
     foot: str = "",
 ) -> str:
-    """Format texts as a LaTeX table (booktabs).
-
-    Args:
-      align: of the columns.
-      heads: of the columns, plain text.
-      lines: cells, whose markup is LaTeX already.
-      above: finished lines above the heads.
-      foot: a finished line below another rule.
-    """
+    """Format texts as a LaTeX table (booktabs); heads are plain, all else is LaTeX."""
     head, *body = (" & ".join(cells) + r" \\" for cells in (map(tex, heads), *lines))
     below = [r"\midrule", foot] if foot else []
     parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *above, head, r"\midrule"]

@@ -49,7 +49,6 @@ COMPARISONS: dict[Against, str] = {
     "strongest": "Against the strongest rival of each column",
     "hidden_only": "Against hidden states only",
 }
-LEVEL = 0.05
 HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds ± SD")
 
 
@@ -70,15 +69,11 @@ class Lead(NamedTuple):
     @property
     def is_sure(self) -> bool:
         """Whether the corrected p is below .05, of a lead or of a lag."""
-        return self.p_holm is not None and self.p_holm < LEVEL
+        return self.p_holm is not None and self.p_holm < 0.05
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number by Holm's step-down method, in order.
-
-    Args:
-      p_values: two-sided, in (0, 1].
-    """
+    """Return p-values corrected for their number by Holm's step-down method."""
     if not p_values:
         return []
     from statsmodels.stats.multitest import multipletests  # a second to load
@@ -170,11 +165,10 @@ def lead_counts(
     compared: Sequence[Lead], titles: Titles | None = None
 ) -> dict[str, str]:
     """Return on how many columns a lead or a lag is sure, and what was not compared."""
-    known = [lead for lead in compared if lead.p_holm is not None]
-    values = [x.difference.value or 0.0 for x in known if x.is_sure and x.difference]
+    values = [x.difference.value or 0.0 for x in compared if x.is_sure and x.difference]
     above = {title_of(x, titles) for lead in compared for x in lead.uncompared}
     return {
-        "Columns compared": str(len(known)),
+        "Columns compared": str(sum(x.p_holm is not None for x in compared)),
         "Sure leads (p < .05)": str(sum(value > 0 for value in values)),
         "Sure lags": str(sum(value <= 0 for value in values)),
         "Stronger somewhere, not compared": ", ".join(sorted(above)) or "none",
@@ -308,11 +302,10 @@ def kind_of(detector: DetectorCost) -> CostKind:
     return "trained" if detector.is_trained else "plain"
 
 
-CostOf = Callable[[DetectorCost], float | None]
-_COSTS: tuple[tuple[str, str, bool, CostOf], ...] = (
-    ("seconds", "seconds a question", True, lambda x: x.seconds),
-    ("forwards", "forwards more", False, lambda x: x.n_forwards),
-    ("tokens", "tokens generated more", False, lambda x: x.n_new_tokens),
+_COSTS = (
+    ("seconds", "seconds a question", "seconds"),
+    ("forwards", "forwards more", "n_forwards"),
+    ("tokens", "tokens generated more", "n_new_tokens"),
 )
 _CAPTION = (
     "The five best are numbered. Dashed: the selected encoders, whose signals come "
@@ -338,17 +331,17 @@ def cost_pictures(
             for detector, auroc in measured(judged, results)
             if detector.setting == setting and auroc is not None
         ]
-        for name, axis, is_log, cost_of in _COSTS:
+        for name, axis, field in _COSTS:
             points = [
                 (detector.title, kind_of(detector), cost, auroc)
                 for detector, auroc in known
-                if (cost := cost_of(detector)) is not None
+                if (cost := getattr(detector, field)) is not None
             ]
             if len({cost for *_, cost, _ in points}) < 2:
                 continue
-            ours = _test_auroc(results, setting, CHAMPION)
-            figure = cost_figure(points, setting, axis, ours, is_log=is_log)
+            ours, is_time = _test_auroc(results, setting, CHAMPION), name == "seconds"
+            figure = cost_figure(points, setting, axis, ours, is_log=is_time)
             title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
-            caption = _CAPTION + _TIMED * is_log
+            caption = _CAPTION + _TIMED * is_time
             pictures.append(picture(figure, f"cost-{name}-{setting}", title, caption))
     return pictures
