@@ -3,7 +3,7 @@
 import dataclasses
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -61,9 +61,6 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
 
 
-_AGAIN, _ALL = "again", "all"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselinesOptions:
     """Which published detectors are judged, and what they need beside the run."""
@@ -92,15 +89,14 @@ class BaselinesOptions:
         """Return what is judged: what a run had, and what is named here."""
         from beatrice.benchmarks.baselines.judge import chosen_detectors
 
-        is_more = bool({_AGAIN, _ALL} & {*self.only})
-        names = tuple(name for name in self.only if name not in (_AGAIN, _ALL))
-        changed = dataclasses.replace(
-            config,
-            only=names if self.only else config.only,
-            again=is_more if self.only else config.again,
-            nli=str(self.nli.resolve()) if self.nli else config.nli,
-            encoder=str(self.encoder.resolve()) if self.encoder else config.encoder,
-        )
+        changes: dict[str, Any] = {}
+        if self.only:
+            names = tuple(x for x in self.only if x not in ("again", "all"))
+            changes = {"only": names, "again": len(names) < len(self.only)}
+        for name in ("nli", "encoder"):
+            if (path := getattr(self, name)) is not None:
+                changes[name] = str(path.resolve())
+        changed = dataclasses.replace(config, **changes)
         with checking("--only"):  # before a stage begins
             chosen_detectors(changed)
         return changed
@@ -126,7 +122,7 @@ def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
     if how.check is not None:
         _check(run_dir, how.check, how)
         return
-    if _ALL in how.only and not (run_dir / "samples").exists():
+    if "all" in how.only and not (run_dir / "samples").exists():
         _draw(run_dir)
     do_again_if_changed(run_dir, BASELINES, how.change)
 
@@ -340,11 +336,7 @@ def real(
 
 def _fetch(name: str, progress: Progress) -> str:
     """Return where a released model lies, after fetching it if it is not there."""
-    from beatrice.extract.backbone.names import (
-        ENCODERS,
-        MODELS,
-        fetch_model,
-    )
+    from beatrice.extract.backbone.names import ENCODERS, MODELS, fetch_model
     from beatrice.extract.run.files import user_cache
 
     model = (MODELS | ENCODERS)[name]
@@ -410,11 +402,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
-    from beatrice.benchmarks.transfer import (
-        NAME,
-        TRANSFER_PRESETS,
-        transfer_run,
-    )
+    from beatrice.benchmarks.transfer import NAME, TRANSFER_PRESETS, transfer_run
 
     def change(config: "TransferConfig") -> "TransferConfig":
         return dataclasses.replace(config, **given(how))

@@ -88,15 +88,12 @@ def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]
 
 
 def find_questions(
-    folder: Path,
-    note: Callable[[str], None],
-    given: Collection[str] = (),
+    folder: Path, note: Callable[[str], None], given: Collection[str] = ()
 ) -> list[tuple[Role, str, Path]]:
     """Return (role, set, file) of the sets that a real run is made of.
 
-    Of several files of one set, the one with the most questions that can be used. The
-    folder is looked through with all that is below it, but for evidence pages; sets in
-    `given` have their files already.
+    Of several files of one set, the one with the most questions that can be used. Sets
+    in `given` have their files already.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
@@ -159,16 +156,6 @@ def read_costs(path: Path) -> dict[str, StageCost]:
     return read_json(path, dict[str, StageCost], "delete it; nothing depends on it")
 
 
-def _write(path: Path, costs: Mapping[str, StageCost]) -> None:
-    write_json_atomic(path, msgspec.to_builtins(costs))
-
-
-def disk_bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder."""
-    files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
 @contextlib.contextmanager
 def measured(
     folder: Path, stage: str, record_of: Callable[[str], object]
@@ -178,7 +165,7 @@ def measured(
     costs = read_costs(path)
     before = costs.get(stage, StageCost())
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
-    _write(path, costs)
+    write_json_atomic(path, msgspec.to_builtins(costs))
     begin_peak()
     began, cpu_began = time.monotonic(), time.process_time()
     yield
@@ -190,20 +177,20 @@ def measured(
             cpu_seconds=round(time.process_time() - cpu_began, 1),
             n_starts=before.n_starts + 1,
             peak_bytes=peak_bytes(),
-            disk_bytes=disk_bytes(folder),
+            disk_bytes=sum(x.stat().st_size for x in folder.rglob("*") if x.is_file()),
         )
-    _write(path, costs)
+    write_json_atomic(path, msgspec.to_builtins(costs))
 
 
 def costs_in_words(costs: Mapping[str, StageCost]) -> str:
     """Return the costs as a table in plain characters, with the totals below."""
-    every = costs.values()
+    every = [StageCost(), *costs.values()]
     total = StageCost(
         seconds=sum(cost.seconds for cost in every),
         cpu_seconds=sum(cost.cpu_seconds for cost in every),
         n_starts=sum(cost.n_starts for cost in every),
-        peak_bytes=max((cost.peak_bytes for cost in every), default=0),
-        disk_bytes=max((cost.disk_bytes for cost in every), default=0),
+        peak_bytes=max(cost.peak_bytes for cost in every),
+        disk_bytes=max(cost.disk_bytes for cost in every),
     )
     lines = [
         f"{'stage':<12}{'minutes':>9}{'of cores':>10}{'peak memory':>13}"

@@ -136,8 +136,8 @@ def asked_questions(
 ) -> list[Example]:
     """Return the questions that are asked again, without passages.
 
-    The test and held-out ones of a run's questions, and the first of other files whose
-    text is not among the run's own. `note` is told of records that are no questions.
+    The test and held-out ones of a run, and those of other files whose text is not
+    among the run's own. `note` is told of records that are no questions.
     """
     known = {text_key(example.question) for example in examples}
     pools: dict[tuple[str, str], list[Example]] = {}
@@ -183,14 +183,13 @@ def with_passages(
         ranked, reasons = error.rankings, error.reasons
 
     examples = []
-    for i, example in enumerate(questions):
-        if i in ranked:
-            every = (retrieval.passages[int(number)] for number in ranked[i])
-            passages = [Passage(title=p.title, text=p.text) for p in every]
-            if prompts is not None:
-                passages = showable(*prompts, example.question, passages)
-            example = msgspec.structs.replace(example, passages=tuple(passages))
-            examples.append(example)
+    for i in sorted(ranked):
+        every = (retrieval.passages[int(number)] for number in ranked[i])
+        passages = [Passage(title=p.title, text=p.text) for p in every]
+        if prompts is not None:
+            passages = showable(*prompts, queries[i], passages)
+        replaced = msgspec.structs.replace(questions[i], passages=tuple(passages))
+        examples.append(replaced)
     return examples, {questions[i].id: why for i, why in reasons.items()}
 
 
@@ -202,11 +201,9 @@ _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
 class Scenario:
     """Detectors and, in one setting, the answers they are put to."""
 
-    # of the answers on which the detectors were trained, from gold passages
-    trained: DetectorInput
-    new: DetectorInput  # of those they are put to, from retrieved ones
-    # the closed-book pass of the new questions; None where the setting is closed-book
-    # itself
+    trained: DetectorInput  # the answers that taught the detectors, from gold passages
+    new: DetectorInput  # those they are put to, from retrieved ones
+    # the closed-book pass of the new questions; None where that is the setting
     closed_book: DetectorInput | None = None
 
     @property
@@ -289,31 +286,26 @@ def _seeds_of(detector: Detector) -> list[Detector]:
     """Return the detector of each training seed."""
 
     def of_seed(parts: Mapping[Any, Any], seed: int) -> dict[Any, Any]:
-        def take(x: np.ndarray) -> np.ndarray:
-            return x[seed : seed + 1]
-
-        return {
-            name: dataclasses.replace(part, params=jax.tree.map(take, part.params))
+        taken = {
+            name: jax.tree.map(lambda x: x[seed : seed + 1], part.params)
             for name, part in parts.items()
         }
+        return {n: dataclasses.replace(parts[n], params=x) for n, x in taken.items()}
 
-    head = next(iter(detector.heads.values()))
+    head, banks = next(iter(detector.heads.values())), detector.banks
     return [
         dataclasses.replace(
-            detector,
-            banks=of_seed(detector.banks, seed),
-            heads=of_seed(detector.heads, seed),
+            detector, banks=of_seed(banks, i), heads=of_seed(detector.heads, i)
         )
-        for seed in range(len(jax.tree.leaves(head.params)[0]))
+        for i in range(len(jax.tree.leaves(head.params)[0]))
     ]
 
 
 def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     """Return the scores of probes, length, text and perplexity on the new rows.
 
-    And of the commoner class, whose AUPRC is that of guessing.
-
-    They are fitted as in `evaluate`, on the run's own training and validation rows.
+    And of the commoner class, whose AUPRC is that of guessing. They are fitted as in
+    `evaluate`, on the run's own training and validation rows.
     """
     trained, new = scene.trained, scene.new
     rows, n_trained = scene.joined(), len(trained.rows.ids)
@@ -341,11 +333,15 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
         if rows.setting == "with_context":
             values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
         for metric, x in values.items():
-            fields: dict[str, Any] = {"detector": "backbone", "metric": metric}
-            fields |= rows.fields_of(dataset, split)
-            fields["value"] = float(x.mean()) if len(x) else None
-            reason = None if len(x) else "no labelled answer"
-            result.append(ResultRow(experiment=EXPERIMENT, reason=reason, **fields))
+            row = ResultRow(
+                experiment=EXPERIMENT,
+                detector="backbone",
+                metric=metric,
+                value=float(x.mean()) if len(x) else None,
+                reason=None if len(x) else "no labelled answer",
+                **rows.fields_of(dataset, split),
+            )
+            result.append(row)
     return result
 
 
@@ -371,14 +367,7 @@ def scene_rows(
     questions: Sequence[Example],
     intervals: BootstrapConfig,
 ) -> list[ResultRow]:
-    """Return the rows of a setting, of each set and of all sets together.
-
-    Args:
-      scene: of the setting.
-      scores: by detector, `[n_seeds, n_rows]` of the new rows.
-      questions: all of them; those without an answer are counted as failed.
-      intervals: of the rows.
-    """
+    """Return a setting's rows; of `questions` those without an answer have failed."""
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
     pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in COMPARED]}
@@ -426,10 +415,7 @@ def open_inner(run: RunDir) -> RunDir:
 def write_questions(
     inner: RunDir, run: RunDir, examples: Sequence[Example], note: Callable[[str], None]
 ) -> None:
-    """Put questions into an inner run; what other passages were shown is done again.
-
-    Closed-book answers that the run has to the same questions are taken over.
-    """
+    """Put questions into an inner run, with the closed-book answers there are."""
     content = "".join(f"{to_json(example)}\n" for example in examples)
     if inner.examples.exists() and inner.examples.read_text("utf-8") == content:
         return

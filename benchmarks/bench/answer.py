@@ -20,13 +20,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import click
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from beatrice.benchmarks.bench.commands import (
     DTYPE,
@@ -38,7 +44,6 @@ from beatrice.benchmarks.bench.commands import (
     peak_above,
     take_turns,
 )
-from beatrice.benchmarks.bench.full_models import FULL_MODELS, full_model
 from beatrice.benchmarks.bench.oracle import Numbers
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
@@ -148,6 +153,49 @@ class Floor(DecodeReading):
         self._begin_step(ids.shape[1] - 1)
 
 
+# The two backbones of the paper at full size, with random weights.
+
+# What differs from the defaults of the classes; a test counts parameters.
+_QWEN = {
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,  # the class's default is 1e4
+        "partial_rotary_factor": 0.25,
+    },
+}
+_GEMMA = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "global_head_dim": 512,
+    "num_kv_shared_layers": 18,
+    "final_logit_softcapping": 30.0,
+}
+# Name -> class, class of its configuration, and those sizes.
+FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "Qwen3.5-9B": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN),
+    "Gemma 4 E4B": (Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA),
+}
+
+
+def full_model(name: str, device: str) -> PreTrainedModel:
+    """Return a model of `FULL_MODELS` in bfloat16 with random weights, made there."""
+    model_class, config_class, sizes = FULL_MODELS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_class._from_config(config_class(**sizes), dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
+    model.generation_config.eos_token_id = 1  # the released ones name one, too
+    # Gemma norms queries and keys, and leaves their products as they are: of random
+    # ones each query picks a single key, and rounding picks another one.
+    for path, weights in model.named_parameters():
+        if path.endswith("q_norm.weight"):
+            weights.mul_(weights.numel() ** -0.5)
+    return model
+
+
 # Tokens of random prompts: those that all begin with, of a context, of a question.
 N_TOKENS = 128, 300, 40
 
@@ -230,12 +278,7 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
 def measure_setting(
     bench: AnswerBench, n_rounds: int, peak: Callable[[Way], float]
 ) -> Row:
-    """Let the four ways take turns on one setting's prompts.
-
-    Args:
-      bench: the model and the prompts.
-      n_rounds: of each way.
-      peak: returns the peak of a way, in MiB.
+    """Let the four ways take turns on one setting's prompts; `peak` is of a way, MiB.
 
     Returns:
       Tokens of all prompts and answers; seconds of plain generation, and medians of the
@@ -275,12 +318,7 @@ def measure_model(
 ) -> Iterator[Row]:
     """Measure a model where it lies, in both settings.
 
-    Args:
-      name: of the model.
-      model: on a GPU; on a CPU only a small one makes sense.
-      n_rounds: of each way.
-      n_requests: prompts of a batch.
-      n_tokens: of each, see `N_TOKENS`.
+    On `n_requests` prompts of `n_tokens`, see `N_TOKENS`.
     """
     backbone = Backbone.from_model(model, Numbers(), revision="random")
     n_words = backbone.layout.head.out_features
@@ -372,17 +410,15 @@ def _command(*words: str) -> tuple[float, float]:
 def _printed_by(program: str, *words: str) -> list[tuple[float, float]]:
     """Run a program that prints two numbers a line."""
     lines = _run("-c", program, *words).splitlines()
-    numbers = [tuple(map(float, line.split())) for line in lines]
-    return [(clock, processors) for clock, processors in numbers]
+    return [(float(clock), float(used)) for clock, used in map(str.split, lines)]
 
 
 def _ratio_in_turns(
     below: Callable[[], Any], above: Callable[[], Any], n: int
 ) -> tuple[float, float]:
-    """Time two things in turn, by one thread, so that both see the same machine.
+    """Return the medians of `n` ratios, of the clock and of processors, of two turns.
 
-    Returns:
-      The median of `n` ratios of the clock, and of processors.
+    By one thread, so that both see the same machine.
     """
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -411,9 +447,6 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
     """Return the time of an answer with its P by `model.generate` of the same tokens.
 
     A model without a chat template is asked by the probe's own.
-
-    Raises:
-      ValueError: the two write answers of different length.
     """
     from beatrice.extract.generate.local import stop_ids
 

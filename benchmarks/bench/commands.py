@@ -108,10 +108,7 @@ def format_cell(value: Any) -> str:
 
 
 class RowPrinter:
-    """Prints rows under headings, or as JSON lines, as they are measured.
-
-    At once: a run that is stopped has shown what it measured.
-    """
+    """Prints rows under headings, or as JSON lines, as soon as they are measured."""
 
     def __init__(self, as_json: bool) -> None:
         """Print for a person, or for a program."""
@@ -137,10 +134,7 @@ class RowPrinter:
 def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
     """Time some things in turn, so that a busy machine slows all of them.
 
-    Args:
-      runs: each is called once a round, and once before the first; another one begins
-        in each round.
-      n_rounds: that are measured.
+    Each is called once a round, and once before the first; another one begins in each.
 
     Returns:
       `[n_rounds, n_runs, 2]` seconds, of the clock and of processors (an array).
@@ -167,8 +161,7 @@ def middle_and_ends(values: Any) -> tuple[float, float, float]:
 def product_rate(square: Any) -> float:
     """Return the best FLOP/s, of five, at which a square matrix is multiplied.
 
-    Args:
-      square: a tensor of random numbers; of equal ones a GPU multiplies faster.
+    Of random numbers: equal ones a GPU multiplies faster.
     """
     import torch  # help loads none
 

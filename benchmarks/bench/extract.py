@@ -25,13 +25,15 @@ from typing import Any, Literal
 import click
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from beatrice.benchmarks.bench.answer import CONFIG, N_QUESTIONS, requests_of
+from beatrice.benchmarks.bench.answer import (
+    CONFIG,
+    FULL_MODELS,
+    N_QUESTIONS,
+    full_model,
+    requests_of,
+)
 from beatrice.benchmarks.bench.commands import (
     DTYPE,
     N_THREADS,
@@ -44,7 +46,6 @@ from beatrice.benchmarks.bench.commands import (
     product_rate,
     take_turns,
 )
-from beatrice.benchmarks.bench.full_models import FULL_MODELS, full_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
@@ -325,25 +326,21 @@ class ReadingBench:
     @torch.no_grad()
     def bare(self) -> None:
         """Run the language model with its logits."""
-        self.model(input_ids=self.ids, use_cache=False).logits  # noqa: B018
-        self._wait()
+        self._wait(self.model(input_ids=self.ids, use_cache=False).logits)
 
     def read(self) -> None:
         """Read all four families."""
-        self.reader.read(self.sequences)
-        self._wait()
+        self._wait(self.reader.read(self.sequences))
 
-    def _wait(self, readings: object = None) -> None:
+    def _wait(self, readings: object) -> None:
         if self.config.device != "cpu":
             torch.cuda.synchronize()
 
     def time(self, n_rounds: int) -> Row:
-        """Let all take turns, after one unmeasured run each.
+        """Return medians of seconds of bare forward and reading, and of their ratio.
 
-        Returns:
-          Seconds of the forward with logits and of the full reading, and their ratio:
-          medians over alternating runs, the ratio's over neighbours. Of a Llama also
-          the time of `Hooked` over the reading's, with the least and the largest.
+        The ratio's is over neighbours. Of a Llama also the time of `Hooked` over the
+        reading's, with the least and the largest.
         """
         hooks: dict[str, Callable[[], object]] = {}
         if isinstance(self.model, LlamaForCausalLM):
@@ -469,10 +466,7 @@ class StoreBench:
             run_plan(self.reader, self.sequences, self.plan, Path(folder))
 
     def measure(self, name: str, n_rounds: int) -> Row:
-        """Let both take turns, after one unmeasured run each; return medians.
-
-        The last ratio is of neighbouring runs.
-        """
+        """Let both take turns; return medians, the ratio's of neighbouring runs."""
         rounds = take_turns([self.read, self.extract], n_rounds)[..., 0]
         loop, end_to_end = np.median(rounds, axis=0).tolist()
         n_tokens = int(self.plan.spec.lengths.sum())
@@ -502,9 +496,6 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
         yield StoreBench(reader, work).measure(name, n_rounds)
 
 
-_N_KERNELS = 12
-
-
 def flops_per_token(model: PreTrainedModel) -> float:
     """Return the floating-point operations of one token's forward with its logits.
 
@@ -526,7 +517,7 @@ def profile_of(run: Callable[[], None]) -> str:
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         run()
     averages = profile.key_averages()
-    return averages.table(sort_by=order, row_limit=_N_KERNELS, max_name_column_width=60)
+    return averages.table(sort_by=order, row_limit=12, max_name_column_width=60)
 
 
 def measure_gpu(
@@ -541,18 +532,11 @@ def measure_gpu(
 ) -> tuple[Row, Row, str]:
     """Measure a model where it lies; one middle layer is kept.
 
-    Args:
-      name: of the model.
-      model: on a GPU; on a CPU only a small one makes sense.
-      n_rounds: runs of each.
-      peak: FLOP/s that the reading's are held against.
-      n_examples: of the batch.
-      n_tokens: of each example; 60 of 400 are the answer, 100 the question.
-      n_batches: such batches are extracted with and without the store.
+    `peak` is the FLOP/s that the reading's are held against; of 400 tokens 60 are the
+    answer, 100 the question; `n_batches` are extracted with and without the store.
 
     Returns:
-      Rows of the reading and of the store, and the kernels that take longest, as the
-      profiler prints them.
+      Rows of the reading and of the store, and `profile_of` the reading.
     """
     backbone = Backbone.from_model(model, revision="random")
     layers = (backbone.n_layers // 2,)
@@ -593,10 +577,7 @@ def measure_with_examples(
 ) -> Row:
     """Let bare forward, greedy generation and reading take turns on one batch.
 
-    Args:
-      backbone: with its tokenizer.
-      n_rounds: of each, after one unmeasured.
-      n_questions: prompts of the batch, closed-book; at most 16 new tokens each.
+    Of closed-book prompts, at most 16 new tokens each.
     """
     # Of no model by name: the embedded one too is shown worked examples.
     requests = requests_of(backbone.tokenizer, "", "closed_book")[:n_questions]
@@ -634,8 +615,7 @@ def measure_with_examples(
 
 @click.command()
 @click.option(
-    "--model",
-    help="Measure this model alone, on prompts with worked examples.",
+    "--model", help="Measure this model alone, on prompts with worked examples."
 )
 @DTYPE
 @ROUNDS

@@ -409,11 +409,8 @@ def largest_errors(
 ) -> dict[str, float]:
     """Return the largest error per family of signals; NaN counts as worst.
 
-    Args:
-      readings: what was read of each text, `[n_tokens, …]` per family.
-      expected: what should have been.
-      is_relative: over the family's largest value, not absolute.
-      n_spared: so many tokens of all may be further off.
+    Of what was read of each text, `[n_tokens, …]` per family; relative to the family's
+    largest value or absolute; `n_spared` tokens of all may be further off.
     """
     errors = {}
     for name in SIGNALS:
@@ -429,11 +426,10 @@ def largest_errors(
 
 
 def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
-    """Measure one architecture in both precisions.
+    """Return the largest absolute errors of an architecture by family of signals.
 
-    Returns:
-      The largest absolute errors by family of signals, of the reader against the
-      oracle; in bfloat16 also those of the oracle on eager against fused attention.
+    Of the reader against the oracle; in bfloat16 also those of the oracle on eager
+    against fused attention.
     """
     single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)
@@ -603,12 +599,10 @@ def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
 
 
 def survey_one(name: str, lengths: Lengths = "short") -> Row:
-    """Build one type, read it, and compare.
+    """Build one type, read it, compare, and return what became of it.
 
-    Returns:
-      What became of it ("exact" if every error is below the tolerance); the errors by
-      family, of the family's largest value, None where nothing was read; seconds of
-      the clock; why it was refused, wrong or not built, else an empty text.
+    "exact" if every error is below the tolerance; the errors by family, None where
+    nothing was read; seconds of the clock; and why it was refused, wrong or not built.
     """
     began = time.monotonic()
     errors: Mapping[str, float | None] = dict.fromkeys(SIGNALS)
@@ -753,17 +747,14 @@ def own_difference(backbone: Backbone) -> float | None:
 
 
 def measure_written(name: str) -> Row:
-    """Measure one type.
+    """Return whether answers of a type are read while written, again, or not, and why.
 
-    Returns:
-      Whether answers are read while they are written, again, or not at all, and why;
-      the largest difference of a family of signals, None where nothing was read; and of
-      the model's own logits, None where it takes no cache.
+    And the largest difference of a family of signals, None where nothing was read; and
+    of the model's own logits, None where it takes no cache.
     """
-    numbers: dict[str, float | None] = {}
+    labels = (f"{label}{of}" for label in DTYPES for of in ("", " of its own"))
+    numbers: dict[str, float | None] = dict.fromkeys(labels)
     reasons = []
-    for label in DTYPES:
-        numbers |= {label: None, f"{label} of its own": None}
     for label, dtype in DTYPES.items():
         try:
             model = twin_of(name).to(dtype)

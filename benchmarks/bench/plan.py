@@ -159,8 +159,6 @@ WIDTHS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (40, 16),
     "with_context": (300, 40, 16),
 }
-STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 236 GiB
-_SHOWN = 8  # kinds of products, those that take longest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,8 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     n_train, n_valid = N_ROWS[setting]
     lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
     where = np.split(np.arange(len(lengths)), [n_train])
-    config = GridConfig(stream=StreamConfig() if setting in STREAMED else None)
+    is_streamed = setting == "with_context"  # whose rows take 236 GiB
+    config = GridConfig(stream=StreamConfig() if is_streamed else None)
     config = config.mixed() if is_mixed else config
     store_config = StoreConfig()
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
@@ -254,9 +253,8 @@ def product_rows(
 ) -> list[Row]:
     """Return a row of the products of each shape, those that take longest first.
 
-    Of a microbatch of the planned block: what is multiplied, and of all products of
-    that shape together the operations, the bytes (each array read or written once) and
-    the time at the peak that binds.
+    Of a microbatch of the planned block, and all products of that shape together; each
+    array is read or written once, and the time is that at the peak that binds.
     """
     rows = []
     for product, n in module.products.items():
@@ -279,11 +277,7 @@ def product_rows(
 
 
 def work_of(
-    setting: Setting,
-    sizes: Sizes,
-    plan: Plan,
-    products: list[Row],
-    device: Device,
+    setting: Setting, sizes: Sizes, plan: Plan, products: list[Row], device: Device
 ) -> Row:
     """Sum up a batch: its microbatches of the planned block, and all other blocks.
 
@@ -350,9 +344,7 @@ def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
     return gathers
 
 
-def in_words(
-    setting: Setting, sizes: Sizes, plan: Plan, module: Module
-) -> Iterator[str]:
+def in_words(setting: Setting, sizes: Sizes, plan: Plan, module: Module) -> str:
     """Say what else stands in the module that is lowered for CUDA."""
     types = Counter(
         f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
@@ -366,7 +358,7 @@ def in_words(
     calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
     assert plan.n_rows is not None  # there is a limit
     n_moved = moved_activations(module, sizes, plan.n_rows)
-    yield (
+    return (
         f"{setting}, a microbatch as lowered for CUDA: products {products}; gathers of "
         f"hidden states {gathered}; transposes of activations that no product takes as "
         f"they are {n_moved}; calls of libraries {calls or 'none'}."
@@ -407,8 +399,8 @@ def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
         products = product_rows(setting, sizes, module, on)
         plans.append(plan_row(setting, plan))
         works.append(work_of(setting, sizes, plan, products, on))
-        shown += products[:_SHOWN]
-        notes.extend(in_words(setting, sizes, plan, module))
+        shown += products[:8]  # those that take longest
+        notes.append(in_words(setting, sizes, plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
     for row in (*plans, *works, *shown):
         printer.row(row)

@@ -28,7 +28,6 @@ from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
 from beatrice.selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
-EPSILON = 1e-6  # Flax's LayerNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +67,8 @@ WIDTHS = {
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     """Return a set's member outputs as rows, and how far each two are apart.
 
-    Args:
-      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
-
-    Returns:
-      `[n_examples, n_members * d_output + n_pairs]`.
+    Of `[n_members, d_output, n_examples]`, see `head_inputs`, `[n_examples, n_members *
+    d_output + n_pairs]`.
     """
     slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
     scores = slots[..., -1]
@@ -84,10 +80,7 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
 class TorchHead(torch.nn.Module):
     """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
 
-    Args:
-      d_row: see `rows_of_set`.
-      n_members: encoders in a row; a score of zero is that of a hidden one.
-      hidden: width.
+    See `rows_of_set`; a score of zero is that of a hidden encoder.
     """
 
     @torch.no_grad()
@@ -102,7 +95,7 @@ class TorchHead(torch.nn.Module):
         first.weight[:, d_row - n_pairs :] = 0.0
         for zero in (first.bias, last.weight, last.bias):
             zero.zero_()
-        norm = torch.nn.LayerNorm(hidden, eps=EPSILON)
+        norm = torch.nn.LayerNorm(hidden, eps=1e-6)  # Flax's
         self.mlp = torch.nn.Sequential(first, norm, torch.nn.GELU("tanh"), last)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -225,9 +218,8 @@ def largest_difference(
 def measure(widths: str, config: SelectSizes) -> Row:
     """Time one round of the search and the loop over some of its heads, in turns.
 
-    Returns:
-      Rates and their ratio, medians over turns. AUROC is the mean over heads on
-      validation rows, the difference that of logits from the same weights.
+    Rates and their ratio are medians over turns; AUROC is the mean over heads on
+    validation rows.
     """
     train = made_up_outputs(config, config.n_train, 1)
     valid = made_up_outputs(config, config.n_valid, 2)

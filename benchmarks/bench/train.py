@@ -126,11 +126,7 @@ class TorchTrainer:
 def train_torch(
     stacks: Sequence[Stack], data: TorchData, n_steps: int, batch_size: int
 ) -> Losses:
-    """Train one stack after another for `n_steps` batches, in the order of the data.
-
-    Returns:
-      The loss of every step, by member.
-    """
+    """Train one stack after another for `n_steps` batches, in the order of the data."""
     losses: Losses = {}
     for stack in stacks:
         steps = []
@@ -181,11 +177,7 @@ class Method:
     """One way to train: its processes, each with its share of the members."""
 
     def __init__(
-        self,
-        kind: str,
-        workload: Workload,
-        members: Sequence[Member],
-        folder: Path,
+        self, kind: str, workload: Workload, members: Sequence[Member], folder: Path
     ) -> None:
         """Start the processes.
 
@@ -240,10 +232,7 @@ class Method:
         self._all("turn")
 
     def peak_mib(self) -> float:
-        """Return peak memory, summed over the processes.
-
-        On a GPU of the allocator, else of the process above its libraries.
-        """
+        """Return peak memory above libraries, or of a GPU's allocator."""
         peaks = self._all("device_peak")
         if None in peaks:
             peaks = [trainer.peak().result() for trainer in self._trainers]
@@ -270,9 +259,7 @@ def largest_difference(ours: Losses, theirs: Losses) -> float:
 def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
     """Return each method's largest difference from the grid."""
     grid = by_method["grid"]
-    differences = {
-        k: largest_difference(grid, losses) for k, losses in by_method.items()
-    }
+    differences = {k: largest_difference(grid, x) for k, x in by_method.items()}
     for kind, difference in differences.items():
         tolerance = MIXED_TOLERANCE if kind == "mixed" else TOLERANCE
         if not difference <= tolerance:  # so that NaN fails
@@ -308,16 +295,9 @@ def measure(
 ) -> list[Row]:
     """Check and time the methods; return a row of each.
 
-    Args:
-      workload: what is trained.
-      n_rounds: turns of each.
-      check: how losses are compared.
-      note: told what is going on.
-
-    Returns:
-      Rates, shares and ratios, medians over rounds: encoder-steps; the share of the
-      rate of matrix products in the same round; the time over the grid's in a round,
-      with its least and largest. Memory is told with the data, see `Method.peak_mib`.
+    Rates, shares and ratios are medians over rounds: encoder-steps; the share of the
+    rate of matrix products in the same round; the time over the grid's in a round, with
+    its least and largest. Memory is told with the data, see `Method.peak_mib`.
     """
     check = check or CheckSize()
     n_steps = workload.n_steps * len(workload.members)

@@ -4,7 +4,7 @@ Each part reads the rows of its experiments by their columns, and has beside it 
 paper compares. Nothing here loads JAX or Torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas
@@ -19,7 +19,6 @@ from beatrice.benchmarks.results.names import (
     LEARNERS,
     SETTING_LABELS,
     SPANS,
-    SPLIT_LABELS,
     family_name,
     probe,
 )
@@ -61,11 +60,11 @@ Make = Callable[[pandas.DataFrame], Content]  # of a run's results
 class ShownAnalysis(NamedTuple):
     """How one analysis is shown."""
 
-    title: str  # of the analysis
+    title: str
     look: str  # what to look at, in a sentence
-    make: Make  # figures and tables from the run's results
+    make: Make
     # The paper's tables, figures and sections whose numbers stand beside.
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...]
 
 
 class PagePart(NamedTuple):
@@ -73,10 +72,10 @@ class PagePart(NamedTuple):
 
     title: str
     look: str
-    pictures: Sequence[Picture] = ()
-    tables: Tables = ()
-    beside: Sequence[Sign] = ()
-    cases: "Sequence[Study]" = ()
+    pictures: Sequence[Picture]
+    tables: Tables
+    beside: Sequence[Sign]
+    cases: "Sequence[Study]"
 
 
 ANALYSES: list[ShownAnalysis] = []  # in the order of the page
@@ -97,19 +96,16 @@ def rows_of(results: pandas.DataFrame, name: str, **columns: Any) -> pandas.Data
     return where(results, experiment=f"anatomy_{name}", seed="mean", **columns)
 
 
-def each_setting(
-    results: pandas.DataFrame,
-) -> Iterator[tuple[str, pandas.DataFrame]]:
+def each_setting(results: pandas.DataFrame) -> Iterator[tuple[str, pandas.DataFrame]]:
     """Yield the rows of each setting, in the order of the tables."""
     for setting, here in results.groupby("setting"):
         yield str(setting), here
 
 
 def by_setting(
-    results: pandas.DataFrame, columns: Iterable[tuple[str, str, Key]]
+    results: pandas.DataFrame, columns: Sequence[tuple[str, str, Key]]
 ) -> list[tuple[Column, Key]]:
     """Return labelled columns under each setting that rows are of."""
-    columns = list(columns)
     return [
         (Column(SETTING_LABELS[setting], label, detail), {"setting": setting, **key})
         for setting, _ in each_setting(results)
@@ -196,9 +192,9 @@ def _pairs(results: pandas.DataFrame) -> Content:
     figure = figures.pair_gains(gains, pairs)
     columns = []
     for place, experiment in kinds:
-        column, key = place_columns([place])[0]
-        other = ", other backbone" if experiment == "anatomy_other_pairs" else ""
-        column = column._replace(group=column.group + other)
+        ((column, key),) = place_columns([place])
+        if experiment == "anatomy_other_pairs":
+            column = column._replace(group=f"{column.group}, other backbone")
         columns.append((column, {**key, "experiment": experiment}))
     table = pivot(better, "Pair", lines, columns)
     drawn = picture(figure, "pairs", "Two families early-fused", caption)
@@ -312,10 +308,12 @@ def _flips(results: pandas.DataFrame) -> Content:
     for place in places:
         here = where(shown, **place._asdict())
         lines = [
-            (f"{FAMILIES[family]} in {family_name(families, place.setting)}", key)
+            (
+                f"{FAMILIES[family]} in {family_name(families, place.setting)}",
+                {"families": families, "family": family},
+            )
             for families in here["families"].dropna().unique()
             for family in families
-            for key in [{"families": families, "family": family}]
         ]
         table = pivot(here, "Family", lines, by_setting(here, _FLIPS))
         tables.append((f"{SETTING_LABELS[place.setting]}, {place.title}", table))
@@ -345,10 +343,10 @@ _GROUNDING = {
 def _grounding(results: pandas.DataFrame) -> Content:
     shown, tables = rows_of(results, "grounding"), []
     for families in shown["families"].dropna().unique():
+        of = {"flip_precision": families}  # the others are of the answers alone
         lines = [
-            (label, {"metric": metric, "kind": kind, "families": of})
+            (label, {"metric": metric, "kind": kind, "families": of.get(metric)})
             for label, (metric, kind) in _GROUNDING.items()
-            for of in [families if metric == "flip_precision" else None]
         ]
         heading = f"Attention in {family_name(families, 'with_context')}"
         tables.append((heading, by_place(shown, "Share", lines)))
@@ -427,17 +425,13 @@ def _positions(results: pandas.DataFrame) -> Content:
             figure = figures.shares_of_text(spans, tokens, setting)
             pictures.append(_drawn(figure, "positions", setting, caption))
     shares = ("share", "of what moves the logit", {"metric": "share"})
-    tokens = ("tokens", "share", {"metric": "tokens"})
-    even = ("even", "share", {"metric": "even_share"})
-    of_spans = by_setting(shown, [shares, tokens])
-    of_tokens = by_setting(shown, [shares, even])
-    tables = [
-        ("Spans", pivot(shown, "Span", list(of_span.items()), of_spans)),
-        (
-            "Tokens of the answer",
-            pivot(shown, "Token", list(of_token.items()), of_tokens),
-        ),
-    ]
+    tables = []
+    for heading, corner, keys, other, metric in (
+        ("Spans", "Span", of_span, "tokens", "tokens"),
+        ("Tokens of the answer", "Token", of_token, "even", "even_share"),
+    ):
+        columns = by_setting(shown, [shares, (other, "share", {"metric": metric})])
+        tables.append((heading, pivot(shown, corner, [*keys.items()], columns)))
     return pictures, [*tables, *_without_spans(results)]
 
 
@@ -447,13 +441,11 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
     gone = rows_of(results, "spans", metric="auroc")
     for setting, here in each_setting(gone.loc[gone["against"].notna()]):
         lines = [
-            (f"{family_name(x.families or '', setting)} without {x.span}", key)
-            for x in subjects_in(here)
-            for key in [of_subject(x)]
+            (f"{family_name(key['families'], setting)} without {key['span']}", key)
+            for key in map(of_subject, subjects_in(here))
         ]
-        heading = (
-            f"{SETTING_LABELS[setting]}: AUROC with a span at its means, minus intact"
-        )
+        heading = "AUROC with a span at its means, minus intact"
+        heading = f"{SETTING_LABELS[setting]}: {heading}"
         tables.append((heading, by_place(here, "Encoder", lines)))
     return tables
 
@@ -516,10 +508,7 @@ def _labels(results: pandas.DataFrame) -> Content:
 def _learning_curves(
     results: pandas.DataFrame, shown: pandas.DataFrame, setting: str
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return number of labels and AUROC of every reader, all labels last.
-
-    What has been trained on everything has the names of the detection rows.
-    """
+    """Return number of labels and AUROC of every reader, all labels last."""
     at = {"setting": setting, **POOLED, "metric": "auroc"}
     detection = by_subject(results, experiment="detection", **at)
     alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
@@ -581,12 +570,9 @@ def _cases(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "cases")
     lines = [(kind, {"kind": kind}) for kind in shown["kind"].unique()]
     columns = [
-        (
-            Column(title, p.dataset, SPLIT_LABELS[p.split]),
-            {**p._asdict(), "metric": metric},
-        )
+        (column._replace(group=title), {**key, "metric": metric})
         for title, metric in (("Share of questions", "share"), ("Right", "right"))
-        for p in places_of(shown, EVALUATED)
+        for column, key in place_columns(places_of(shown, EVALUATED))
     ]
     return (), [("Decisions", pivot(shown, "Decision", lines, columns))]
 
@@ -601,9 +587,9 @@ def anatomy_parts(
     for analysis in ANALYSES:
         pictures, tables = analysis.make(results)
         tables = [(heading, table) for heading, table in tables if table.lines]
-        shown = studies if analysis.make is _cases else ()
-        if pictures or tables or shown:
+        cases = studies if analysis.make is _cases else ()
+        if pictures or tables or cases:
             beside = [sign for x in analysis.beside for sign in compared.get(x, ())]
             about = analysis.title, analysis.look
-            parts.append(PagePart(*about, pictures, tables, beside, shown))
+            parts.append(PagePart(*about, pictures, tables, beside, cases))
     return parts

@@ -206,10 +206,7 @@ def _name(
 
 @styled()
 def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
-    """Draw encoders best to worst, with a dot matrix of the families each one reads.
-
-    By their letters ("HPA") validation AUROCs; darker bars read hidden states.
-    """
+    """Draw encoders best to worst, with a dot matrix of the families each one reads."""
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
     figure, (bars, dots) = _figure(4.2, 2, 1, sharex=True, height_ratios=(2.6, 1))
@@ -377,8 +374,7 @@ def complementarity(
 ) -> Figure:
     """Draw which family gets right what another gets wrong, and each one's error rate.
 
-    `rights` is `[4, 4]`, the share of the column's mistakes that the row gets right;
-    NaN on the diagonal.
+    `rights` is `[4, 4]`: row of column's mistakes, NaN on the diagonal.
     """
     shares, names = rights.to_numpy(float), list(FAMILIES.values())
     figure, (heat, bars) = _figure(3.4, 1, 2, width_ratios=(3, 1), sharey=True)
@@ -472,10 +468,8 @@ def shares_of_text(
 ) -> Figure:
     """Draw how much spans and positions of the answer move the logit.
 
-    Args:
-      spans: by name the share of what is moved, and of the tokens.
-      positions: by name the share within the answer, its interval, and an even share.
-      setting: for the colours.
+    By name, of spans the share of what is moved and of the tokens; of positions the
+    share within the answer, its interval, and an even share.
     """
     figure, (left, right) = _figure(3.2, 1, 2, width_ratios=(1.2, 1.6))
     x = np.arange(len(spans))
@@ -509,10 +503,7 @@ def shares_of_text(
 def layer_curves(
     curves: Mapping[str, pandas.DataFrame], best: Mapping[str, int]
 ) -> Figure:
-    """Draw AUROC by layer with intervals, and ring the layer that validation chooses.
-
-    By setting value and both ends of the interval, by layer.
-    """
+    """Draw AUROC by layer with intervals, and ring the one that validation chooses."""
     figure, axes = _figure(3.4)
     for marker, (setting, curve) in zip("os", curves.items(), strict=False):
         x, (y, low, high) = curve.index.to_numpy(int), curve.to_numpy(float).T
@@ -531,8 +522,7 @@ def layer_curves(
 def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
     """Draw what a pair of families gains over the better of the two, a point a set.
 
-    Of differences of AUROC (`value`) by `families`, `setting` and `is_other`, whether
-    of another backbone; and names by their letters.
+    `is_other` says whether a gain is of another backbone.
     """
     kinds = gains[["setting", "is_other"]].drop_duplicates().to_numpy().tolist()
     figure, axes = _figure(3.4)
@@ -585,10 +575,7 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
 def two_backbones(
     aurocs: Mapping[str, pandas.DataFrame], backbones: Mapping[str, str]
 ) -> Figure:
-    """Draw the AUROC of every subset on one backbone against another.
-
-    By setting a line for each subset's letters, with columns `first` and `second`.
-    """
+    """Draw the AUROC of every subset on one backbone (`first`) against `second`."""
     figure, (panels,) = _figure(3.4, 1, len(aurocs), squeeze=False)
     for axes, (setting, both) in zip(panels, aurocs.items(), strict=True):
         reads = both.index.str.contains("H")
@@ -667,12 +654,8 @@ def cost_figure(
 ) -> Figure:
     """Draw AUROC against cost, a point a detector; the best few are named.
 
-    Args:
-      points: title, kind, cost and AUROC of each, the best first.
-      setting: for the colour.
-      axis: what the cost is.
-      ours: AUROC of the selected set, a dashed line; None draws none.
-      is_log: whether the cost is on a logarithmic axis; then none may be 0.
+    Of title, kind, cost and AUROC of each, the best first. `ours` is the AUROC of the
+    selected set, a dashed line; on a logarithmic axis no cost may be 0.
     """
     figure, axes = _figure(4.2)
     for kind, (marker, label) in MARKERS.items():

@@ -255,10 +255,7 @@ def facts(
     sweep: "Mapping[Setting, LayerCurve]",
     selection: Mapping[Setting, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
-    """Return, by setting, numbers beside the answers: what they are, and the numbers.
-
-    First, where the answers are too few, that nothing can be concluded.
-    """
+    """Return, by setting, numbers beside the answers, and what they are."""
     reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(
         results, experiment="detection", metric="auroc", **of_subject(CHAMPION)

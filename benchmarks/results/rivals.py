@@ -252,10 +252,7 @@ def _test_auroc(
 def measured(
     judged: Sequence[DetectorCost], results: pandas.DataFrame
 ) -> list[tuple[DetectorCost, float | None]]:
-    """Return each detector with its AUROC on the pooled in-domain test questions.
-
-    The better ones of a setting come first; those without an AUROC (None) last.
-    """
+    """Return each detector with its AUROC on in-domain tests, the best first."""
     pairs = [(x, _test_auroc(results, x.setting, Subject(x.name))) for x in judged]
     return sorted(pairs, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
@@ -320,10 +317,7 @@ _TIMED = (
 def cost_pictures(
     judged: Sequence[DetectorCost], results: pandas.DataFrame
 ) -> list[Picture]:
-    """Return AUROC against seconds, forwards and tokens, setting by setting.
-
-    A cost that is the same for all detectors of a setting has no figure.
-    """
+    """Return AUROC against each cost that differs among a setting's detectors."""
     pictures = []
     for setting in SETTINGS:
         known = [

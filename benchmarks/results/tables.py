@@ -109,9 +109,6 @@ class Table:
         return tuple(dict.fromkeys(n for m in measures if m for n in m.notes))
 
 
-# Numbers as they are printed.
-
-
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
     """Format a value: three decimals (a cost two, a count none), no leading zero."""
     if metric in names.COSTS:
@@ -156,9 +153,6 @@ def excludes_zero(row: ResultRow) -> bool:
     return row.ci_low is not None and row.ci_low * (row.ci_high or 0.0) > 0
 
 
-# Rows by their columns.
-
-
 def results_of(rows: Iterable[ResultRow]) -> pandas.DataFrame:
     """Return rows as a data frame of typed columns, and themselves as `row`."""
     rows = list(rows)
@@ -166,10 +160,7 @@ def results_of(rows: Iterable[ResultRow]) -> pandas.DataFrame:
 
 
 def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
-    """Return the rows with these values, in their order.
-
-    Of a column a value, None for an absent one, or a tuple of values.
-    """
+    """Return the rows with a value, None for an absent one, or one of a tuple."""
     is_in = np.ones(len(results), bool)
     for name, value in columns.items():
         column = results[name]
@@ -347,9 +338,6 @@ def by_place(
     return pivot(results, corner, lines, columns, **options)
 
 
-# The tables of detectors and controllers.
-
-
 def title_of(subject: Subject, titles: Titles | None) -> str:
     """Return a detector's printed name: ours, that of `titles`, or its id."""
     known = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
@@ -480,10 +468,7 @@ def optimism_table(results: pandas.DataFrame) -> Table:
 
 
 def controller_table(results: pandas.DataFrame) -> Table:
-    """Lay out controllers against datasets, EM / F1, with macro means and cost.
-
-    What bounds them stands below, and takes no rank away.
-    """
+    """Lay out controllers against datasets, EM / F1, with macro means and cost."""
     splits = (*EVALUATED, "evaluated")
     controllers = ("controller", "controller_macro")
     shown = where(results, experiment=controllers, seed="mean", split=splits)
@@ -520,11 +505,7 @@ def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Ta
 def validated_table(
     results: pandas.DataFrame, experiment: str, labels: Titles, corner: str
 ) -> Table:
-    """Lay out what was chosen on validation, and how it was evaluated.
-
-    Of "exhaustive", the best set of the enumeration and greedy's; of "span_decision",
-    both readings of where an answer starts.
-    """
+    """Lay out what was chosen on validation, and how it was evaluated."""
     splits, shown = ("validation", *EVALUATED), {"labels": labels, "corner": corner}
     return detection_table(results, experiment=experiment, splits=splits, **shown)
 
@@ -619,9 +600,9 @@ def _panorama(
 
 
 def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:
-    """Lay out what `transfer` measured with context (tab:realrag-detection).
+    """Lay out what `transfer` measured with context, by the column of all sets.
 
-    A column for every set, and the last for all of them, by which lines are sorted.
+    tab:realrag-detection of the paper.
     """
     at = {"experiment": names.RETRIEVED, "setting": "with_context", "metric": METRICS}
     shown = where(results, **at)
@@ -638,10 +619,7 @@ def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> 
 
 
 def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
-    """Lay out the selected set, what it must beat, and the two best published ones.
-
-    On all in-domain test questions, and on every held-out set.
-    """
+    """Lay out the selected set, what it must beat, and the two best published ones."""
     full = panorama_table(results, None, titles)
     ours = {*names.DETECTORS, Subject("linear_probe")}
     published = {title for x, title in titles.items() if x not in ours}
@@ -691,11 +669,7 @@ def named_tables(
 
 
 def counts_of(table: Table) -> list[str]:
-    """Return for each column how many answers are measured and how many left out.
-
-    Of the selected set, where it has a line; what another detector leaves out stands
-    in the notes.
-    """
+    """Return for each column how many answers of ours are measured and left out."""
     lines = [line for line in table.lines if line.is_ours] or list(table.lines)
     columns = zip(*(line.cells for line in lines), strict=True)
     rows = [[m.row for cell in column for m in cell if m] for column in columns]

@@ -39,10 +39,7 @@ def reading(
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the AUROC of every column of `[n_rows, n_columns]` at once, ties half.
-
-    Labels are of both classes. NaN where a column holds what is not finite.
-    """
+    """Return the AUROC of every column at once, ties half; NaN of one not finite."""
     is_finite = np.isfinite(values).all(axis=0)
     ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
     n_right, n_wrong = int(labels.sum()), int((~labels).sum())
@@ -51,10 +48,7 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
-    """Return the indices of a split's labelled rows on which a detector is defined.
-
-    One class alone is a ValueError.
-    """
+    """Return the indices of a split's labelled rows on which a detector is defined."""
     where = rows.where(split)
     where = where[is_defined[where]]
     n_right = int(rows.labels[where].sum())
@@ -70,10 +64,8 @@ def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
 def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
     """Choose the column and the sign that are best on validation, of equals the first.
 
-    Args:
-      values: `[n_rows, n_columns]`; NaN where a row was not read. A column that lacks
-        a value where another has one is not chosen.
-      rows: with labels and splits.
+    Of `[n_rows, n_columns]`, NaN where a row was not read; a column that lacks a value
+    where another has one is not chosen.
 
     Returns:
       Scores `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
@@ -121,13 +113,9 @@ def _first_step(store: FeatureStore) -> int:
 def states_at(
     store: FeatureStore, steps: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return the hidden state of every row at its step of `[n_rows]`.
+    """Return the hidden state of a layer (0 is the embedding) at the step of each row.
 
-    Of a layer of the residual stream (0 is the embedding); the answers of `n_chunk`
-    rows are in memory together.
-
-    Returns:
-      `[n_rows, d_model]` float32; NaN where the answer span has no such step.
+    `[n_rows, d_model]` float32; NaN where the answer span has no such step.
     """
     rows = steps - _first_step(store)
     d_model = store.spec.families["hidden"].shape[1]
@@ -179,10 +167,7 @@ def logistic_log_odds(
 
 
 def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
-    """Return the AUROC on the validation rows that have a score, mean over seeds.
-
-    Scores `[n_seeds, n_rows]` are NaN for the same rows with every seed.
-    """
+    """Return the AUROC on the validation rows that have a score, mean over seeds."""
     valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
     labels = rows.labels[valid]
     return float(np.mean([auroc(seed[valid], labels).value for seed in scores]))

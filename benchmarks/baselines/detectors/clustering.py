@@ -63,10 +63,7 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
 def relations_by_row(
     inputs: DetectorInput, rows: Sequence[Sequence[tuple[str, str]]]
 ) -> list[np.ndarray]:
-    """Return the relations of the pairs of each row, `[n_pairs, 3]` float64.
-
-    The NLI model of the inputs is called once, with each pair once.
-    """
+    """Return the relations of each row's pairs; the model is called once for all."""
     if inputs.relations is None:
         raise ValueError(
             "expected an NLI model, found none; give the path of one, or take the "
@@ -78,10 +75,7 @@ def relations_by_row(
 
 
 def by_words(inputs: DetectorInput) -> list[np.ndarray]:
-    """Return which samples of each row have the same words; see `BY_WORDS`.
-
-    Inclusion in both directions stands for entailment in both.
-    """
+    """Return which samples of each row have the same words; see `BY_WORDS`."""
     words = [[words_of(sample.text) for sample in row] for row in inputs.samples]
     return [
         np.array([[a == b for b in row] for a in row], bool).reshape(len(row), len(row))
@@ -171,10 +165,7 @@ class Entailment:
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs of premise and hypothesis, float64.
-
-        P(neutral) is 0 of a model with two classes.
-        """
+        """Return relations of pairs; of a model with two classes P(neutral) is 0."""
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
         new.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))

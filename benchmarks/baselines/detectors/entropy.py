@@ -76,10 +76,7 @@ def entropies_of(
     *,
     is_weighted: bool = False,
 ) -> np.ndarray:
-    """Return the entropy of every row, `[n_rows]` nats; NaN without samples.
-
-    By counts, as semantic entropy probes learn it, or by likelihood.
-    """
+    """Return the entropy of every row, `[n_rows]` nats; NaN without samples."""
     entropies = np.full(len(inputs.samples), math.nan)
     clusters = clusters_of(inputs, equivalences, clustering)
     for i, (samples, ids) in enumerate(zip(inputs.samples, clusters, strict=True)):

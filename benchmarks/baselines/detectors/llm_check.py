@@ -23,10 +23,7 @@ from beatrice.jaxprobe.tokens import SURPRISAL
 
 
 def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
-    """Return the perplexity of the tokens of answers without the stop, `[n_rows, 1]`.
-
-    As in the official code; NaN for an answer without tokens.
-    """
+    """Return perplexities, as in the code without the stop token, `[n_rows, 1]`."""
     answers, ragged = inputs.known_answers, read_family(inputs.store, "prob")
     perplexity = np.full((len(answers), 1), np.nan)
     for i, answer in enumerate(answers):

@@ -78,10 +78,7 @@ def seed_keys(root_seed: int, n_seeds: int) -> jax.Array:
 
 
 def shuffled_batches(key: jax.Array, n: int, batch_size: int) -> jax.Array:
-    """Return an epoch's examples by number, `[n_batches, batch_size]`.
-
-    The last batch of an epoch is short; number n stands for no example.
-    """
+    """Return an epoch's examples, `[n_batches, batch_size]`; number n is none."""
     order = jax.random.permutation(key, n)
     padded = jnp.pad(order, (0, -n % batch_size), constant_values=n)
     return padded.reshape(-1, batch_size)
@@ -154,10 +151,7 @@ def saplma_logits(
 
 
 def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the mean state of every answer span, `[n_rows, d_model]` float32.
-
-    An answer without a token has the state that emitted its end.
-    """
+    """Return the mean state of every answer span, `[n_rows, d_model]` float32."""
     return mean_answer_states(store, np.arange(len(store.spec.keys)), layer)
 
 

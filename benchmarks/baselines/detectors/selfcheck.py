@@ -44,10 +44,7 @@ _TOKEN = re.compile(
 
 
 def sentences_of(text: str) -> list[str]:
-    """Return the sentences of a text, stripped; none of an empty one.
-
-    The official code takes spaCy's; short answers are one sentence by both.
-    """
+    """Return the sentences of a text, stripped; the official code takes spaCy's."""
     sentences = (sentence.strip() for sentence in _SENTENCE_END.split(text))
     return [sentence for sentence in sentences if sentence]
 
@@ -167,10 +164,7 @@ def official_eigenscore(states: np.ndarray) -> float:
 def _eigenscores(
     inputs: DetectorInput, eigenscore: Callable[[np.ndarray], float]
 ) -> DetectorOutput:
-    """Return minus the score of every row, of the states that were read (not NaN).
-
-    Where fewer than two were, nothing lies apart and the score is NaN.
-    """
+    """Return minus the score of every row; NaN of fewer than two states."""
     values = []
     for states in reading(inputs, "sample_states", 3):
         states = states[~np.isnan(states).any(axis=1)]

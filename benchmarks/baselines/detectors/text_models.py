@@ -71,7 +71,7 @@ def mlp_scores(
     config = config or MlpConfig()
     train = rows.where("train")
     # Half the time of float64: Adam moves the weights of every word of a text.
-    matrix = _tfidf(texts, rows).astype(np.float32)
+    matrix = csr_matrix(_tfidf(texts, rows), dtype=np.float32)
     labels = both_classes(rows.labels[train], len(train), "training")
 
     def fitted(penalty: float, seed: int) -> tuple[float, np.ndarray, int]:

@@ -162,8 +162,8 @@ def test_auroc_of_many_columns_is_that_of_each():
 def test_validation_alone_orients():
     rows = rows_of(np.arange(90) % 2 == 0)
     values = np.where(rows.splits == "validation", -1.0, 1.0) * rows.labels
-    result = oriented(values[:, None], rows)
-    assert result.sign == -1 and result.column == 0
+    _, column, sign = oriented(values[:, None], rows)
+    assert (column, sign) == (0, -1)
 
 
 def test_one_class_alone_chooses_nothing():

@@ -57,10 +57,9 @@ def ids(*counts):
 def test_entropies_are_those_of_the_reference_also_of_very_unlikely_answers():
     assert discrete_entropy(ids(5, 3, 1, 1)) == pytest.approx(1.1682824501765625)
     log_probs, clusters = np.array([-0.2, -0.5, -1.0]), np.array([0, 0, 1])
-    golden = pytest.approx(0.5074720173268471, abs=1e-14)
-    assert weighted_entropy(log_probs, clusters) == golden
-    golden = pytest.approx(0.5074720173268471)  # nothing underflows
-    assert weighted_entropy(log_probs - 2000, clusters) == golden
+    golden = 0.5074720173268471
+    assert weighted_entropy(log_probs, clusters) == pytest.approx(golden, abs=1e-14)
+    assert weighted_entropy(log_probs - 2000, clusters) == pytest.approx(golden)
 
 
 def test_of_equally_likely_answers_both_entropies_are_equal():
@@ -149,11 +148,8 @@ def test_the_prior_is_counted_up_to_seven_meanings():
 
 
 def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
-    prior = {1: 0.5, 2: 0.25, 4: 0.25}
-    assert tail_of(prior, 2) == {2: 0.5, 4: 0.5}
-    assert tail_of(prior, 3) == {4: 1.0}
-    assert tail_of(prior, 4) == {4: 1.0}
-    assert tail_of(prior, 6) == {6: 1.0}
+    tails = [tail_of({1: 0.5, 2: 0.25, 4: 0.25}, n) for n in (2, 3, 4, 6)]
+    assert tails == [{2: 0.5, 4: 0.5}, {4: 1.0}, {4: 1.0}, {6: 1.0}]
 
 
 def test_only_the_training_rows_change_the_prior():
@@ -273,12 +269,8 @@ def test_entailment_is_the_likeliest_relation_in_both_directions(forth, back, sa
 
 def test_the_question_is_put_before_both_texts():
     calls = []
-
-    def rule(premise, hypothesis):
-        calls.append((premise, hypothesis))
-        return 1, 0, 0
-
-    by_entailment(drawn_inputs([["a", "b"], ["a"]], relations=relations_by(rule)))
+    rule = relations_by(lambda *pair: calls.append(pair) or (1, 0, 0))
+    by_entailment(drawn_inputs([["a", "b"], ["a"]], relations=rule))
     assert sorted(calls) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
 
 
@@ -440,7 +432,6 @@ def test_a_pair_longer_than_the_model_is_cut(saved):
     "labels",
     [
         ("LABEL_0", "LABEL_1", "LABEL_2"),
-        ("LABEL_0", "LABEL_1"),
         ("entailment", "not_entailment"),
         ("entailment", "neutral"),
         ("entailment", "neutral", "contradiction", "other"),
@@ -451,11 +442,6 @@ def test_other_labels_are_refused_in_one_sentence(tmp_path, labels):
     with pytest.raises(ValueError, match="expected entailment, neutral, contr") as info:
         columns_of(dict(enumerate(labels)), tmp_path)
     assert "\n" not in str(info.value) and labels[0] in str(info.value)
-
-
-def test_labels_are_read_in_any_case_and_order(tmp_path):
-    columns = columns_of({0: "Neutral", 1: "ENTAILMENT", 2: "contradiction"}, tmp_path)
-    assert columns == {"entailment": 1, "neutral": 0, "contradiction": 2}
 
 
 def rewrite(path, **changes):

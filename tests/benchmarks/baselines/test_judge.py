@@ -506,11 +506,6 @@ def unread(wanted, caches, n_rows):
     return rows
 
 
-def test_parts_hold_every_row_once():
-    chunks = [(chunk.start, chunk.stop) for chunk in chunks_of(600)]
-    assert chunks == [(0, 256), (256, 512), (512, 600)]
-
-
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     given = drawn_inputs([["a"]] * 300)
     caches = {name: Cache(tmp_path / name, "key") for name in NAMES}

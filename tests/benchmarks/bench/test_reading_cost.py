@@ -16,6 +16,7 @@ from beatrice.benchmarks.bench.answer import (
     WAYS,
     AnswerBench,
     answer_ratio,
+    full_model,
     measure_model,
     measure_setting,
     warm_ratio,
@@ -36,7 +37,6 @@ from beatrice.benchmarks.bench.extract import (
     measure_with_examples,
     peak_above,
 )
-from beatrice.benchmarks.bench.full_models import full_model
 from beatrice.benchmarks.bench.oracle import measure_written
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main

@@ -73,10 +73,27 @@ def undefined(result, reason="one class only"):
 
 @functools.cache
 def read_rows(name):
-    """Return the rows of a table, in which an empty cell is an absent value."""
+    """Return the rows of a table, in which a line has the values of several sets.
+
+    A head with a space is a dataset and a split; `half` is how far an interval goes to
+    either side. A value that is a word is a reason, and an empty cell is absent.
+    """
     with (FOLDER / name).open(encoding="utf-8", newline="") as file:
-        cells = [{k: v for k, v in x.items() if v} for x in csv.DictReader(file)]
-    rows = [{"value": None} | x for x in cells]
+        lines = [{k: v for k, v in x.items() if v} for x in csv.DictReader(file)]
+    rows = []
+    for line in lines:
+        half = float(line.pop("half", 0))
+        sets = {head: line.pop(head) for head in [*line] if " " in head}
+        for head, cell in sets.items():
+            dataset, _, split = head.rpartition(" ")
+            value = float(cell) if cell[-1].isdigit() else None
+            row = {**line, "dataset": dataset, "split": split, "value": value}
+            if value is None:
+                row["reason"] = cell
+            elif half:
+                row["ci_low"] = round(value - half, 6)
+                row["ci_high"] = round(value + half, 6)
+            rows.append(row)
     return msgspec.convert(rows, list[ResultRow], strict=False)
 
 
