@@ -227,9 +227,7 @@ class Scenario:
 
 
 def encoder_scores(
-    scene: Scenario,
-    tree: Mapping[str, Any],
-    config: GridConfig,
+    scene: Scenario, tree: Mapping[str, Any], config: GridConfig
 ) -> dict[Subject, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
     store, dims = scene.new.store, family_dims(scene.trained.store)

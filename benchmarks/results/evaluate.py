@@ -35,13 +35,7 @@ from beatrice.benchmarks.results.shown import (
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.generate.prompts import LeftOut
-from beatrice.extract.records import (
-    IN_DOMAIN,
-    Answer,
-    Example,
-    Setting,
-    read_records,
-)
+from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting, read_records
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     read_answers,
@@ -214,9 +208,7 @@ def answer_rows(
 
 
 def prompt_rows(
-    examples: Sequence[Example],
-    answers: Sequence[Answer],
-    left_out: Iterable[LeftOut],
+    examples: Sequence[Example], answers: Sequence[Answer], left_out: Iterable[LeftOut]
 ) -> list[ResultRow]:
     """Return the share of cut prompts per set, split and setting.
 
@@ -360,10 +352,7 @@ KINDS = {
 
 
 def choose_answers(
-    p_correct: np.ndarray,
-    labels: np.ndarray,
-    ids: Sequence[str],
-    threshold: float,
+    p_correct: np.ndarray, labels: np.ndarray, ids: Sequence[str], threshold: float
 ) -> list[tuple[str, int, list[int]]]:
     """Return each kind, how many there are and the indices of those to show.
 

@@ -14,14 +14,7 @@ import msgspec
 import pandas
 
 from beatrice.benchmarks.baselines.detector import DetectorCost
-from beatrice.benchmarks.results import (
-    figures,
-    findings,
-    names,
-    paper,
-    rivals,
-    tables,
-)
+from beatrice.benchmarks.results import figures, findings, names, paper, rivals, tables
 from beatrice.benchmarks.results.anatomy import anatomy_parts
 from beatrice.benchmarks.results.figures import Picture, picture
 from beatrice.benchmarks.results.shown import (
@@ -141,9 +134,7 @@ def render_report(data: ReportData) -> str:
 ShownRow = tuple[ShownSet, str, ShownAnswer]  # an answer with its set and kind
 
 
-def answers_to_show(
-    shown: Sequence[ShownSet],
-) -> tuple[list[ShownRow], list[ShownRow]]:
+def answers_to_show(shown: Sequence[ShownSet]) -> tuple[list[ShownRow], list[ShownRow]]:
     """Return the answers to show at once, some of each setting, and the others."""
     first, rest, settings = [], [], set()
     for shown_set in shown:

@@ -33,12 +33,7 @@ from beatrice.benchmarks.results.page import (
 )
 from beatrice.benchmarks.results.paper import ledger
 from beatrice.benchmarks.results.rendering import markdown
-from beatrice.benchmarks.results.shown import (
-    Control,
-    Curves,
-    ShownAnswer,
-    ShownSet,
-)
+from beatrice.benchmarks.results.shown import Control, Curves, ShownAnswer, ShownSet
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,

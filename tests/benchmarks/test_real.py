@@ -50,11 +50,7 @@ from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.retrieval_server import RetrievalServer
-from beatrice.pgir.retrievers import (
-    Bm25Retriever,
-    Retrieval,
-    RetrievalFailed,
-)
+from beatrice.pgir.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from tests.benchmarks.results.sample import row
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, questions

@@ -28,9 +28,7 @@ from beatrice.benchmarks.bench.select import (
     made_up_outputs,
     rows_of_set,
 )
-from beatrice.benchmarks.bench.select import (
-    measure as measure_selection,
-)
+from beatrice.benchmarks.bench.select import measure as measure_selection
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.benchmarks.bench.train import (
     KINDS,
