@@ -160,10 +160,7 @@ def _as_bytes(text: str) -> np.ndarray:
 
 
 class MeteredRelations:
-    """An NLI model whose time for a pair is charged to every detector that reads it.
-
-    The model reads a pair once; the first detector would pay for all others.
-    """
+    """An NLI model whose time for a pair is charged to every detector that reads it."""
 
     def __init__(self, relations: Relations) -> None:
         """Meter a model."""
@@ -222,10 +219,7 @@ def score(
 def _read_samples(
     detector: Baseline, inputs: DetectorInput
 ) -> list[tuple[Sample, ...]]:
-    """Return the drawn answers of each row that a detector reads, or is shown, some of.
-
-    P(True) needs none.
-    """
+    """Return the drawn answers of rows that a detector reads; P(True) is shown some."""
     if "samples" not in detector.needs and "p_true" not in detector.reads:
         return []
     splits = detector.draws_for or set(inputs.rows.splits)

@@ -20,11 +20,7 @@ from beatrice.jaxprobe.rows import Rows
 
 
 def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
-    """Fit blocks `[n_rows, n_features]` on training rows, and score all rows.
-
-    Returns:
-      `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
-    """
+    """Return `[1, n_rows]` log-odds by blocks of features, and the inverse penalty."""
     train, valid = rows.where("train"), rows.where("validation")
     scores, penalty = score_blocks(blocks, rows.labels, train, valid)
     return scores[None], penalty
@@ -153,10 +149,7 @@ def fit_tfidf(
 def text_scores(
     texts: Sequence[str], rows: Rows, others: Sequence[str] | None = None
 ) -> tuple[np.ndarray, ResultRow]:
-    """Return P(correct) by the texts of rows, `[1, n]`, and the penalty's row.
-
-    Of `others` where these are given.
-    """
+    """Return P(correct) of rows' texts, or of others, `[1, n]`, and the penalty's row."""
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[int(i)] for i in train],
@@ -220,10 +213,7 @@ def probe_scores(
     .920 closed-book and .805 with context, without it .915 and .796, of the sum of the
     four scores .826 and .781.
 
-    Args:
-      stores: extracted settings, whose answers are the rows, one store after another.
-      rows: what the rows are.
-      layer: of the hidden states.
+    The rows are the answers of the stores, one after another.
 
     Returns:
       `[1, n_rows]` scores, and rows of the penalties that validation chose.

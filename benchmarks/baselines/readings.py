@@ -45,10 +45,7 @@ NOTHING_READ = CachedReadings({}, {}, {})
 def reading_keys(
     setting: str, identities: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, str]:
-    """Return the identity of all that each reading depends on, by name.
-
-    Readings depend neither on labels nor on the layer of the sweep.
-    """
+    """Return what each reading depends on: neither labels nor the layer of the sweep."""
     answers, samples = identities["answers"], identities["samples"]
     drawn = {name: (samples,) if name in _OF_SAMPLES else () for name in names}
     return {
@@ -127,10 +124,7 @@ def cached_readings(
     caches: Mapping[str, Cache],
     tick: Callable[[], None] = lambda: None,
 ) -> CachedReadings:
-    """Return readings of rows, read now or by an earlier, interrupted start.
-
-    `tick` is called once for each of `chunks_of`, when its readings are there.
-    """
+    """Return readings of rows, of now or of an earlier start; a tick for each chunk."""
     values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
     for chunk in chunks_of(n_rows):

@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import click
@@ -115,16 +116,17 @@ def requests_of(tokenizer: Any, model: str, setting: Setting) -> list[Request]:
     """Return a model's prompts, with a passage each or without."""
     template, questions = questions_of(model)
     shown = setting == "with_context"
+    prompts = (
+        build_prompt(tokenizer, template, question, [passage] if shown else [])
+        for question, passage in questions
+    )
+    return _requests(prompts, setting)
+
+
+def _requests(prompts: Iterable[Prompt], setting: Setting) -> list[Request]:
     return [
-        Request(
-            example_id=str(number),
-            setting=setting,
-            variant="original",
-            prompt=build_prompt(
-                tokenizer, template, question, [passage] if shown else []
-            ),
-        )
-        for number, (question, passage) in enumerate(questions)
+        Request(example_id=str(i), setting=setting, variant="original", prompt=prompt)
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -209,19 +211,11 @@ def random_requests(
     if setting == "closed_book":
         n_context = 0
     start = rng.integers(3, n_words, n_shared).tolist()
+    ends = (rng.integers(3, n_words, n_context + n_question) for _ in range(n))
     context = n_shared, n_shared + n_context
-    return [
-        Request(
-            example_id=str(number),
-            setting=setting,
-            variant="original",
-            prompt=Prompt(
-                (*start, *rng.integers(3, n_words, n_context + n_question).tolist()),
-                context,
-            ),
-        )
-        for number in range(n)
-    ]
+    return _requests(
+        (Prompt((*start, *end.tolist()), context) for end in ends), setting
+    )
 
 
 class AnswerBench:
@@ -238,6 +232,10 @@ class AnswerBench:
         quiet()
         backbone = load_backbone(model_path(model), dtype=dtype)
         return cls(backbone, requests_of(backbone.tokenizer, model, setting))
+
+    def peak(self, way: Way) -> float:
+        """Return the most in MiB that one way needs above what is held."""
+        return peak_above(lambda: self.run(way), self.backbone.device.type)
 
     def run(self, way: Way) -> None:
         """Answer all prompts in one way."""
@@ -272,7 +270,7 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
     return_freed_memory()  # what a loaded model lets glibc keep would hide the need
     # Weights are pages of a file, which the first pass brings into memory.
     generate_and_read(bench.reader, bench.requests[:1], CONFIG)
-    return peak_above(lambda: bench.run(way), bench.backbone.device.type)
+    return bench.peak(way)
 
 
 def measure_setting(
@@ -316,20 +314,13 @@ def measure_model(
     n_requests: int = 48,
     n_tokens: tuple[int, int, int] = N_TOKENS,
 ) -> Iterator[Row]:
-    """Measure a model where it lies, in both settings.
-
-    On `n_requests` prompts of `n_tokens`, see `N_TOKENS`.
-    """
+    """Measure a model where it lies, in both settings; see `N_TOKENS`."""
     backbone = Backbone.from_model(model, Numbers(), revision="random")
     n_words = backbone.layout.head.out_features
     for setting in SETTINGS:
         requests = random_requests(n_words, setting, n_requests, n_tokens)
         bench = AnswerBench(backbone, requests)
-
-        def peak(way: Way, bench: AnswerBench = bench) -> float:
-            return peak_above(lambda: bench.run(way), bench.backbone.device.type)
-
-        yield {"model": name, **measure_setting(bench, n_rounds, peak)}
+        yield {"model": name, **measure_setting(bench, n_rounds, bench.peak)}
 
 
 @click.command()
@@ -348,12 +339,8 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
     printer = RowPrinter(as_json)
     for setting in SETTINGS:
         bench = AnswerBench.of(model, dtype, setting)
-
-        def peak(way: Way, setting: Setting = setting) -> float:
-            words = f"the peak of {way}", measure_peak, model, dtype, setting, way
-            return measure_fresh(*words)
-
-        printer.row(measure_setting(bench, rounds, peak))
+        about = "the peak of a way", measure_peak, model, dtype, setting
+        printer.row(measure_setting(bench, rounds, partial(measure_fresh, *about)))
     for name in FULL_MODELS if torch.cuda.is_available() else ():
         for row in measure_model(name, full_model(name, "cuda"), rounds):
             printer.row(row)
@@ -416,10 +403,7 @@ def _printed_by(program: str, *words: str) -> list[tuple[float, float]]:
 def _ratio_in_turns(
     below: Callable[[], Any], above: Callable[[], Any], n: int
 ) -> tuple[float, float]:
-    """Return the medians of `n` ratios, of the clock and of processors, of two turns.
-
-    By one thread, so that both see the same machine.
-    """
+    """Return medians of `n` ratios, of clock and processors, both by one thread."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     turns = take_turns((below, above), n)
@@ -444,10 +428,7 @@ def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
-    """Return the time of an answer with its P by `model.generate` of the same tokens.
-
-    A model without a chat template is asked by the probe's own.
-    """
+    """Return the time of an answer with its P by `model.generate` of the same tokens."""
     from beatrice.extract.generate.local import stop_ids
 
     backbone = probe.scorer.probed.backbone

@@ -407,15 +407,12 @@ def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely.
-
-    The last `n_answer` tokens of each are its answer.
-    """
+    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely."""
 
     n_examples: int
     shortest: int
     longest: int
-    n_answer: int
+    n_answer: int  # the last ones of each
     extract: ExtractConfig
 
 
@@ -575,10 +572,7 @@ def measure_gpu(
 def measure_with_examples(
     backbone: Backbone, n_rounds: int, n_questions: int = N_QUESTIONS
 ) -> Row:
-    """Let bare forward, greedy generation and reading take turns on one batch.
-
-    Of closed-book prompts, at most 16 new tokens each.
-    """
+    """Let bare forward, greedy generation and reading take turns on one batch."""
     # Of no model by name: the embedded one too is shown worked examples.
     requests = requests_of(backbone.tokenizer, "", "closed_book")[:n_questions]
     reader = SignalReader(backbone)

@@ -428,8 +428,7 @@ def largest_errors(
 def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
     """Return the largest absolute errors of an architecture by family of signals.
 
-    Of the reader against the oracle; in bfloat16 also those of the oracle on eager
-    against fused attention.
+    In bfloat16 also those of the oracle on eager against fused attention.
     """
     single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)

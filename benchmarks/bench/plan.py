@@ -181,17 +181,14 @@ DEVICES: dict[Name, Device] = {
 
 
 def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
-    """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest.
-
-    The store is of the default types, in which an accelerator holds it.
-    """
+    """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest."""
     n_train, n_valid = N_ROWS[setting]
     lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
     where = np.split(np.arange(len(lengths)), [n_train])
     is_streamed = setting == "with_context"  # whose rows take 236 GiB
     config = GridConfig(stream=StreamConfig() if is_streamed else None)
     config = config.mixed() if is_mixed else config
-    store_config = StoreConfig()
+    store_config = StoreConfig()  # in whose types an accelerator holds rows
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
     device_dtypes = (store_config.dtype, *scalars)
     return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)

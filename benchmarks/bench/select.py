@@ -65,10 +65,9 @@ WIDTHS = {
 
 
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
-    """Return a set's member outputs as rows, and how far each two are apart.
+    """Return a set's `head_inputs` as rows, and how far each two members are apart.
 
-    Of `[n_members, d_output, n_examples]`, see `head_inputs`, `[n_examples, n_members *
-    d_output + n_pairs]`.
+    `[n_examples, n_members * d_output + n_pairs]`.
     """
     slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
     scores = slots[..., -1]
@@ -78,10 +77,7 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
 
 
 class TorchHead(torch.nn.Module):
-    """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
-
-    See `rows_of_set`; a score of zero is that of a hidden encoder.
-    """
+    """A head of `rows_of_set`: the mean logit, and a correction of zero."""
 
     @torch.no_grad()
     def __init__(self, d_row: int, n_members: int, hidden: int) -> None:
@@ -101,7 +97,7 @@ class TorchHead(torch.nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return logits `[n_examples]`."""
         scores = rows[:, self.scores]
-        seen = (scores > 0).float()
+        seen = (scores > 0).float()  # zero is that of a hidden encoder
         logits = torch.logit(scores, eps=1e-6) * seen
         mean = logits.sum(dim=1) / seen.sum(dim=1).clamp_min(1.0)
         return mean + self.mlp(rows)[:, 0]

@@ -83,15 +83,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [1]},
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "head_dim": 8,
-        "num_hidden_layers": 4,
-    },
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe_text",
-        "head_dim": 8,
-        "num_hidden_layers": 4,
+    **{
+        name: {"model_type": f"{name}_text", "head_dim": 8, "num_hidden_layers": 4}
+        for name in ("qwen3_5", "qwen3_5_moe")
     },
     "gemma": {"head_dim": 8},
     "gemma2": {
@@ -233,6 +227,10 @@ _QWEN["vision_config"] = {
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }
+_IMAGE_IDS = {
+    f"{name}_token_index": N_TEXT_IDS + index
+    for index, name in enumerate(("boi", "eoi", "image"))
+}
 _GEMMA3 = {
     "vision_config": {
         **_SHALLOW,
@@ -242,9 +240,7 @@ _GEMMA3 = {
         "vision_use_head": False,
     },
     "mm_tokens_per_image": 4,
-    "boi_token_index": N_TEXT_IDS,
-    "eoi_token_index": N_TEXT_IDS + 1,
-    "image_token_index": N_TEXT_IDS + 2,
+    **_IMAGE_IDS,
 }
 _GEMMA4_WRAPPER: dict[str, Any] = {
     f"{name}_token_id": N_TEXT_IDS + index
@@ -267,9 +263,7 @@ _LLAMA4 = {
         "projector_input_dim": 16,
         "projector_output_dim": 16,
     },
-    "boi_token_index": N_TEXT_IDS,
-    "eoi_token_index": N_TEXT_IDS + 1,
-    "image_token_index": N_TEXT_IDS + 2,
+    **_IMAGE_IDS,
 }
 # Family -> class and sizes of its released form: the text model beside towers, which
 # are as small as their configs allow and never called.

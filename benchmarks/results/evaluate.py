@@ -282,15 +282,15 @@ def annotated_rows(
             if detector.subject not in names.AT_EQUAL_LENGTH:
                 continue
             fields |= detector.subject._replace(kind=kind)._asdict()
-            if not is_defined:
+            if is_defined:
+                scores = detector.scores[:, where[some]]
+                by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
+                value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
+                low, high = interval_of(np.array(resampled))
+                fields |= {"value": float(value), "ci_low": low, "ci_high": high}
+            else:
                 reason = "the annotated answers are of one class only"
-                result.append(ResultRow(**fields, value=None, reason=reason))
-                continue
-            scores = detector.scores[:, where[some]]
-            by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
-            value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
-            low, high = interval_of(np.array(resampled))
-            fields |= {"value": float(value), "ci_low": low, "ci_high": high}
+                fields |= {"value": None, "reason": reason}
             result.append(ResultRow(**fields))
     return result
 
