@@ -149,7 +149,7 @@ def fit_tfidf(
 def text_scores(
     texts: Sequence[str], rows: Rows, others: Sequence[str] | None = None
 ) -> tuple[np.ndarray, ResultRow]:
-    """Return P(correct) of rows' texts, or of others, `[1, n]`, and the penalty's row."""
+    """Return P(correct) of the rows' texts or others, `[1, n]`, and the penalty."""
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[int(i)] for i in train],

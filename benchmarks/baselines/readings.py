@@ -45,7 +45,7 @@ NOTHING_READ = CachedReadings({}, {}, {})
 def reading_keys(
     setting: str, identities: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, str]:
-    """Return what each reading depends on: neither labels nor the layer of the sweep."""
+    """Return what each reading depends on: not on labels, nor the sweep's layer."""
     answers, samples = identities["answers"], identities["samples"]
     drawn = {name: (samples,) if name in _OF_SAMPLES else () for name in names}
     return {

@@ -428,7 +428,7 @@ def warm_ratio(probe: Any, n: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
-    """Return the time of an answer with its P by `model.generate` of the same tokens."""
+    """Return the time of an answer with P by `model.generate` of the same tokens."""
     from beatrice.extract.generate.local import stop_ids
 
     backbone = probe.scorer.probed.backbone

@@ -407,7 +407,7 @@ def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely."""
+    """What is extracted: sequences of `shortest` to `longest` tokens."""
 
     n_examples: int
     shortest: int

@@ -1,11 +1,10 @@
 """The paper's numbers beside a run's: a join, which order is the same, the ledger.
 
-`paper.jsonl` has every number of the paper's seventeen tables, a line each, in the
-order of print: as printed (percentages stay percentages), with the mark that the paper
-gives it. Then come the numbers that only the text or a caption of the anatomy prints
-(the figures print none), by the figure or section that they belong to, and what the
-text there says of an order without a number. What is a definition (fifteen encoders,
-one half) or repeats a table is no line.
+`paper.jsonl` has the numbers of the paper's seventeen tables as printed (percentages
+stay percentages), a line for those of a cell that have one mark, in the order of print.
+Then come those that only the text or a caption of the anatomy prints, by their figure
+or section, and what the text there says of an order without a number. What is a
+definition (fifteen encoders, one half) or repeats a table is no line.
 
 A number has a counterpart in a run where its line names a setting, a set, a split and a
 detector of ours; where it has none its line or `_WHY_NOT` says why, but for what is no
@@ -46,7 +45,6 @@ from beatrice.extract.records import (
     Example,
     Label,
     Record,
-    read_records,
 )
 from beatrice.extract.run.rows import ResultRow
 
@@ -138,7 +136,12 @@ class Beside(NamedTuple):
 
 def read_ledger() -> list[PaperCell]:
     """Return every number of the paper's tables, in the order of print."""
-    return list(read_records(Path(__file__).with_name("paper.jsonl"), PaperCell))
+    lines = Path(__file__).with_name("paper.jsonl").read_bytes().splitlines()
+    return [
+        msgspec.convert({**cell, "metric": metric, "value": value}, PaperCell)
+        for cell in map(msgspec.json.decode, lines)
+        for metric, value in cell.pop("numbers").items()
+    ]
 
 
 # The join.
