@@ -68,22 +68,20 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]:
     """Return the set of a file, and how many of its questions a run can use."""
+    wanted = None
     try:
         file = open_dataset(path)
-    except (ValueError, OSError):
-        return None, 0  # no questions
-    if file.dataset not in WANTED:
-        return None, 0
-    context = WANTED[file.dataset].context
-    try:
+        if (wanted := WANTED.get(file.dataset or "")) is None:
+            return None, 0
         return file.dataset, sum(
             isinstance(row, Loaded)
             and row.question.dataset == file.dataset
-            and is_usable(row, context)
+            and is_usable(row, wanted.context)
             for row in file.read()
         )
-    except (ValueError, OSError) as error:  # such as half of a download
-        note(f"{WANTED[file.dataset].title}: left out: {error}")
+    except (ValueError, OSError) as error:  # no questions, or half of a download
+        if wanted is not None:
+            note(f"{wanted.title}: left out: {error}")
         return None, 0
 
 

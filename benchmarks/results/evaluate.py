@@ -320,25 +320,20 @@ def decision_rows(
             is_decided = np.array([threshold.holds(p) for p in p_correct[where]])
             is_right = rows.labels[where] == (threshold.decision == "trust")
             n, n_right = int(is_decided.sum()), int((is_decided & is_right).sum())
-            fields = rows.fields_of(dataset, split) | {
-                "experiment": "decision",
-                "detector": "champion",
-                "kind": threshold.decision,
-                "wanted": threshold.wanted,
-            }
-            share = n / len(where)
-            fields |= {"n": len(where), "metric": "coverage", "value": share}
-            result.append(ResultRow(**fields))
-            fields |= {"n": n, "metric": "precision", "value": None}
+            coverage = {"n": len(where), "metric": "coverage", "value": n / len(where)}
+            precision: dict[str, Any] = {"n": n, "metric": "precision", "value": None}
             if threshold.p_correct is None:
-                fields["reason"] = "no P holds this precision on validation answers"
+                precision["reason"] = "no P holds this precision on validation answers"
             elif not n:
-                fields["reason"] = "no answer lies beyond the threshold"
+                precision["reason"] = "no answer lies beyond the threshold"
             else:
-                interval = binomtest(n_right, n).proportion_ci(0.95, method="wilson")
-                fields |= {"value": n_right / n, "ci_low": interval.low}
-                fields["ci_high"] = interval.high
-            result.append(ResultRow(**fields))
+                ends = binomtest(n_right, n).proportion_ci(0.95, method="wilson")
+                precision |= {"value": n_right / n}
+                precision |= {"ci_low": ends.low, "ci_high": ends.high}
+            fields = rows.fields_of(dataset, split)
+            fields |= {"experiment": "decision", "detector": "champion"}
+            fields |= {"kind": threshold.decision, "wanted": threshold.wanted}
+            result += [ResultRow(**fields | x) for x in (coverage, precision)]
     return result
 
 

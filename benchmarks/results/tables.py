@@ -6,7 +6,6 @@ ranks, which go by the printed digits, and its notes.
 """
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -47,8 +46,7 @@ class Place(NamedTuple):
         return f"{self.dataset}, {names.SPLIT_LABELS[self.split]}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(NamedTuple):
     """One number of a cell and its rank in its column."""
 
     row: ResultRow
@@ -80,8 +78,7 @@ class Column(NamedTuple):
     detail: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class Line(NamedTuple):
     """One method and its cells, in the order of the columns."""
 
     label: str
@@ -89,8 +86,7 @@ class Line:
     is_ours: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(NamedTuple):
     """A table ready to be spelled out."""
 
     corner: str
@@ -596,7 +592,7 @@ def _panorama(
 
     table, chance = laid(labels, *METRICS), laid({_GUESSING: CHANCE}, None, "auprc")
     lines = sorted(table.lines, key=order)
-    return dataclasses.replace(table, lines=(*chance.lines, *lines) if lines else ())
+    return table._replace(lines=(*chance.lines, *lines) if lines else ())
 
 
 def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:

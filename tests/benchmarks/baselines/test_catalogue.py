@@ -16,8 +16,8 @@ from beatrice.benchmarks.baselines.detector import (
 from beatrice.benchmarks.baselines.faults import violations
 from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
 from beatrice.extract.readings.reader import READINGS
-from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
+from tests.benchmarks.baselines.test_probes import measured
 from tests.jaxprobe.samples import rows_of
 
 # The encoder is a model of its own, and tested with one (`test_plain`); a head that
@@ -43,12 +43,6 @@ def broken(name, score):
     """The detector with another score, `score(its own, inputs)`."""
     whole = KNOWN[name]
     return dataclasses.replace(whole, score=lambda inputs: score(whole.score, inputs))
-
-
-def measured(output, rows):
-    test = rows.where("test")
-    scores = np.nan_to_num(output.scores[0, test])
-    return auroc(scores, rows.labels[test]).value
 
 
 @pytest.mark.parametrize("name", NAMES)

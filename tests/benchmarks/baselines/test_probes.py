@@ -78,12 +78,11 @@ def planted(labels, step, layer=1, size=3.0):
     return answers
 
 
-def measured(output, rows, labels=None):
+def measured(output, rows):
     """AUROC of the first seed on the test rows that have a score."""
     test = rows.where("test")
     test = test[np.isfinite(output.scores[0, test])]
-    labels = rows.labels if labels is None else labels
-    return roc_auc_score(labels[test], output.scores[0, test])
+    return roc_auc_score(rows.labels[test], output.scores[0, test])
 
 
 def inputs(rows, store=None, **readings):
