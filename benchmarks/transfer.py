@@ -193,7 +193,6 @@ def with_passages(
     return examples, {questions[i].id: why for i, why in reasons.items()}
 
 
-EXPERIMENT = RETRIEVED
 _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
 
 
@@ -332,7 +331,7 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
             values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
         for metric, x in values.items():
             row = ResultRow(
-                experiment=EXPERIMENT,
+                experiment=RETRIEVED,
                 detector="backbone",
                 metric=metric,
                 value=float(x.mean()) if len(x) else None,
@@ -368,13 +367,13 @@ def scene_rows(
     """Return a setting's rows; of `questions` those without an answer have failed."""
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
-    pairs = {f"{EXPERIMENT}_paired": [(CHAMPION, rival) for rival in COMPARED]}
+    pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in COMPARED]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
     result = []
     for each in (rows, together):
-        measured = detection_rows(detectors, each, intervals, EXPERIMENT, pairs)
+        measured = detection_rows(detectors, each, intervals, RETRIEVED, pairs)
         measured += _answer_rows(scene.new.questions, each)
         result += _count_missing(measured, each, questions)
     return result

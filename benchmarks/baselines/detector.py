@@ -222,7 +222,6 @@ class DetectorCost(
     reason: str = ""  # why there is no score at all; empty where there is
 
 
-GROUP = "beatrice.baselines"  # of entry points
 # The order of the paper's tables; a file that is not named here comes last.
 _ORDER = "entropy selfcheck probes gnosis llm_check context text_models".split()
 _registered: dict[str, dict[str, Baseline]] = {}  # by module, then by name
@@ -290,7 +289,7 @@ def find_detector(spec: str) -> Baseline:
     if spec in known:
         return known[spec]
     try:
-        detector = load_plug(spec, GROUP)
+        detector = load_plug(spec, "beatrice.baselines")
     except ValueError as error:
         if ":" in spec:
             raise

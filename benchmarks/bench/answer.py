@@ -8,10 +8,9 @@ Ratios are medians over neighbouring turns. Peak memory is taken in processes of
 own, above the loaded model and its libraries. Where Torch sees a GPU, Qwen3.5-9B and
 Gemma 4 E4B follow there, at full size with random weights and on random prompts.
 
-`score`: what one score costs, from the shell to a warm process. Whole commands run in
-processes of their own, some times over; of each the least is shown, in seconds of the
-clock and of processors (user and system together): other programs on the machine
-lengthen the former much and the latter somewhat.
+`score`: what one score costs, from the shell to a warm process. Whole commands run some
+times over; of each the least is shown, in seconds of the clock, which other programs
+lengthen much, and of processors, which they lengthen somewhat.
 """
 
 import contextlib
@@ -80,7 +79,6 @@ from beatrice.extract.world.facts import (
 
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
-PEAKED: tuple[Way, ...] = ("plain", "one pass")  # whose memory is taken
 N_QUESTIONS = 24
 N_EMBEDDED = 240  # of the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
@@ -290,7 +288,6 @@ def measure_setting(
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
-    peaks = {f"MiB {way}": peak(way) for way in PEAKED}
     return {
         "setting": bench.requests[0].setting,
         "prompt tokens": sum(len(answer.prompt_ids) for answer in answers),
@@ -302,7 +299,8 @@ def measure_setting(
         "two passes ÷ plain": ratios[0][plain][double],
         "one pass ÷ floor, processors": ratios[1][floor][single],
         "one pass ÷ plain, processors": ratios[1][plain][single],
-        **peaks,
+        "MiB plain": peak("plain"),
+        "MiB one pass": peak("one pass"),
     }
 
 

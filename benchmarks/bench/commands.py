@@ -1,8 +1,6 @@
 """`beatrice bench`: what is promised in numbers, measured again by one command.
 
-A benchmark stands in one module, measurement and command together, which is imported
-when it is asked for. Here are the group, and what the benchmarks share: how rows are
-printed, and a process of one's own to measure in.
+Here are the group, and what the benchmarks share.
 """
 
 import functools

@@ -1,18 +1,16 @@
 """`beatrice bench extract`: reading and storing on this CPU, and at full size on a GPU.
 
 On a CPU the model is random and Llama-shaped. Bare forward and reading take turns on
-the same batch in one process, so that a busy machine slows both; the ratio is the
-median over pairs of neighbours. Peak memory is taken in a process of its own per
-figure, above what the loaded model and the libraries hold. Then the extraction loop,
-which reads every batch of a plan and drops what it read, takes turns with `extract`'s
-own work on that plan: the same batches, rounded to the stored type, and written with
-their checksums and commit records.
+the same batch, so that a busy machine slows both; peak memory is taken in a process of
+its own per figure, above what the loaded model and the libraries hold. Then the loop
+that reads every batch of a plan and drops what it read takes turns with `extract`'s own
+work on that plan: the same batches, rounded to the stored type, and written with their
+checksums and commit records.
 
 On a GPU the time of a reading is also held against the peak, and a profile shows where
-the rest goes, for two backbones of the released sizes (Qwen3.5-9B, and the text model
-of Gemma 4 E4B) with random weights: what a reading costs does not depend on them. With
-`--model` one model answers prompts with worked examples, and its answers are read,
-beside the bare forward over the same tokens.
+the rest goes, for two backbones of the released sizes with random weights: what a
+reading costs does not depend on them. With `--model` one model answers prompts with
+worked examples, and its answers are read, beside the bare forward.
 """
 
 import contextlib
@@ -82,7 +80,6 @@ LENGTHS = (
     {"n_tokens": 512, "n_examples": 4, "n_read": 192},
     {"n_tokens": 2048, "n_examples": 1, "n_read": 576},
 )
-VOCABULARIES = (32000, 248320)
 
 
 def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
@@ -93,7 +90,7 @@ def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
     return [
         BatchConfig(**length, vocab_size=n_words, device=device, dtype=dtype)
         for device, dtype in devices.items()
-        for n_words in VOCABULARIES
+        for n_words in (32000, 248320)
         for length in LENGTHS
     ]
 

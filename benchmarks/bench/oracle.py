@@ -8,10 +8,9 @@ residual stream count, whatever the modules are called. The final norm is the mo
 own module; everything after the model is a float64 loop over single numbers.
 
 `oracle`: a tiny random model of each architecture reads four examples through small odd
-chunks, so that every seam between chunks is crossed. In float32 the reader is given one
-padded batch and the oracle attends eagerly. In bfloat16 the oracle attends by the same
-fused kernel as the reader, and beside the reader's error stands how far the model's own
-eager attention moves the same readings.
+chunks. In float32 the reader is given one padded batch and the oracle attends eagerly.
+In bfloat16 the oracle attends by the same fused kernel as the reader, and beside the
+reader's error stands how far the model's own eager attention moves the same readings.
 
 `survey`: of every causal language model of Transformers a narrow random twin is made
 from its default config, and read exactly or refused in a sentence: on a ragged batch

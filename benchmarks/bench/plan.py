@@ -2,14 +2,11 @@
 
 Arithmetic, not a measurement. The training step is planned as `beatrice train` plans it
 and compiled by this machine's compiler, whose memory analysis and counts of operations
-are shown; it is lowered for CUDA, and the products of that module are held against the
-device's published peaks. Time by roofline is that of every product at the peak that
-binds it, and of all other bytes at memory's; how many these are follows from how this
-machine's compiler fuses loops, and a GPU's may move fewer.
-
-The lowered module is read as StableHLO, in which a function of jitted code stands once
-and is called from several places. Bodies of loops count once: one microbatch of one
-batch.
+are shown; it is lowered for CUDA, and the products of that module (StableHLO) are held
+against the device's published peaks. Time by roofline is that of every product at the
+peak that binds it, and of all other bytes at memory's; how many these are follows from
+how this machine's compiler fuses loops, and a GPU's may move fewer. Bodies of loops
+count once: one microbatch of one batch.
 """
 
 import dataclasses

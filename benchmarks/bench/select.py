@@ -1,11 +1,9 @@
 """`beatrice bench select`: fusion heads a second, one search round beside PyTorch.
 
 Outputs are made up, of the sizes of a run. Both sides train the same sets under the
-same protocol in one process, in turns, so that a busy machine slows both. Before
-anything is timed, PyTorch must give the logits of heads that JAX has trained.
-
-PyTorch trains one head after another: the function, protocol and stopping rule of
-`jaxprobe.fusion` and `jaxprobe.loop`, at a set's own width, without empty slots.
+same protocol in turns, after PyTorch has given the logits of heads that JAX has
+trained. PyTorch trains one head after another: the function, protocol and stopping rule
+of `jaxprobe.fusion` and `jaxprobe.loop`, at a set's own width, without empty slots.
 """
 
 import dataclasses

@@ -27,8 +27,6 @@ from beatrice.jaxprobe.grid import Member
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]
 Drawn = dict[Any, torch.Tensor]
-LAYER_NORM_EPSILON = 1e-6  # Flax's
-GROUP_NORM_EPSILON = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,7 +230,7 @@ class Stack:
         x = torch.bmm(weights["mlp_in/kernel"], x) + weights["mlp_in/bias"][..., None]
         centred = x - x.mean(1, keepdim=True)
         variance = centred.square().mean(1, keepdim=True)
-        x = centred * torch.rsqrt(variance + LAYER_NORM_EPSILON)
+        x = centred * torch.rsqrt(variance + 1e-6)  # Flax's epsilon
         scale, bias = (weights[f"mlp_norm/{x}"][..., None] for x in ("scale", "bias"))
         x = gelu(x * scale + bias, approximate="tanh")
         logits = torch.bmm(weights["mlp_out/kernel"], x)[:, 0]
@@ -310,7 +308,7 @@ def _group_norm(
         y.sum(2).unflatten(1, (n_groups, size)).sum(2) / (count * size)
         for y in (x, x * x)
     )
-    inv_std = torch.rsqrt((square - mean * mean).clamp(min=0.0) + GROUP_NORM_EPSILON)
+    inv_std = torch.rsqrt((square - mean * mean).clamp(min=0.0) + 1e-5)
     gain = inv_std.repeat_interleave(size, 1) * scale[..., None]
     shift = bias[..., None] - mean.repeat_interleave(size, 1) * gain
     return (x * gain[:, :, None] + shift[:, :, None]) * mask

@@ -1,12 +1,9 @@
 """`beatrice bench train`: what the training grid is worth beside PyTorch.
 
-Four methods train the same encoders: the grid as a run trains it; PyTorch with all
-members of a process stacked in one compiled graph; a compiled PyTorch loop over the
-encoders; the grid in mixed precision. From the same weights and batches all must give
-the same losses, PyTorch before it is compiled. Then they take turns, so that a busy
-machine slows all of them, and each round measures the fp32 peak of matrix products
-beside them. Every method has processes of its own, with its own threads, compiler and
-memory, and waits without a load while another one is timed.
+From the same weights and batches all methods (`KINDS`) must give the same losses,
+PyTorch before it is compiled. Then they take turns, so that a busy machine slows all of
+them, and each round measures the fp32 peak of matrix products beside them. Every method
+has processes of its own, and waits without a load while another one is timed.
 
 Where JAX and Torch see a GPU all of it is done there: the grid in blocks that its plan
 chooses, a PyTorch method in one process. Both round the factors of products to TF32, as

@@ -39,7 +39,6 @@ from beatrice.benchmarks.results.tables import (
     find,
     lines_of,
     of_rival,
-    of_subject,
     pivot,
     place_columns,
     places_of,
@@ -441,8 +440,8 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
     gone = rows_of(results, "spans", metric="auroc")
     for setting, here in each_setting(gone.loc[gone["against"].notna()]):
         lines = [
-            (f"{family_name(key['families'], setting)} without {key['span']}", key)
-            for key in map(of_subject, subjects_in(here))
+            (f"{family_name(x.families or '', setting)} without {x.span}", x._asdict())
+            for x in subjects_in(here)
         ]
         heading = "AUROC with a span at its means, minus intact"
         heading = f"{SETTING_LABELS[setting]}: {heading}"

@@ -35,7 +35,6 @@ from beatrice.benchmarks.results.tables import (
     find,
     interval,
     number,
-    of_subject,
     p_text,
     places_of,
     row_value,
@@ -258,7 +257,7 @@ def facts(
     """Return, by setting, numbers beside the answers, and what they are."""
     reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(
-        results, experiment="detection", metric="auroc", **of_subject(CHAMPION)
+        results, experiment="detection", metric="auroc", **CHAMPION._asdict()
     )
     for setting in dict.fromkeys((*reasons, *selection, *sweep)):
         lines = [("Too few answers", reasons[setting])] if setting in reasons else []

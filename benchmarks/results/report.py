@@ -42,7 +42,6 @@ from beatrice.benchmarks.results.tables import (
     in_domain_or_held_out,
     interval,
     number,
-    of_subject,
     places_of,
     results_of,
     row_value,
@@ -374,7 +373,7 @@ def summary(path: Path) -> dict[str, Any]:
     run = RunDir(path)
     results = results_of(read_result_rows(run))
     at = {**POOLED, "seed": "mean"}
-    champion = where(results, experiment="detection", **of_subject(CHAMPION), **at)
+    champion = where(results, experiment="detection", **CHAMPION._asdict(), **at)
     macro = where(results, experiment="controller_macro", metric="em")
     values = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
     values |= {f"{row.detector}/em": row.value for row in macro["row"]}

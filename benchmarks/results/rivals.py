@@ -5,9 +5,9 @@ Leads are the paper's app:significance. Differences, intervals and p come from t
 correction runs over all columns of one comparison, in both settings: the pooled
 in-domain test questions and every held-out set. Own encoders are no rivals here.
 
-The strongest rival of a column is the one with the highest AUROC on the column's own
-questions, as in the paper: the best of many looks better there than it is, so a lead
-over it is understated and a lag overstated. The bootstrap does not choose anew.
+The strongest rival of a column has the highest AUROC on its own questions, as in the
+paper: the best of many looks better there than it is, so a lead over it is understated
+and a lag overstated. The bootstrap does not choose anew.
 """
 
 import statistics
@@ -33,7 +33,6 @@ from beatrice.benchmarks.results.tables import (
     in_domain_or_held_out,
     interval,
     number,
-    of_subject,
     p_text,
     places_of,
     row_value,
@@ -84,7 +83,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
     """Return the SD of the selected set's AUROC over training seeds; None with one."""
-    at = {**of_subject(names.CHAMPION), **place._asdict()}
+    at = {**names.CHAMPION._asdict(), **place._asdict()}
     rows = where(results, experiment="detection", metric="auroc", **at)["row"]
     values = [r.value for r in rows if r.seed != "mean" and r.value is not None]
     return statistics.stdev(values) if len(values) > 1 else None
@@ -92,7 +91,7 @@ def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:
 
 def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
     at = {"metric": "auroc", **place._asdict()}
-    paired = by_pair(results, experiment="paired", **of_subject(names.CHAMPION), **at)
+    paired = by_pair(results, experiment="paired", **names.CHAMPION._asdict(), **at)
     differences = {rival: row for (_, rival), row in paired.items()}
     aurocs = by_subject(results, experiment="detection", **at)
     rival, uncompared = names.HIDDEN_ONLY, ()

@@ -228,11 +228,6 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     )
 
 
-def of_subject(subject: Subject) -> Key:
-    """Return the columns of what is measured."""
-    return subject._asdict()
-
-
 def of_rival(subject: Subject) -> Key:
     """Return the columns of what a difference is to."""
     return {"against": subject.detector, "against_families": subject.families}
@@ -342,7 +337,7 @@ def title_of(subject: Subject, titles: Titles | None) -> str:
 
 def lines_of(titles: Titles) -> list[tuple[str, Key]]:
     """Return a line for each of what is measured."""
-    return [(title, of_subject(x)) for x, title in titles.items()]
+    return [(title, x._asdict()) for x, title in titles.items()]
 
 
 def detection_table(

@@ -23,10 +23,9 @@ from beatrice.benchmarks.real import (
     read_costs,
 )
 from beatrice.benchmarks.results.evaluate import run_detectors
-from beatrice.benchmarks.results.names import CHAMPION, probe
+from beatrice.benchmarks.results.names import CHAMPION, RETRIEVED, probe
 from beatrice.benchmarks.transfer import (
     ALL_SETS,
-    EXPERIMENT,
     Scenario,
     TransferConfig,
     _count_missing,
@@ -256,7 +255,7 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
 
     at = "champion", "with_context"
     measured_rows = [
-        row(*at, eval_set, "auroc", 0.5, experiment=EXPERIMENT)
+        row(*at, eval_set, "auroc", 0.5, experiment=RETRIEVED)
         for eval_set in ((lost.dataset, "ood"), (ALL_SETS, "ood"), (IN_DOMAIN, "test"))
     ]
     counted = _count_missing(measured_rows, rows, requests)
@@ -309,7 +308,7 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, settin
 
 @pytest.mark.slow
 def test_the_rows_are_published_beside_the_others_and_done_once(finished):
-    rows = [r for r in read_result_rows(finished) if r.experiment == EXPERIMENT]
+    rows = [r for r in read_result_rows(finished) if r.experiment == RETRIEVED]
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
     assert (ALL_SETS, "em") in result and (ALL_SETS, "answer_found") in result
@@ -330,4 +329,4 @@ def test_transfer_searches_by_the_server_that_control_searched_by(smoke_run, tmp
         done = beatrice("transfer", run, "--limit", 1)
     assert "questions have passages, by served over" in done.stderr
     rows = read_rows(run / "rows" / "transfer.jsonl")
-    assert EXPERIMENT in {row.experiment for row in rows}
+    assert RETRIEVED in {row.experiment for row in rows}
