@@ -543,8 +543,8 @@ def panorama_table(
 ) -> Table:
     """Lay the selected set and all its rivals out, sorted by AUROC in the first column.
 
-    On every set of a setting (tab:appendix-detection and tab:appendix-detection-ctx),
-    or without one of both, in-domain sets pooled (tab:main-detection).
+    On every set of a setting (tab:appendix-detection and tab:appendix-detection-ctx);
+    without one on those of both, in-domain sets pooled (tab:main-detection).
     """
     shown = where(results, experiment="detection", metric=METRICS)
     if setting is None:
