@@ -1,6 +1,5 @@
 """Detectors judged on a run and in a notebook; one of a person, as in the README."""
 
-import json
 import re
 import shutil
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines import judge as judging
 from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
@@ -26,6 +24,7 @@ from beatrice.benchmarks.baselines.judge import (
     ScoreCache,
     chosen_detectors,
     cost_of,
+    costs_file,
     judge,
     models_beside,
     read_costs,
@@ -82,8 +81,8 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert {row.experiment for row in new_rows} == {"detection", "paired"}
     assert {row.setting for row in new_rows} == {"closed_book", "with_context"}
     assert [row for row in rows if row not in new_rows] == before
-    judged = read_costs(run / "baselines" / "detectors.json")
-    assert [x.title for x in judged].count("Hedging") == 2
+    titles = [x.title for x in judged(RunDir(run)).values()]
+    assert titles.count("Hedging") == 2
     # Asked for another, the run still knows it.
     beatrice("baselines", run, "--only", "saplma_last")
     assert read_result_rows(RunDir(run)) == rows
@@ -421,8 +420,7 @@ def stamps(run):
 
 
 def judged(run):
-    costs = json.loads(judging.costs_file(run).read_text())
-    return {(x["name"], x["setting"]): x for x in costs}
+    return {(x.name, x.setting): x for x in read_costs(costs_file(run))}
 
 
 @pytest.mark.slow
@@ -435,10 +433,10 @@ def test_every_rival_without_samples_has_its_rows_and_its_costs(run):
     }
     costs = judged(run)
     assert set(costs) == possible
-    assert all(x["seconds"] > 0 and not x["reason"] for x in costs.values())
-    assert costs["lumina", "with_context"]["n_forwards"] == 2
-    assert costs["p_true", "closed_book"]["n_forwards"] == 1
-    assert costs["saplma_last", "closed_book"]["n_forwards"] == 0
+    assert all(x.seconds > 0 and not x.reason for x in costs.values())
+    assert costs["lumina", "with_context"].n_forwards == 2
+    assert costs["p_true", "closed_book"].n_forwards == 1
+    assert costs["saplma_last", "closed_book"].n_forwards == 0
     rows = list(read_rows(rows_file(run, "baselines")))
     detections = [r for r in rows if r.experiment == "detection"]
     assert {(r.detector, r.setting) for r in detections} == possible

@@ -137,13 +137,8 @@ def test_rows_stand_under_their_heads_with_three_digits_or_are_json(capsys):
     assert json.loads(capsys.readouterr().out) == row | {"of": [1.0, 0.5, None]}
 
 
-@pytest.fixture(scope="module")
-def backbone():
-    return Backbone.from_model(tiny_model("llama"), revision="tiny")
-
-
-def test_reading_and_extracting_are_of_the_same_batches(backbone):
-    seen = []
+def test_reading_and_extracting_are_of_the_same_batches():
+    seen, backbone = [], Backbone.from_model(tiny_model("llama"), revision="tiny")
 
     class Watched(SignalReader):
         def start(self, sequences):
@@ -155,10 +150,6 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
     alone, seen[:] = list(seen), []
     loop.extract()
     assert seen == alone and len(seen) == len(loop.batches) > 1
-
-
-def test_a_row_is_of_all_tokens(backbone):
-    loop = StoreBench(SignalReader.for_config(backbone, SMALL.extract), SMALL)
     assert loop.measure("tiny", 1)["tokens"] == loop.plan.spec.lengths.sum()
 
 

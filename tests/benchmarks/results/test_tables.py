@@ -363,19 +363,13 @@ def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
 def test_retrieved_passages_have_a_panorama_of_every_set_and_of_all_together():
     places = [POOLED, TEST, PLACES[2], (ALL_SETS, "ood")]
     values = {"champion": 0.7, "hidden_only": 0.9, "tfidf": 0.5, "majority": 0.5}
-    rows = [
-        row(
-            name,
-            "with_context",
-            place,
-            metric,
-            value + 0.1 * is_last,
-            experiment=RETRIEVED,
-        )
-        for is_last, place in zip((0, 0, 0, 1), places, strict=True)
-        for name, value in {**values, "perplexity": 0.6 - 0.2 * (1 - is_last)}.items()
-        for metric in BOTH
-    ]
+    rows = []
+    for is_last, place in zip((0, 0, 0, 1), places, strict=True):
+        values["perplexity"] = 0.4 + 0.2 * is_last
+        for name, value in values.items():
+            at = name, "with_context", place
+            about = {"value": value + 0.1 * is_last, "experiment": RETRIEVED}
+            rows += [row(*at, metric, **about) for metric in BOTH]
     elsewhere = sample_rows()
     results = results_of([*rows, *elsewhere])
     heading, table = named_tables(results)["retrieved"]
