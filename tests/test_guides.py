@@ -21,7 +21,6 @@ from beatrice.benchmarks.results.tables import (
     find,
     number,
     of_rival,
-    of_subject,
     results_of,
     row_value,
     where,
@@ -204,7 +203,7 @@ def readme_cells(name, lines):
             if rival is not None:
                 experiment, against = "paired", of_rival(rival)
             about = {"experiment": experiment, "setting": setting, "seed": "mean"}
-            columns = of_subject(CHAMPION) | against | about | place
+            columns = CHAMPION._asdict() | against | about | place
             row = find(results, metric="auroc", **columns)
             ends = [number(x, is_signed=x < 0) for x in (row.ci_low, row.ci_high)]
             text = row_value(row) + (f" [{', '.join(ends)}]" if rival else "")

@@ -188,20 +188,12 @@ class Hooked:
     @torch.no_grad()
     def plain(self) -> Readings:
         """Return everything, then reduce it."""
-        outputs: dict[str, list[torch.Tensor]] = {"att": [], "ffn": []}
-
-        def keep(name: str) -> Any:
-            def hook(module: Any, inputs: Any, output: Any) -> None:
-                is_tuple = isinstance(output, tuple)
-                outputs[name].append(output[0] if is_tuple else output)
-
-            return hook
-
-        hooks = [
-            (module, keep(name))
-            for block in self.model.model.layers
-            for name, module in (("att", block.self_attn), ("ffn", block.mlp))
-        ]
+        atts: list[torch.Tensor] = []
+        ffns: list[torch.Tensor] = []
+        hooks = []
+        for block in self.model.model.layers:
+            hooks.append((block.self_attn, lambda *call: atts.append(call[-1][0])))
+            hooks.append((block.mlp, lambda *call: ffns.append(call[-1])))
         with self._hooks(hooks):
             out = self.model(
                 input_ids=self.ids,
@@ -211,8 +203,8 @@ class Hooked:
             )
         # Transformers' last state is final-normed; the stream's is the sum.
         states = list(out.hidden_states)
-        states[-1] = states[-2] + outputs["att"][-1] + outputs["ffn"][-1]
-        pairs = zip(states, outputs["att"], outputs["ffn"], strict=False)
+        states[-1] = states[-2] + atts[-1] + ffns[-1]
+        pairs = zip(states, atts, ffns, strict=False)
         logits = out.logits.flatten(0, 1).split(_N_LOGITS)
         return self._readings(
             states,

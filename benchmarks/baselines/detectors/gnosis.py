@@ -98,13 +98,9 @@ class _Pool(nn.Module):
 
 def _shifted(values: jax.Array, axis: int, by: int) -> jax.Array:
     """Move entries along an axis; what comes in is 0."""
-    size = values.shape[axis]
-    padding = [(0, 0)] * values.ndim
-    padding[axis] = (max(by, 0), max(-by, 0))
-    start = max(-by, 0)
-    return jax.lax.slice_in_dim(
-        jnp.pad(values, padding), start, start + size, axis=axis
-    )
+    padding = [(0, 0, 0)] * values.ndim
+    padding[axis] = (by, -by, 0)  # a negative one cuts off
+    return jax.lax.pad(values, jnp.zeros((), values.dtype), padding)
 
 
 class ChannelConv(nn.Module):
