@@ -364,7 +364,14 @@ def scene_rows(
     questions: Sequence[Example],
     intervals: BootstrapConfig,
 ) -> list[ResultRow]:
-    """Return a setting's rows; of `questions` those without an answer have failed."""
+    """Return the rows of a setting, of each set and of all sets together.
+
+    Args:
+      scene: of the setting.
+      scores: by detector, `[n_seeds, n_rows]` of the new rows.
+      questions: all of them; those without an answer are counted as failed.
+      intervals: of the rows.
+    """
     rows = scene.new.rows
     detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
     pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in COMPARED]}

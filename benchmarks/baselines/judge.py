@@ -188,7 +188,10 @@ def no_scores(n_rows: int, reason: str) -> JudgedOutput:
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> JudgedOutput:
-    """Return a detector's scores, or why there are none."""
+    """Return a detector's scores, or why there are none.
+
+    Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
+    """
 
     def clock() -> float:
         return time.monotonic() + getattr(inputs.relations, "owed", 0.0)

@@ -20,7 +20,15 @@ from beatrice.jaxprobe.rows import Rows
 
 
 def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
-    """Return `[1, n_rows]` log-odds by blocks of features, and the inverse penalty."""
+    """Fit on the training rows of a setting, and score all, see `score_blocks`.
+
+    Args:
+      blocks: `[n_rows, n_features]` of every row.
+      rows: what the rows are.
+
+    Returns:
+      `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
+    """
     train, valid = rows.where("train"), rows.where("validation")
     scores, penalty = score_blocks(blocks, rows.labels, train, valid)
     return scores[None], penalty
@@ -80,6 +88,12 @@ def rows_at_equal_length(
     The AUROC is of pairs of a right and a wrong answer of the same length, see
     `jaxprobe.metrics.stratified_auroc`: terciles would leave length to tell the answers
     of one tercile apart. A score that follows length alone has one half.
+
+    Args:
+      detectors: of a setting.
+      rows: what they score.
+      n_tokens: `[n_rows]` tokens of the answers.
+      config: of the intervals.
 
     Returns:
       Rows of the experiment "at_equal_length", whose `n` are the answers with a

@@ -63,9 +63,13 @@ WIDTHS = {
 
 
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
-    """Return a set's `head_inputs` as rows, and how far each two members are apart.
+    """Return a set's member outputs as rows, and how far each two are apart.
 
-    `[n_examples, n_members * d_output + n_pairs]`.
+    Args:
+      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
+
+    Returns:
+      `[n_examples, n_members * d_output + n_pairs]`.
     """
     slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
     scores = slots[..., -1]
@@ -75,7 +79,13 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
 
 
 class TorchHead(torch.nn.Module):
-    """A head of `rows_of_set`: the mean logit, and a correction of zero."""
+    """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
+
+    Args:
+      d_row: see `rows_of_set`.
+      n_members: encoders in a row; a score of zero is that of a hidden one.
+      hidden: width.
+    """
 
     @torch.no_grad()
     def __init__(self, d_row: int, n_members: int, hidden: int) -> None:

@@ -305,6 +305,11 @@ def decision_rows(
     is decided rightly ("precision", with Wilson's 95 % interval). Thresholds are of
     validation answers, and the sets are others. Contexts in their original wording
     alone, an answer a question.
+
+    Args:
+      head: of the setting.
+      p_correct: `[n_rows]` calibrated.
+      rows: what the rows are.
     """
     from scipy.stats import binomtest
 
@@ -353,7 +358,13 @@ def choose_answers(
 
     Of each kind `N_SHOWN` answers, with the highest P of what is trusted and the lowest
     of what is not; of equals the smaller id, since isotonic regression gives many
-    answers one P. Answers with at least the threshold are trusted.
+    answers one P.
+
+    Args:
+      p_correct: `[n]` calibrated.
+      labels: `[n]` bool.
+      ids: `n`, all different.
+      threshold: answers with at least this P are trusted.
     """
     chosen = []
     for (is_correct, is_trusted), kind in KINDS.items():
@@ -375,7 +386,13 @@ def shown_sets(
 ) -> list[ShownSet]:
     """Return the answers to look at of every test and held-out set of a setting.
 
-    Contexts in their original wording alone; without `spell` answers have no tokens.
+    Contexts in their original wording alone.
+
+    Args:
+      evidence: of the setting; the tokens' probabilities are read from its store.
+      p_correct: `[n_rows]` calibrated.
+      threshold: for the precision that was asked for.
+      spell: spells the tokens of an answer, or None.
     """
     rows, wanted = evidence.rows, threshold.p_correct
     trusted_from = 0.5 if wanted is None else float(wanted)

@@ -39,7 +39,15 @@ def reading(
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the AUROC of every column at once, ties half; NaN of one not finite."""
+    """Return the AUROC of every column at once, ties half.
+
+    Args:
+      values: `[n_rows, n_columns]`, higher = more likely correct.
+      labels: `[n_rows]` bool, of both classes.
+
+    Returns:
+      `[n_columns]`; NaN where a column holds what is not finite.
+    """
     is_finite = np.isfinite(values).all(axis=0)
     ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
     n_right, n_wrong = int(labels.sum()), int((~labels).sum())
@@ -48,7 +56,16 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
-    """Return the indices of a split's labelled rows on which a detector is defined."""
+    """Return the labelled rows of a split on which a detector is defined.
+
+    Args:
+      is_defined: `[n_rows]` bool.
+      rows: ids, splits and labels of the same rows.
+      split: which.
+
+    Returns:
+      Indices of rows of both classes; one class alone is a ValueError.
+    """
     where = rows.where(split)
     where = where[is_defined[where]]
     n_right = int(rows.labels[where].sum())
@@ -113,9 +130,16 @@ def _first_step(store: FeatureStore) -> int:
 def states_at(
     store: FeatureStore, steps: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return the hidden state of a layer (0 is the embedding) at the step of each row.
+    """Return one hidden state of every row.
 
-    `[n_rows, d_model]` float32; NaN where the answer span has no such step.
+    Args:
+      store: an extracted setting.
+      steps: `[n_rows]` int.
+      layer: of the residual stream (0 is the embedding).
+      n_chunk: examples whose answers are in memory together.
+
+    Returns:
+      `[n_rows, d_model]` float32; NaN where the answer span has no such step.
     """
     rows = steps - _first_step(store)
     d_model = store.spec.families["hidden"].shape[1]
@@ -157,8 +181,16 @@ def logistic_log_odds(
     """Fit scikit-learn's default logistic regression, as official code does.
 
     On states that are not scaled the 100 default iterations rarely converge; where they
-    end is the published detector, so the warning is not shown. See `Fit`; log-odds rank
-    as the probabilities do but never saturate.
+    end is the published detector, so the warning is not shown.
+
+    Args:
+      train: `[n_train, width]`.
+      labels: `[n_train]` bool.
+      states: `[n, width]`.
+      max_iter: of the optimiser.
+
+    Returns:
+      `[1, n]` log-odds of True, which rank as the probabilities do but never saturate.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -167,7 +199,12 @@ def logistic_log_odds(
 
 
 def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
-    """Return the AUROC on the validation rows that have a score, mean over seeds."""
+    """Return the AUROC on the validation rows that have a score, mean over seeds.
+
+    Args:
+      scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
+      rows: with labels and splits.
+    """
     valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
     labels = rows.labels[valid]
     return float(np.mean([auroc(seed[valid], labels).value for seed in scores]))

@@ -63,7 +63,10 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
 def relations_by_row(
     inputs: DetectorInput, rows: Sequence[Sequence[tuple[str, str]]]
 ) -> list[np.ndarray]:
-    """Return the relations of each row's pairs; the model is called once for all."""
+    """Return the relations of the pairs of each row, `[n_pairs, 3]` float64.
+
+    The NLI model of the inputs is called once, with each pair once.
+    """
     if inputs.relations is None:
         raise ValueError(
             "expected an NLI model, found none; give the path of one, or take the "
@@ -90,11 +93,18 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
-    """Return the clusters of `get_semantic_ids`, which reads no texts.
+    """Return the clusters of `get_semantic_ids`.
 
     The first text without a cluster opens one, and every later text that means the same
     joins, out of another cluster if need be: a text that matches two first members ends
-    with the last. Clusters are numbered as they are opened.
+    with the last.
+
+    Args:
+      texts: of the samples, not read.
+      equivalent: `[n_samples, n_samples]` bool.
+
+    Returns:
+      `[n_samples]` int64 from 0, numbered as they are opened.
     """
     return _opened_in_turn(equivalent, leaves=True)
 
@@ -165,7 +175,12 @@ class Entailment:
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return relations of pairs; of a model with two classes P(neutral) is 0."""
+        """Return the relations of pairs of premise and hypothesis.
+
+        Returns:
+          `[n_pairs, 3]` float64: P(entailment), P(neutral), P(contradiction); neutral
+          is 0 of a model with two classes.
+        """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
         new.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))

@@ -54,7 +54,14 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
     """Return the semantic entropy by likelihood, in nats, from 0 to ln n_samples.
 
     `predictive_entropy_rao` on `logsumexp_by_id(..., "sum_normalized")`: a sample
-    weighs as the exponential of its mean log-probability. NaN where one has none.
+    weighs as the exponential of its mean log-probability.
+
+    Args:
+      mean_log_probs: of the samples, at least one.
+      clusters: `[n_samples]` ids from 0.
+
+    Returns:
+      NaN where a sample has no log-probability.
     """
     if np.isnan(mean_log_probs).any():
         return math.nan
@@ -64,7 +71,11 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
 
 
 def discrete_entropy(clusters: np.ndarray) -> float:
-    """Return the semantic entropy by counts, in nats (`cluster_assignment_entropy`)."""
+    """Return the semantic entropy by counts, in nats (`cluster_assignment_entropy`).
+
+    Args:
+      clusters: `[n_samples]` ids from 0, at least one sample.
+    """
     # Sorted: the same counts in another order must tie, to the last bit.
     return float(entr(np.sort(np.bincount(clusters)) / len(clusters)).sum())
 
@@ -162,6 +173,9 @@ def expected_entropy(
       bounds: `[n_meanings]` least probabilities, 0 likewise.
       draws: `[n_seeds, n_draws, n_meanings]` from a Dirichlet with ones.
       concentration: of the Dirichlet prior.
+
+    Returns:
+      `[n_seeds]` in nats.
     """
     if len(counts) == 1:
         return np.zeros(len(draws))  # exactly, so that all such answers tie
@@ -182,7 +196,14 @@ def bayesian_entropies(
 ) -> np.ndarray:
     """Return the expected entropy of one row under the prior, `[n_seeds]` in nats.
 
-    Of samples and least probabilities of each meaning seen; NaN where one of these is.
+    Args:
+      counts: `[n_seen]` samples of each meaning.
+      bounds: `[n_seen]` least probabilities of the same.
+      prior: see `prior_of`.
+      config: of the estimate.
+
+    Returns:
+      NaN where a bound is.
     """
     total = np.zeros(config.n_seeds)
     if np.isnan(bounds).any():

@@ -194,8 +194,10 @@ class GnosisHead(nn.Module):
     ) -> jax.Array:
         """Return `[n]` logits.
 
-        Of maps `[n, n_layers, n_heads, n_statistics]` and states `[n, n_steps,
-        d_model]`; training drops out.
+        Args:
+          maps: `[n, n_layers, n_heads, n_statistics]`.
+          states: `[n, n_steps, d_model]`.
+          is_training: whether to drop out.
         """
         streams = [
             _MapEncoder(self.config)(maps, is_training),
@@ -305,7 +307,15 @@ def fit_heads(
     valid_labels: np.ndarray,
     config: GnosisConfig,
 ) -> Fitted:
-    """Fit heads; each keeps the weights of its best epoch on the validation rows."""
+    """Fit heads; each keeps the weights of its best epoch on the validation rows.
+
+    Args:
+      train: of the training rows.
+      labels: `[n_train]` bool, True where the answer is correct.
+      valid: of the validation rows.
+      valid_labels: of the same.
+      config: of the fit.
+    """
     targets, patience = np.asarray(labels, np.float32), config.patience
     config = dataclasses.replace(config, patience=0)  # no part of what is compiled
     keys, fits = _start(train, config=config)
@@ -332,7 +342,7 @@ def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Ar
 def gnosis_scores(
     maps: np.ndarray, states: np.ndarray, rows: Rows, config: GnosisConfig | None = None
 ) -> DetectorOutput:
-    """Return log-odds of a right answer, and the mean epoch that validation chose.
+    """Return log-odds of a right answer.
 
     Args:
       maps: `[n_rows, n_layers, n_heads, n_statistics]` of the heads' attention; each is
@@ -341,6 +351,10 @@ def gnosis_scores(
       states: `[n_rows, n_steps, d_model]`; NaN in either where a row was not read.
       rows: what the rows are.
       config: of the fit.
+
+    Returns:
+      `[n_seeds, n_rows]` scores, NaN where a row was not read; the mean epoch that
+      validation chose.
     """
     config = config or GnosisConfig()
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))

@@ -144,7 +144,17 @@ def saplma_logits(
     states: np.ndarray,
     config: SaplmaConfig | None = None,
 ) -> np.ndarray:
-    """Fit the networks of all seeds, and return log-odds of `states`, see `Fit`."""
+    """Fit the networks of all seeds, and score.
+
+    Args:
+      train: `[n_train, d_model]` float32.
+      labels: `[n_train]` bool, True where the answer is correct.
+      states: `[n, d_model]` to be scored.
+      config: of the fit.
+
+    Returns:
+      `[n_seeds, n]` float64 log-odds of a right answer.
+    """
     targets = np.asarray(labels, np.float32)
     logits = _fit_seeds(train, targets, states, config=config or SaplmaConfig())
     return np.asarray(logits, np.float64)
@@ -156,7 +166,10 @@ def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
 
 
 def last_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the state at every answer's last token; NaN where it has none."""
+    """Return the state at every answer's last token, which emitted its end.
+
+    `[n_rows, d_model]` float32; NaN where an answer has no token.
+    """
     last = last_steps(store)
     return states_at(store, np.where(last > 0, last, -1), layer)
 
@@ -254,6 +267,9 @@ def entropy_threshold(entropies: np.ndarray) -> float:
 
     Of 100 thresholds, evenly from just above 0 to the largest entropy, the one with the
     least sum of squared deviations from the means of both parts.
+
+    Args:
+      entropies: `[n]` nats, at least one.
     """
 
     def deviations(threshold: float) -> float:
@@ -296,6 +312,9 @@ def entropy_probe(
         drawn.
       rows: with labels and splits.
       name: of the detector.
+
+    Returns:
+      `[1, n_rows]` scores.
     """
     is_known = rows.is_labelled & np.isfinite(entropies)
     train = np.flatnonzero(is_known & (rows.splits == "train"))
@@ -326,7 +345,7 @@ StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of lengths and last s
 
 
 def before_generation(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the step TBG of answers."""
+    """Return the step TBG of answers, from their lengths and last steps `[n_rows]`."""
     return np.zeros_like(last)
 
 
