@@ -98,10 +98,11 @@ def write_lines(path, records):
     return path
 
 
-def write_table(path, records):
+def write_table(path, records, header=True):
     with path.open("w", encoding="utf-8", newline="") as out:
         rows = csv.DictWriter(out, records[0], delimiter="\t")
-        rows.writeheader()
+        if header:
+            rows.writeheader()
         rows.writerows(records)
     return path
 
