@@ -173,8 +173,8 @@ class LanguageModel:
         stop = usual_stop(self.prompt) if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         if read:
-            kept = self._layers(layers)
-            return self._answer_and_read(requests.requests, config, kept, store)
+            read_layers = self._layers(layers)
+            return self._answer_and_read(requests.requests, config, read_layers, store)
         return generate(self.backbone, requests.requests, config)
 
     def _answer_and_read(

@@ -332,14 +332,14 @@ GRID_PRESETS: dict[Preset, GridConfig] = {
     ),
     "paper": GridConfig(),
 }
-_HEADS = TrainConfig(
+_HEAD_TRAINING = TrainConfig(
     learning_rate=3e-3, max_epochs=8, lr_patience=2, patience=3, n_microbatches=1
 )
 SELECT_PRESETS: dict[Preset, SelectConfig] = {
-    "demo": SelectConfig(head=FusionConfig(hidden=16), train=_HEADS),
+    "demo": SelectConfig(head=FusionConfig(hidden=16), train=_HEAD_TRAINING),
     "few": SelectConfig(
         head=FusionConfig(hidden=16, is_mean_first=True),
-        train=dataclasses.replace(_HEADS, batch_size=64),
+        train=dataclasses.replace(_HEAD_TRAINING, batch_size=64),
     ),
     "smoke": SelectConfig(
         # Room for a pool of two passes: all heads share one executable per setting.

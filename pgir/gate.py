@@ -404,9 +404,9 @@ def run_pgir(
         max_budget=policy.budget,
         query=query,
     )
-    kept, journal = OwnRetriever(retriever), CallJournal(None, "")
-    answering = Answering(probed, kept.passages, journal)
-    waves = Waves(open_services(answering, kept), journal)
+    cached, journal = OwnRetriever(retriever), CallJournal(None, "")
+    answering = Answering(probed, cached.passages, journal)
+    waves = Waves(open_services(answering, cached), journal)
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = waves.add_judge("judge", judge)
@@ -414,7 +414,7 @@ def run_pgir(
     return [
         RagAnswer(question=text, error=result.reason)
         if isinstance(result, Failed)
-        else _answer_of(text, result.value, policy, kept.passages)
+        else _answer_of(text, result.value, policy, cached.passages)
         for text, result in zip(texts, waves.run("pgir", plans), strict=True)
     ]
 

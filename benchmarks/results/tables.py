@@ -221,11 +221,10 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
         is_single_set = p.dataset != IN_DOMAIN
         return settings.index(p.setting), splits.index(p.split), is_single_set
 
-    is_pair = (IN_DOMAIN, 2)
-    return sorted(
-        (p for p in places if (p.dataset, n_sets[p.setting, p.split]) != is_pair),
-        key=order,
-    )
+    def is_told_by_another(p: Place) -> bool:
+        return p.dataset == IN_DOMAIN and n_sets[p.setting, p.split] == 2
+
+    return sorted(itertools.filterfalse(is_told_by_another, places), key=order)
 
 
 def of_rival(subject: Subject) -> Key:

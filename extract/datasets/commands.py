@@ -503,8 +503,8 @@ def make_run(
         generation=generation,
     )
     section = data_config(sources, build, questions.splits)
-    kept = storage.fields()
-    settings = new_run(preset, run.seed, backbone, answer, kept, data=section)
+    stored = storage.fields()
+    settings = new_run(preset, run.seed, backbone, answer, stored, data=section)
     progress = Progress()
     for note in _notes_before(sources, chosen, build):
         progress.note(f"data: {note}")

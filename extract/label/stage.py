@@ -318,8 +318,8 @@ def _cell(text: str) -> str:
 def _passages(row: LabelledAnswer) -> str:
     """Return the titles and texts that the model saw, a line each."""
     shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant)
-    kept = [p for i, p in enumerate(shown or ()) if i not in row.answer.dropped]
-    return "\n".join(f"{passage.title}: {passage.text}" for passage in kept)
+    seen = [p for i, p in enumerate(shown or ()) if i not in row.answer.dropped]
+    return "\n".join(f"{passage.title}: {passage.text}" for passage in seen)
 
 
 def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:

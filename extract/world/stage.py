@@ -67,13 +67,13 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
             progress.note(f"model: step {step + 1}, losses {shown} nats")
 
     model, tokenizer = train(make_world(config.world), recipe, on_step)
-    made = {
+    origin = {
         "command": "beatrice data RUN_DIR --world --set train_model=true",
         "world": dataclasses.asdict(config.world),
         "model": dataclasses.asdict(recipe),
         "versions": package_versions(),
     }
-    save(model, tokenizer, path, made)
+    save(model, tokenizer, path, origin)
     return path
 
 

@@ -606,8 +606,8 @@ class Scoring(BatchedService):
             if call.text not in self._closed_book:
                 wave = self._answering.journal.wave_of(Call("score", call.text))
                 self._read_closed_book([other for other in wave if not other.passages])
-        kept = [self._closed_book[call.text] for call in calls]
-        signals, spans = zip(*kept, strict=True)
+        readings = [self._closed_book[call.text] for call in calls]
+        signals, spans = zip(*readings, strict=True)
         return Reading(list(signals), np.stack(spans))
 
     def values(self, calls: Sequence[Call]) -> list[DraftScore]:
