@@ -306,7 +306,10 @@ class ServedRetriever(CachedRetriever):
         note: Note = _no_note,
     ) -> None:
         """Read the cache; the server is not asked yet."""
-        path = urllib.parse.urlsplit(url).path.rstrip("/").rpartition("/")[2]
+        parts = urllib.parse.urlsplit(url)
+        if "@" in parts.netloc:  # which no request would send, and every error print
+            raise ValueError("expected a URL without a name or password")
+        path = parts.path.rstrip("/").rpartition("/")[2]
         if path not in _PROTOCOLS or not url.startswith(("http://", "https://")):
             raise ValueError(
                 f"{url}: expected a URL that ends in /retrieve (Search-R1's protocol) "

@@ -88,6 +88,7 @@ WRONG_USAGE = [
     ("answer RUN --set served_model=x", "served_model is for a server"),
     ("answer RUN --server not-a-url", "expected a URL"),
     ("label RUN --server not-a-url --judge x", "expected a URL"),
+    ("answer RUN --server http://me:secret@x/v1", "OPENAI_API_KEY"),
     ("label RUN --server http://x/v1", "--server"),
     ("label RUN --n-samples 5", "--n-samples is for --audit"),
     ("rewrite RUN --model /no/model", "--model"),

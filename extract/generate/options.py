@@ -80,6 +80,12 @@ class ServerOptions:
                 f"{self.server!r}",
                 param_hint="--server",
             )
+        elif "@" in self.server.split("/")[2]:  # it would stand in every message
+            raise click.BadParameter(
+                "expected a URL without a name or password; a key is read from the "
+                "environment variable OPENAI_API_KEY",
+                param_hint="--server",
+            )
         elif self.max_cost is not None and self.price_prompt == self.price_new == 0:
             raise click.UsageError(
                 "max_cost needs prices, or nothing ever counts towards it; give "

@@ -488,6 +488,7 @@ def test_what_is_not_there_is_not_written_down(run, tmp_path):
         ({"corpus": empty}, ValueError, "no finished corpus"),
         (dense | {"retriever_encoder": empty}, ValueError, "is no encoder"),
         *(({"url": url}, click.UsageError, "that ends in /retrieve") for url in URLS),
+        ({"url": "http://me:secret@x/retrieve"}, click.UsageError, "without a name"),
     ):
         with pytest.raises(error, match=named):
             RetrievalOptions(**options).write(run.path)
