@@ -1,0 +1,444 @@
+"""Analyses of a detector of which it is known where correctness is to be read.
+
+Hidden states of layer 1 know it, at the answer's second token; one head of attention
+knows a little, in the whole answer; probabilities and contributions know nothing.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from beatrice.benchmarks.results.tables import find, results_of
+from beatrice.extract.records import IN_DOMAIN, Passage
+from beatrice.extract.store.spec import Family
+from beatrice.jaxprobe.config import EncoderConfig, GridConfig, TrainConfig
+from beatrice.jaxprobe.families import LETTERS, N_SUBSETS
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.rows import training_set
+from beatrice.jaxprobe.train import train_encoders
+from beatrice.selection import decisions, places, reach
+from beatrice.selection.analysis import Deployed, QuestionTexts, Search
+from beatrice.selection.exhaustive import Ranking, all_sets, traits
+from tests.jaxprobe.samples import rows_like, store_like
+from tests.records import an_answer, an_example
+
+N_QUESTION, N_ANSWER = 3, 4
+N_TOKENS = N_QUESTION + N_ANSWER
+N_LAYERS, N_HEADS, HEAD = 2, 5, (1, 3)
+FAMILIES = {
+    "hidden": Family(shape=(3, 4), by_layer=True),
+    "prob": Family(shape=(5,)),
+    "resid": Family(shape=(2,)),
+    "attn": Family(shape=(2, 2, N_LAYERS, N_HEADS)),
+}
+SPLITS = {"train": 140, "validation": 60, "test": 90, "ood": 240}
+GRID = GridConfig(
+    encoder=EncoderConfig(
+        projection=2, hidden=4, n_blocks=1, n_groups=1, is_linear_first=True
+    ),
+    train=TrainConfig(batch_size=64, max_epochs=1, n_seeds=1, n_microbatches=1),
+)
+
+
+@pytest.fixture(scope="module")
+def deployed():
+    rng, n = np.random.default_rng(3), sum(SPLITS.values())
+    splits = np.repeat(list(SPLITS), list(SPLITS.values()))
+    sets = np.where(splits == "ood", "held", np.array(["one", "two"])[np.arange(n) % 2])
+    rows = rows_like(rng.random(n) < 0.5, datasets=sets, splits=splits)
+    truth = np.where(rows.labels, 1.0, -1.0)
+    values = {
+        name: rng.standard_normal((n, N_TOKENS, *family.shape), np.float32)
+        for name, family in FAMILIES.items()
+    }
+    values["hidden"][:, N_QUESTION + 1, 1, 0] += 6.0 * truth
+    values["attn"][:, N_QUESTION:, :, :, *HEAD] += 0.5 * truth[:, None, None, None]
+    spans = [[(0, 0), (0, N_QUESTION), (N_QUESTION, N_TOKENS)]] * n
+    store = store_like(
+        "memory://analyses/",
+        FAMILIES,
+        spans,
+        {name: x.reshape(n * N_TOKENS, *x.shape[2:]) for name, x in values.items()},
+        rows_per_shard=1 << 12,
+        hidden_layers=(0, 1, 2),
+    )
+    trained, outputs = train_encoders(
+        training_set(store, rows, layer=1, n_batch=64), GRID
+    )
+    return Deployed(
+        setting="closed_book",
+        store=store,
+        rows=rows,
+        layer=1,
+        tree={"params": trained.params, "outputs": outputs._asdict()},
+        config=GRID,
+        selected=("HA",),
+        bootstrap=BootstrapConfig(n_resamples=100, seed=0),
+    )
+
+
+def inputs_of(deployed, **fields):
+    """What an analysis reads, of one setting."""
+    usual = {"settings": {deployed.setting: deployed}, "without_hidden": {}}
+    return SimpleNamespace(**usual | fields)
+
+
+def test_a_family_that_knows_rights_what_one_that_knows_nothing_does_wrong(deployed):
+    results = results_of(decisions.complementarity(deployed))
+
+    def value(metric, detector, of=None, split="test"):
+        at = {"metric": metric, "family": of, "split": split, "dataset": "held"}
+        at |= {"dataset": IN_DOMAIN} if split == "test" else {}
+        return find(results, detector="encoder", families=detector, **at).value
+
+    for split in ("test", "ood"):
+        assert value("error_rate", "H", split=split) < 0.05
+        assert 0.3 < value("error_rate", "P", split=split) < 0.7
+        assert value("rights", "H", "P", split) > 0.9
+    where = deployed.rows.where("test")
+    labels, n_wrong = (
+        deployed.rows.labels[where],
+        int((~deployed.rows.labels[where]).sum()),
+    )
+    wrong = {}
+    for letter in LETTERS:  # again, by ranks
+        ranks = deployed.logits_of(letter)[0, where].argsort().argsort()
+        wrong[letter] = (ranks >= n_wrong) != labels
+        assert value("error_rate", letter) == pytest.approx(wrong[letter].mean())
+    righted = (wrong["P"] & ~wrong["A"]).sum() / wrong["P"].sum()
+    assert value("rights", "A", "P") == pytest.approx(righted)
+
+
+def test_a_pair_and_the_selected_set_are_compared_with_the_others_by_their_auroc(
+    deployed,
+):
+    def auroc(scores, split="test"):
+        where = deployed.rows.where(split)
+        return roc_auc_score(deployed.rows.labels[where], scores[0, where])
+
+    pairs = results_of(decisions.pairs(deployed))
+    noise = np.random.default_rng(0).random((1, len(deployed.rows.labels)))
+    scores = {"champion": deployed.logits_of("HA"), "random": noise}
+    search = Search((("closed_book", "HA"),), scores)
+    inputs = inputs_of(deployed, searches={"closed_book": search})
+    inputs.without_hidden["closed_book"] = deployed.logits_of("PRA")
+    fusion = results_of(decisions.fusion(inputs))
+    for split, dataset in (("test", IN_DOMAIN), ("ood", "held")):
+        at = {"split": split, "dataset": dataset, "seed": "mean"}
+        for pair, letter in (("HP", "P"), ("HP", "H"), ("RA", "R")):
+            gain = auroc(deployed.logits_of(pair), split)
+            gain -= auroc(deployed.logits_of(letter), split)
+            against = {
+                "families": pair,
+                "against": "encoder",
+                "against_families": letter,
+            }
+            assert find(pairs, **at, **against).value == pytest.approx(gain, abs=1e-6)
+        rivals = {"random": noise, "hidden_only": deployed.logits_of("H")}
+        rivals["early_fusion"] = deployed.logits_of("HPRA")
+        rivals["without_family"] = deployed.logits_of("PRA")
+        for name, rival in rivals.items():
+            gain = auroc(scores["champion"], split) - auroc(rival, split)
+            row = find(fusion, **at, against=name)
+            assert row.value == pytest.approx(gain, abs=1e-6)
+
+
+def test_the_decisions_of_an_encoder_hang_on_the_family_that_knows(deployed):
+    results = results_of(decisions.flips(deployed))
+    at = {"dataset": IN_DOMAIN, "split": "test", "families": "HPRA"}
+
+    def value(metric, family=None):
+        return find(results, **at, metric=metric, family=family).value
+
+    assert value("accuracy") > 0.95
+    assert 0.35 < value("flip_rate", "H") and value("flip_precision", "H") > 0.9
+    for family in "PR":
+        assert value("flip_rate", family) < 0.05
+        assert value("mean_contribution", family) < value("mean_contribution", "H") / 5
+    labels = deployed.rows.labels[deployed.rows.where("test")]
+    row = find(results, metric="right", dataset=IN_DOMAIN, split="test")
+    assert row.value == pytest.approx(labels.mean())
+
+
+def test_the_head_that_knows_moves_the_logit_most(deployed):
+    results = results_of(places.heads(deployed))
+    alone = {"families": "A"}
+    shares = {
+        (layer, head): find(results, **alone, metric="share", layer=layer, head=head)
+        for layer in range(N_LAYERS)
+        for head in range(N_HEADS)
+    }
+    assert max(shares, key=lambda at: shares[at].value) == HEAD
+    assert sum(row.value for row in shares.values()) == pytest.approx(1.0)
+
+    def value(metric):
+        return find(results, **alone, metric=metric).value
+
+    assert value("incompleteness") < 0.01
+    assert value("even_share_of_top_heads") == 0.8 < value("share_of_top_heads")
+    assert value("moved_more_by_top_heads") == pytest.approx(
+        value("moved_by_top_heads") - value("moved_by_random_heads")
+    )
+    assert value("moved_more_by_top_heads") > 0
+
+
+def test_the_token_span_and_layer_that_know_are_found(deployed):
+    results = results_of(places.positions(deployed))
+
+    def value(metric, **columns):
+        at = {"span": None, "family": None, "position": None, "kind": None}
+        return find(results, metric=metric, **at | columns).value
+
+    by_position = [value("share", position=k) for k in range(1, N_ANSWER + 1)]
+    assert np.argmax(by_position) == 1 and by_position[1] > 0.5
+    assert value("share", span="answer") > value("tokens", span="answer")
+    assert value("share", span="answer", family="H") > 0.5
+    gone = results_of(places.spans_gone(deployed))
+    at = {"families": "HPRA", "dataset": "held", "metric": "auroc", "seed": "mean"}
+    at |= {"experiment": "anatomy_spans"}
+    lost = {
+        span: find(gone, **at, span=span, against="encoder").value
+        for span in ("question", "answer")
+    }
+    assert lost["answer"] < -0.4 and abs(lost["question"]) < 0.02
+    layers = results_of(places.layers(deployed))
+    at = {"dataset": "held", "seed": "mean"}
+    aurocs = [find(layers, **at, layer=layer).value for layer in range(3)]
+    assert aurocs[1] > 0.95 and max(aurocs[0], aurocs[2]) < 0.65
+
+
+def test_with_few_labels_what_knows_is_learned_and_what_knows_nothing_is_not(
+    deployed, tmp_path
+):
+    search = Search((("closed_book", "H"), ("closed_book", "HA")), {})
+    folder = tmp_path / "members"
+    inputs = inputs_of(deployed, searches={"closed_book": search}, folder=folder)
+    results = results_of(reach.learning_curve(inputs))
+    at = {"dataset": "held", "seed": "mean"}
+    for detector, n_labels in (("probe", 100), ("probe", 200), ("encoder", 100)):
+        columns = at | {"detector": detector, "n_labels": n_labels}
+        assert find(results, **columns, families="H").value > 0.9
+        assert abs(find(results, **columns, families="P").value - 0.5) < 0.15
+    assert find(results, **at, detector="selected", n_labels=100).value > 0.9
+    n = SPLITS["train"] + SPLITS["validation"]
+    assert find(results, metric="labels").value == n
+    assert not folder.exists()
+
+
+def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
+    deployed, tmp_path
+):
+    rows = deployed.rows
+    labels = rows.labels ^ (rows.datasets == "two")
+    turned = dataclasses.replace(
+        deployed, rows=dataclasses.replace(rows, labels=labels)
+    )
+    inputs = inputs_of(turned, folder=tmp_path / "members")
+    results = results_of(reach.transfer(inputs))
+    for detector in ("probe", "encoder"):
+        for source, dataset, is_known in (
+            ("one", "one", True),
+            ("one", "held", True),
+            ("held", "one", True),
+            ("held", "held", True),
+            ("two", "two", True),
+            ("one", "two", False),
+            ("two", "held", False),
+        ):
+            at = {"detector": detector, "source": source, "dataset": dataset}
+            value = find(results, **at, seed="mean").value
+            assert value > 0.9 if is_known else value < 0.1
+    # Of the held-out set only the half is read that teaches nothing.
+    n = find(results, detector="probe", source="one", dataset="held", seed="mean").n
+    assert 0.3 * SPLITS["ood"] < n < 0.7 * SPLITS["ood"]
+
+
+def test_backbones_rank_alike_or_the_other_way_round(deployed):
+    outputs = deployed.tree["outputs"]
+    turned = {"outputs": outputs | {"logits": -outputs["logits"]}}
+    for tree, expected in ((deployed.tree, 1.0), (turned, -1.0)):
+        other = {"closed_book": dataclasses.replace(deployed, tree=tree)}
+        inputs = inputs_of(deployed, other=other, models=("small", "large"))
+        results = results_of(reach.backbones(inputs))
+        row = find(results, metric="spearman")
+        assert row.value == pytest.approx(expected) and row.n == N_SUBSETS
+        assert abs(row.value) >= abs(row.ci_low) and row.ci_low <= row.ci_high
+        second = find(results, kind="second", families="H", metric="auroc")
+        assert second.source == "large"
+        assert second.value > 0.95 if expected > 0 else second.value < 0.05
+    with pytest.raises(ValueError, match="no setting in common"):
+        reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
+
+
+def test_the_best_sets_of_a_ranking_are_told_by_what_they_read():
+    by_trait = traits("with_context", 2 * N_SUBSETS)
+    is_closed = by_trait["H", "closed_book"] | by_trait["P", "closed_book"]
+    is_closed |= by_trait["R", "closed_book"] | by_trait["A", "closed_book"]
+    sets = all_sets(2 * N_SUBSETS, 3)
+    n_closed = is_closed[sets].sum(axis=1)
+    n_hidden = by_trait["H", "with_context"][sets].sum(axis=1)
+    aurocs = 0.5 + 0.2 * (n_closed == 1) + 0.1 * (n_hidden == 2)
+    ranking = Ranking(sets, aurocs[:, None].astype(np.float32))
+    setting = SimpleNamespace(
+        setting="with_context",
+        set_fields=lambda dataset, split: {
+            "setting": "with_context",
+            "dataset": dataset,
+            "split": split,
+        },
+    )
+    inputs = inputs_of(setting, rankings={"with_context": ranking})
+    results = results_of(decisions.combinations(inputs))
+
+    def value(metric, **columns):
+        return find(results, metric=metric, **columns).value
+
+    hidden = {"family": "H", "kind": "with_context"}
+    assert value("encoders_in_best_set", **hidden) == 2.0
+    mean = 3 * by_trait["H", "with_context"].mean()
+    assert value("encoders_in_set", **hidden) == pytest.approx(mean)
+    best = [value("best_sets", n_closed_book=k) for k in range(4)]
+    assert best == [0.0, 10.0, 0.0, 0.0]
+    assert value("share", n_closed_book=1, bin=1) == 1.0
+    for k in (1, 20):
+        shares = [value("share", n_closed_book=n, bin=k) for n in range(4)]
+        assert sum(shares) == pytest.approx(1.0)
+
+
+class Pass:
+    """A pass over questions `q0`, `q1`, … in some order, with made-up scores."""
+
+    queried = ("HPRA", "HP")
+    bootstrap = BootstrapConfig(n_resamples=50, seed=0)
+
+    def __init__(self, setting, order, labels, p=None, without=None):
+        self.setting, self.order = setting, np.asarray(order)
+        ids = [f"q{i}" for i in order]
+        n = len(order)
+        fields = {"ids": ids, "splits": ["test"] * n, "datasets": ["one"] * n}
+        self.rows = rows_like(np.asarray(labels, bool)[self.order], setting, **fields)
+        self.judged = np.arange(n)
+        self.p, self._without = p, without
+
+    def of_rows(self, values):
+        return np.asarray(values, float)[None, self.order]
+
+    def intact(self, name):
+        return self.of_rows(self.p) - 0.5
+
+    def without(self, name, letter):
+        assert letter == "A" and "A" in name
+        return self.of_rows(self._without) - 0.5
+
+    def set_fields(self, dataset, split):
+        return {"setting": self.setting, "dataset": dataset, "split": split}
+
+
+QUESTIONS = {
+    f"q{i}": an_example(
+        id=f"q{i}",
+        golds=(f"gold{i}",),
+        passages=(Passage(title="", text=f"has word{i}"),),
+    )
+    for i in range(6)
+}
+
+
+def texts_of(*answers):
+    by_key = {(a.example_id, a.setting, a.variant): a for a in answers}
+    return lambda: QuestionTexts(QUESTIONS, by_key)
+
+
+def test_decisions_of_both_passes_are_of_one_question_in_whatever_order_it_lies():
+    closed = Pass("closed_book", [3, 1, 0, 2, 5, 4], [1, 0, 0, 0, 1, 0])
+    shown = Pass("with_context", [0, 1, 2, 3, 4, 5], [0, 0, 1, 0, 1, 0])
+    p_closed, p_shown = [0.9, 0.8, 0.1, 0.2, 0.3, 0.7], [0.1, 0.2, 0.9, 0.95, 0.1, 0.9]
+
+    def head(threshold):
+        trust = SimpleNamespace(p_correct=threshold)
+        thresholds = SimpleNamespace(trust=trust)
+        return SimpleNamespace(calibrator=lambda x: x, thresholds=lambda: thresholds)
+
+    settings = {x.setting: x for x in (closed, shown)}
+    ps = {"closed_book": p_closed, "with_context": p_shown}
+    answers = [
+        an_answer(example_id=f"q{i}", setting=setting, text=f"{setting} {i}")
+        for setting in settings
+        for i in range(6)
+    ]
+    inputs = SimpleNamespace(
+        settings=settings,
+        heads={"closed_book": head(0.75), "with_context": head(None)},  # None: .6
+        searches={
+            s: Search((), {"champion": x.of_rows(ps[s])}) for s, x in settings.items()
+        },
+        read_texts=texts_of(*answers),
+    )
+    output = decisions.cases(inputs)
+    results = results_of([row for row in output if hasattr(row, "metric")])
+
+    def value(metric, kind):
+        return find(results, metric=metric, kind=kind, dataset=IN_DOMAIN).value
+
+    # Accepted are q0 and q1, trusted q2, q3 and q5, flagged q4.
+    expected = {"accepted closed-book": (2, 1), "trusted with context": (3, 1)}
+    expected |= {"both flagged": (1, 1)}
+    for kind, (n, n_right) in expected.items():
+        assert value("share", kind) == pytest.approx(n / 6)
+        assert value("right", kind) == pytest.approx(n_right / n)
+    studies = {x.kind: x for x in output if not hasattr(x, "metric")}
+    assert {kind: x.gold for kind, x in studies.items()} == {
+        "accepted closed-book": "gold0",
+        "trusted with context": "gold3",
+        "both flagged": "gold4",
+    }
+    study = studies["trusted with context"]
+    assert (study.closed_book, study.with_context) == (
+        "closed_book 3",
+        "with_context 3",
+    )
+    assert (study.p_closed_book, study.p_with_context) == (0.2, 0.95)
+    assert (study.is_closed_book_right, study.is_with_context_right) == (False, False)
+
+
+def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
+    labels = [1, 0, 0, 1, 1, 0]
+    # Attention turns every second decision; the answers to q0, q1 and q2 stand there.
+    p, without = [0.9, 0.9, 0.2, 0.8, 0.9, 0.1], [0.1, 0.9, 0.8, 0.9, 0.2, 0.3]
+    shown = Pass("with_context", [4, 2, 0, 1, 3, 5], labels, p, without)
+    closed = Pass("closed_book", [0, 1, 2], [0, 1, 1])  # the others were not asked
+    answers = [
+        an_answer(
+            example_id=f"q{i}",
+            setting="with_context",
+            text=f"word{i}" if i < 3 else "another",
+            context_span=(0, 1),
+        )
+        for i in range(6)
+    ]
+    inputs = SimpleNamespace(
+        settings={"closed_book": closed, "with_context": shown},
+        read_texts=texts_of(*answers),
+    )
+    results = results_of(decisions.grounding(inputs))
+
+    def row(metric, kind=None, families=None):
+        columns = {"metric": metric, "kind": kind, "families": families}
+        return find(results, **columns, dataset=IN_DOMAIN)
+
+    assert row("right_with_context").value == pytest.approx(3 / 6)
+    assert (row("right_closed_book").value, row("right_closed_book").n) == (
+        pytest.approx(2 / 3),
+        3,
+    )
+    assert row("wrong_in_passage").value == pytest.approx(2 / 3)
+    assert row("right_in_passage").value == pytest.approx(1 / 3)
+    # Decisions flip at q0, q2 and q4, to the truth at all three.
+    assert row("flip_precision", families="HPRA").value == 1.0
+    wrong = "in_passage_but_wrong"  # q1 and q2
+    assert row("flip_rate", wrong, "HPRA").value == pytest.approx(1 / 2)
+    assert row("flip_precision", "right_not_in_passage", "HPRA").n == 1  # q4 of q3, q4
+    assert {*results["families"].dropna()} == {"HPRA"}  # HP reads no attention
