@@ -5,6 +5,7 @@ knows a little, in the whole answer; probabilities and contributions know nothin
 """
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,12 +15,21 @@ from sklearn.metrics import roc_auc_score
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.records import IN_DOMAIN, Passage
 from beatrice.extract.store.spec import Family
-from beatrice.jaxprobe.config import EncoderConfig, GridConfig, TrainConfig
-from beatrice.jaxprobe.families import LETTERS, N_SUBSETS
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    FusionConfig,
+    GridConfig,
+    SelectConfig,
+    TrainConfig,
+)
+from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.families import LETTERS, N_SUBSETS, subset_index
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection import decisions, places, reach
+from beatrice.selection.ablation import Ablation
 from beatrice.selection.analysis import Deployed, QuestionTexts, Search
 from beatrice.selection.exhaustive import Ranking, all_sets, traits
 from tests.jaxprobe.samples import rows_like, store_like
@@ -271,6 +281,45 @@ def test_backbones_rank_alike_or_the_other_way_round(deployed):
         assert second.value > 0.95 if expected > 0 else second.value < 0.05
     with pytest.raises(ValueError, match="no setting in common"):
         reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
+
+
+def test_without_the_span_or_family_that_knows_less_is_known(deployed, tmp_path):
+    search = SelectConfig(
+        head=FusionConfig(hidden=4, n_slots=2),
+        train=TrainConfig(batch_size=64, max_epochs=0, n_seeds=1),  # the mean logit
+    )
+    settings = {"closed_book": tuple(map(subset_index, ("H", "HPRA")))}
+    outputs = MemberOutputs(**deployed.tree["outputs"])
+    ablation = Ablation(
+        champions=settings,
+        rows={"closed_book": deployed.rows},
+        read_outputs=lambda setting: outputs,
+        read_training_set=lambda setting: training_set(
+            deployed.store, deployed.rows, layer=1, n_batch=64
+        ),
+        grid=GRID,
+        config=search,
+        cache=Cache(tmp_path, "a key"),
+    )
+    ticks = []
+    ablation.train_without_spans("closed_book", lambda: ticks.append("member"))
+    ablation.fit_variants("closed_book", lambda: ticks.append("variant"))
+    assert Counter(ticks) == {"member": 2 * 4, "variant": 4 + 4}
+    results = results_of(ablation.result_rows("closed_book", deployed.bootstrap))
+    at = {"metric": "auroc", "dataset": "held", "seed": "mean"}
+
+    def value(detector, **columns):
+        return find(results, **at, detector=detector, **columns).value
+
+    own = {"kind": "encoders"}
+    assert value("champion", **own) > 0.95
+    for way in ("zeroed_span", "without_span"):
+        for columns in (own, {"kind": None}):
+            assert value(way, span="question", **columns) > 0.95
+            assert 0.35 < value(way, span="answer", **columns) < 0.65
+    assert value("without_family", families="HRA") > 0.95
+    without_hidden = value("without_family", families="PRA")
+    assert 0.7 < without_hidden < value("without_family", families="HPR")
 
 
 def test_the_best_sets_of_a_ranking_are_told_by_what_they_read():
