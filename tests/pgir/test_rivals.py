@@ -461,6 +461,33 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
         np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
 
 
+def test_a_model_that_is_read_again_scores_alike_and_each_score_counts_a_pass(
+    answering, answers
+):
+    probed = answering.probed
+    again = ProbedBackbone(probed.backbone, probed.detector, probed.config)
+    again.why_read_again = "its attention does not allow it"
+    fixed = answering.passages, CallJournal(None, "")
+    slow = Answering(again, *fixed, probing.state_layers(6))
+    slow.journal.add("first", answers, values_of(slow, answers), 0.0)
+    for call in answers:
+        before, after = (x.journal.value(call) for x in (answering, slow))
+        assert (after.text, after.token_ids) == (before.text, before.token_ids)
+        assert after.entropies is None
+    states = answering.states_of(answers)
+    np.testing.assert_allclose(slow.states_of(answers), states, atol=1e-3)
+    calls = [as_kind(call, "score") for call in answers]
+    services = Scoring(answering), Scoring(slow)
+    ours, theirs = ([s.raw for s in values_of(x, calls)] for x in services)
+    assert theirs == pytest.approx(ours, abs=1e-3)
+    assert [x.cost(calls[0], None).forwards for x in services] == [0, 1]
+    calls = [as_kind(call, "words") for call in answers]
+    ours, theirs = (values_of(dragin.Wording(x), calls) for x in (answering, slow))
+    for words, others in zip(ours, theirs, strict=True):
+        assert words.words == others.words
+        np.testing.assert_allclose(words.entropy, others.entropy, atol=1e-3)
+
+
 def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
     passages = [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
     many = Answering(answering.probed, passages, answering.journal)
