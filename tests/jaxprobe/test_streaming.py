@@ -12,15 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.store.spec import encode
-from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
+from beatrice.extract.store.spec import Family, encode
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    GridConfig,
+    StreamConfig,
+    TrainConfig,
+)
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens, empty_span, split_families, zero_span
-from beatrice.jaxprobe.train import Streamed, epoch_groups, fit_streamed, prefetched
-from tests.jaxprobe.samples import assert_same_leaves, identity_of
+from beatrice.jaxprobe.train import (
+    Streamed,
+    epoch_groups,
+    fit_streamed,
+    prefetched,
+    train_encoders,
+)
+from tests.jaxprobe.samples import (
+    assert_same_leaves,
+    identity_of,
+    rows_of,
+    store_like,
+)
 from tests.jaxprobe.test_grid import DIMS, ENCODER, planted
 
 LONGER = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, patience=3)
@@ -94,24 +111,34 @@ def test_statistics_of_parts_are_those_of_the_whole():
         standardizer_of(iter([]))
 
 
-def test_one_group_that_holds_everything_trains_as_the_resident_grid():
-    blocks = [Block((subset_index(n),), (seed,)) for n, seed in (("P", 0), ("HA", 1))]
-    data, valid = planted(64, 1, family=0), planted(48, 2, family=0)
-    config = StreamConfig(n_chunk=16, n_mixed=4)
-    streams = (streamed(*part, config) for part in (data, valid))
-    result = fit_streamed(blocks, *streams, encoder=ENCODER, config=LONGER)
-    resident = [
-        [labelled(split_families(features, DIMS, IDENTITY), labels)]
-        for features, labels in (data, valid)
-    ]
-    parts = fit_blocks(blocks, *resident, encoder=ENCODER, config=LONGER)
-    for i, whole in enumerate(parts):
-        losses = result.info.train_loss[i], whole.info.train_loss[0]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
-        aurocs = result.info.valid_auroc[i], whole.info.valid_auroc[0]
-        np.testing.assert_allclose(*aurocs, atol=1e-6)
-        alone = jax.tree.map(lambda x, i=i: x[i : i + 1], result.params)
-        assert_same_leaves(alone, whole.params, rtol=1e-3, atol=1e-5)
+def test_a_store_that_is_streamed_in_one_group_trains_as_the_resident_grid():
+    rows, families = rows_of(np.arange(144) % 3 == 0), {"a": Family(shape=(6,))}
+    families["b"] = Family(shape=(4,))
+    rng = np.random.default_rng(0)
+    moved = np.repeat(rows.labels, 5)[:, None] * np.float32(0.5)
+    values = {
+        name: rng.standard_normal((720, *family.shape), np.float32) + moved
+        for name, family in families.items()
+    }
+    spans = [[(0, 0), (0, 2), (2, 5)]] * 144
+    store = store_like("memory://streamed/", families, spans, values)
+    encoder = EncoderConfig(
+        projection=4, hidden=8, n_blocks=1, n_groups=2, is_linear_first=True
+    )
+    protocol = dataclasses.replace(LONGER, n_seeds=2)
+    results = []
+    for stream in (None, StreamConfig(n_chunk=16, n_mixed=4)):
+        is_streamed = stream is not None
+        data = training_set(store, rows, layer=None, n_batch=16, streamed=is_streamed)
+        config = GridConfig(encoder=encoder, train=protocol, stream=stream)
+        results.append(train_encoders(data, config))
+    (trained, outputs), (resident, expected) = results
+    assert trained.members == resident.members and len(trained.members) == 6
+    np.testing.assert_allclose(*(x.info.train_loss for x in (trained, resident)), 1e-5)
+    aurocs = [x.info.valid_auroc for x in (trained, resident)]
+    np.testing.assert_allclose(*aurocs, atol=1e-6)
+    assert_same_leaves(trained.params, resident.params, rtol=1e-3, atol=1e-5)
+    assert_same_leaves(outputs, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
