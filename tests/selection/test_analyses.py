@@ -5,15 +5,22 @@ knows a little, in the whole answer; probabilities and contributions know nothin
 """
 
 import dataclasses
+import json
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.results.tables import find, results_of
+from beatrice.cli import main
 from beatrice.extract.records import IN_DOMAIN, Passage
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.rows import read_rows, rows_file
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
@@ -132,9 +139,11 @@ def test_a_pair_and_the_selected_set_are_compared_with_the_others_by_their_auroc
     pairs = results_of(decisions.pairs(deployed))
     noise = np.random.default_rng(0).random((1, len(deployed.rows.labels)))
     scores = {"champion": deployed.logits_of("HA"), "random": noise}
-    search = Search((("closed_book", "HA"),), scores)
-    inputs = inputs_of(deployed, searches={"closed_book": search})
-    inputs.without_hidden["closed_book"] = deployed.logits_of("PRA")
+    inputs = SimpleNamespace(
+        settings={"with_context": deployed},  # alone, there is no head of two passes
+        searches={"with_context": Search((("with_context", "HA"),), scores)},
+        without_hidden={"with_context": deployed.logits_of("PRA")},
+    )
     fusion = results_of(decisions.fusion(inputs))
     for split, dataset in (("test", IN_DOMAIN), ("ood", "held")):
         at = {"split": split, "dataset": dataset, "seed": "mean"}
@@ -279,6 +288,11 @@ def test_backbones_rank_alike_or_the_other_way_round(deployed):
         second = find(results, kind="second", families="H", metric="auroc")
         assert second.source == "large"
         assert second.value > 0.95 if expected > 0 else second.value < 0.05
+    first, second = np.random.default_rng(0).random((2, N_SUBSETS, 3))
+    expected = [
+        spearmanr(x, y).statistic for x, y in zip(first.T, second.T, strict=True)
+    ]
+    assert reach.rank_correlation(first, second) == pytest.approx(expected)
     with pytest.raises(ValueError, match="no setting in common"):
         reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
 
@@ -491,3 +505,23 @@ def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
     assert row("flip_rate", wrong, "HPRA").value == pytest.approx(1 / 2)
     assert row("flip_precision", "right_not_in_passage", "HPRA").n == 1  # q4 of q3, q4
     assert {*results["families"].dropna()} == {"HPRA"}  # HP reads no attention
+
+
+def test_an_analysis_that_is_asked_for_later_leaves_the_others(smoke_run, tmp_path):
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
+
+    def ask_for(*names):
+        words = [word for name in names for word in ("--only", name)]
+        done = CliRunner().invoke(main, ["anatomy", str(run.path), *words])
+        assert done.exit_code == 0, done.output
+        studies = json.loads((run.path / "anatomy" / "cases.json").read_text())
+        return done.stderr, [*read_rows(rows_file(run, "anatomy"))], studies
+
+    notes, rows, studies = ask_for("complementarity", "combinations")
+    assert {row.experiment for row in rows} == {"anatomy_complementarity"}
+    assert "combinations needs the ranking of `beatrice select" in notes and not studies
+    notes, more, studies = ask_for("cases")
+    assert "complementarity took" not in notes
+    assert [x for x in more if x.experiment == "anatomy_complementarity"] == rows
+    judged = {x.dataset for x in more if x.experiment == "anatomy_cases"}
+    assert {x["dataset"] for x in studies} > judged - {IN_DOMAIN} and len(judged) > 1

@@ -69,7 +69,7 @@ def planted(n=400):
     i = np.arange(n)
     sign = np.where(i % 2, -1.0, 1.0)
     is_near = i % 4 < 2
-    decider = np.where(is_near, np.where(i % 8 < 4, 0.3, -0.3), 4) * sign
+    decider = np.where(is_near, np.where(i % 8 < 4, 0.3, -0.3), 1.5) * sign
     return sign > 0, decider, 0.5 * sign, is_near
 
 
