@@ -236,7 +236,7 @@ def test_with_few_labels_what_knows_is_learned_and_what_knows_nothing_is_not(
     folder = tmp_path / "members"
     inputs = inputs_of(deployed, searches={"closed_book": search}, folder=folder)
     results = results_of(reach.learning_curve(inputs))
-    at = {"dataset": "held", "seed": "mean"}
+    at = {"metric": "auroc", "dataset": "held", "seed": "mean"}
     for detector, n_labels in (("probe", 100), ("probe", 200), ("encoder", 100)):
         columns = at | {"detector": detector, "n_labels": n_labels}
         assert find(results, **columns, families="H").value > 0.9
@@ -267,8 +267,8 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
             ("one", "two", False),
             ("two", "held", False),
         ):
-            at = {"detector": detector, "source": source, "dataset": dataset}
-            value = find(results, **at, seed="mean").value
+            at = {"metric": "auroc", "dataset": dataset, "seed": "mean"}
+            value = find(results, **at, detector=detector, source=source).value
             assert value > 0.9 if is_known else value < 0.1
     # Of the held-out set only the half is read that teaches nothing.
     n = find(results, detector="probe", source="one", dataset="held", seed="mean").n

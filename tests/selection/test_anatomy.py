@@ -225,13 +225,13 @@ def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
 
 
 def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves():
-    n, lengths = 30, np.tile([6, 3], (30, 1))
+    n, lengths = 30, np.tile([5, 1, 3], (30, 1))
     answer = np.tile([0.0, 2.0, 0.0], (n, 1))  # the second token alone
-    families = np.zeros((n, 2, 4))
-    families[:, 1, 3] = 2.0  # through attention
-    families[:, 0, 0] = 0.5
+    families = np.zeros((n, 3, 4))
+    families[:, 2, 3] = 2.0  # through attention
+    families[:, 1, 0] = 0.5
     moved = TokenAttribution(families, answer, lengths, 0.0)
-    ratios = position_ratios("HPRA", moved, ("question", "answer"))
+    ratios = position_ratios("HPRA", moved, ("context", "question", "answer"))
     results = results_of(ratio_rows("x", ratios, np.arange(n), SET_FIELDS, CONFIG))
 
     def value(metric, **columns):
