@@ -143,7 +143,8 @@ class Probe(AnswerScorer):
             ids; None takes the head that reads the with-context pass alone.
 
         Raises:
-          ValueError: the signals are not of the probe's families, layer or setting.
+          ValueError: the signals are not of the probe's families, layer or setting, or
+            so large that a score overflows.
         """
         with naming_extra("Probe.predict"):
             from beatrice.jaxprobe.calibrate import score_store
@@ -178,6 +179,12 @@ class Probe(AnswerScorer):
         scores = score_store(
             self.detector, branch, stores, layer=self.layer, examples=signals.indices
         )
+        if len(odd := np.flatnonzero(np.isnan(scores.p_correct))):
+            raise ValueError(
+                f"signals: the score of {len(odd)} of {len(signals)} answers is beyond "
+                f"float32, the first of {signals.ids[odd[0]]!r}; they lie far outside "
+                "what the probe was fitted on: look whether they are read alike"
+            )
         return scores.p_correct
 
     @property

@@ -163,6 +163,12 @@ def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
     assert 0.3 < value < 0.7  # 80 answers: two standard errors are .13
     if recipe == "linear":  # whose validation rows have chosen nothing
         assert "not shown to be better than chance" in probe.detector.doubts[0]
+    if recipe == "encoder":  # whose products overflow
+        dims = {"activations": (2, 3), "sae": (8,), "logits": (1,)}
+        far = {name: np.full((2, *shape), 1e30) for name, shape in dims.items()}
+        far = beatrice.Signals.from_arrays(far, ids=["a", "b"])
+        with pytest.raises(ValueError, match="of 2 of 2 answers is beyond .* of 'a'"):
+            probe.predict(far)
 
 
 def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
