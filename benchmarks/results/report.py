@@ -31,7 +31,7 @@ from beatrice.benchmarks.results.page import (
     render_report,
     too_few_in_words,
 )
-from beatrice.benchmarks.results.paper import ledger
+from beatrice.benchmarks.results.paper import ledger, number_text, read_ledger
 from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.shown import Control, Curves, ShownAnswer, ShownSet
 from beatrice.benchmarks.results.tables import (
@@ -315,6 +315,11 @@ def comparison(first: Side, second: Side) -> str:
             f"{first.name} and {second.name} have no setting in common; compare runs "
             "that were both answered closed-book, or both with context"
         )
+    of_paper = {
+        cell.setting: number_text(cell, cell.value)
+        for cell in read_ledger()
+        if cell.metric == "spearman"
+    }
     parts = [f"A: {first.name}\n\nB: {second.name}\n"]
     for setting in shared:
         left, right = first.validation[setting], second.validation[setting]
@@ -323,8 +328,9 @@ def comparison(first: Side, second: Side) -> str:
         parts.append(
             f"## {SETTING_LABELS[setting]}\n\n"
             "Spearman's correlation of the fifteen subsets' validation AUROC: "
-            f"**{correlation(alike)}** ({n_answers} answers, resampled by question; in "
-            "the paper, between its two models, .78).\n"
+            f"**{correlation(alike)}** ({n_answers} answers, resampled by question; "
+            f"the paper has {of_paper[setting]} between its two models, of test AUROC)."
+            "\n"
         )
         parts += [_headline(sides, setting), _answers(sides, setting)]
     return "\n".join(parts)

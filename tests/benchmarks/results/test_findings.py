@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from beatrice.benchmarks.results.findings import (
     grids,
     verdicts_in_words,
 )
-from beatrice.benchmarks.results.report import correlation
+from beatrice.benchmarks.results.report import Side, comparison, correlation
 from beatrice.benchmarks.results.tables import decision_table, results_of
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import encoder
@@ -337,3 +338,11 @@ def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared
     spared = shown_tokens(str, answer, prob[6:], 6)
     assert [token["text"] for token in whole] == [f"[{i}]" for i in (6, 7, 8, 10, 11)]
     assert spared == whole[1:]  # what emitted the first one was not kept
+
+
+def test_two_runs_stand_beside_the_papers_correlation_of_the_same_setting():
+    ranked = {"closed_book": encoders(1), "with_context": encoders(2)}
+    rows = sample_results()
+    side = Side("run", rows, answered=(), validation=ranked, intervals=CONFIG)
+    quoted = re.findall(r"the paper has (\S+) ", comparison(side, side))
+    assert quoted == [".780", ".790"]
