@@ -9,6 +9,7 @@ import pytest
 
 from beatrice.benchmarks.bench.plan import (
     DEVICES,
+    N_ROWS,
     WIDTHS,
     Product,
     Tensor,
@@ -21,6 +22,7 @@ from beatrice.benchmarks.bench.plan import (
     read_module,
     work_of,
 )
+from beatrice.extract.datasets.splits import SplitConfig
 from beatrice.jaxprobe.encoder import N_TAPS, N_WINDOW
 from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.memory import Plan, choose, compiled_step, step_flops
@@ -36,6 +38,13 @@ def of_one_block(sizes, **changes):
     encoder = dataclasses.replace(sizes.encoder, n_blocks=1, **changes)
     sizes = dataclasses.replace(sizes, encoder=encoder)
     return sizes, cuda_module(sizes, Plan(n_subsets=15, n_seeds=1, n_rows=64))
+
+
+def test_rows_are_those_of_the_papers_splits_with_context_in_two_wordings():
+    splits, n_sets = SplitConfig(), 3
+    n_train, n_valid = n_sets * splits.n_train, n_sets * splits.n_evaluation
+    assert N_ROWS["closed_book"] == (n_train, n_valid)
+    assert N_ROWS["with_context"] == (2 * n_train, 2 * n_valid)
 
 
 @pytest.mark.parametrize(
