@@ -303,7 +303,7 @@ class SelectConfig:
 # The demo's sizes aim at minutes on two cores, those of `few` at a minute for a hundred
 # answers, on which networks alone fall below the regressions that they begin as here
 # (docs/measurements.md). Those of `smoke` mean nothing: a minute once it is compiled.
-# The paper's are those of its section 3 and appendix B.
+# The paper's are those of its appendix B.
 GRID_PRESETS: dict[Preset, GridConfig] = {
     "demo": GridConfig(
         # Six epochs of two blocks left the hidden and attention encoders below logistic

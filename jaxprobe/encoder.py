@@ -375,7 +375,7 @@ class Encoder(nn.Module):
         Returns:
           logits `[n_examples]`, of the network and of a linear part if the variables
           hold one, and pooled vectors `[n_examples, 2 * hidden]`: those of the answer
-          span, which carries nearly all of the signal (paper, appendix D).
+          span, which carries nearly all of the signal (paper, appendix E).
         """
         if draw is None:
             masks, dropout_key = features.masks, None

@@ -2,7 +2,7 @@
 
 Without a family: the greedy search over the encoders that do not read it. Without a
 span: the champion's encoders trained anew, then its head, in two ways. `zeroed` is the
-paper's (appendix D): the span's signals are zero while training, and the evaluation is
+paper's (appendix E): the span's signals are zero while training, and the evaluation is
 unchanged. `without` leaves the span out of both. A head reads the answer span's vector,
 so without that span it loses by construction: the encoders' own probabilities, which no
 head has touched, are rows too.

@@ -4,7 +4,7 @@ An analysis reads the encoders and heads of a finished run and returns rows; the
 is in `selection.anatomy`.
 
 A signal is taken away by putting its mean over the evaluation data in its place (paper,
-appendix E). The mean is that of its span, over all labelled test and held-out answers:
+appendix G). The mean is that of its span, over all labelled test and held-out answers:
 every span has a convolution of its own, so one mean of all spans would put that of the
 passages into the answer. The paper does not say which it takes.
 """

@@ -1,7 +1,7 @@
 """Decisions: what combining gains, absent families that flip them, support, and cases.
 
 Complementarity (paper, figure of that name): every single-family encoder is thresholded
-to flag as many answers as are wrong (section 5.3). A cell is the share of the column
+to flag as many answers as are wrong (section 4.3). A cell is the share of the column
 family's mistakes, of either kind, that the row family gets right.
 
 Pairs and fusion: an early-fused pair against each of its members (paper, figure across
@@ -13,15 +13,15 @@ combination search): the count of closed-book encoders along the ranking, and wh
 ten best sets hold.
 
 Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
-appendix E, table of flips and figure of the boundary band). A flip is a decision,
+appendix G, table of flips and figure of the boundary band). A flip is a decision,
 P(correct) above or below one half, that changes; it is precise where the intact encoder
 decides correctly.
 
 Grounding: the flips of attention, restricted to the answers on which verbatim support
-and correctness disagree (paper, appendix E, table of grounding), beside how good
+and correctness disagree (paper, appendix G, table of grounding), beside how good
 retrieval was.
 
-Cases, after the paper's table of case studies (appendix G), but of every set and kind,
+Cases, after the paper's table of case studies (appendix J), but of every set and kind,
 and chosen by a rule. A closed-book answer with P(correct) of at least the threshold is
 accepted; else the with-context answer is trusted if its P is; else both are flagged.
 The case is shown that is surest of its decisions, of equals the smaller id.

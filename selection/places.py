@@ -1,6 +1,6 @@
 """Where correctness is read: heads of attention, spans and tokens, layers.
 
-Heads (paper, appendix E, figure of attention heads): integrated gradients over the
+Heads (paper, appendix G, figure of attention heads): integrated gradients over the
 channels of attention, from a baseline in which that family lies at its means, over 400
 test answers; a head's share is the absolute attribution of its channels. Unlike the
 paper's, the eight largest heads are found on one half of these answers and measured on

@@ -560,7 +560,7 @@ _WHY_NOT: dict[str, str] = dict.fromkeys(
     ("realrag-detection", "realrag-detection-gemma"),
     "needs the paper's own retrieval over Wikipedia for all sets",
 )
-# The paper's experiment (section 4.1 and appendix B), where a run's may differ.
+# The paper's experiment (section 4.1 and appendices A and B), where a run's may differ.
 _JUDGES = "three prompts to a larger model of the same family, unanimous"
 PAPER = {
     "Answers judged by": _JUDGES,

@@ -5,7 +5,7 @@ value of each, so that it reads like its paper, and whoever runs it may serve th
 of a thousand questions together (`pgir.controllers.waves`). The cost is counted from
 the calls, the same for all; see `Cost`.
 
-PGIR is section 4 of the paper. A draft that clears the threshold is returned, the first
+PGIR is section 5 of the paper. A draft that clears the threshold is returned, the first
 of them closed-book. Otherwise passages are retrieved with the question and the current
 draft, no passage twice, up to a budget of rounds; then the best one is returned. Drafts
 do not depend on the threshold: they are traced once, and every threshold and budget is
@@ -145,7 +145,7 @@ Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """How far and how wide PGIR searches (section 4); others share k, B and depth."""
+    """How far and how wide PGIR searches (section 5); others share k, B and depth."""
 
     n_passages: int = 3  # k, passages a round
     # Largest B traced; most retrievals of rivals that retrieve again.
