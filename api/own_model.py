@@ -5,6 +5,7 @@ pass that answers, the layer is the middle one, half of the answers is trained o
 quarter calibrates and a quarter is held back and measures.
 """
 
+import contextlib
 import shutil
 import time
 from collections import Counter
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from beatrice.extract.backbone.names import locked
 from beatrice.extract.records import Answer, Example
 from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
+_WORK = "signals-*"  # what is kept beside a probe until it is saved
 _TRIED = 50  # questions that are answered first, timed and looked at
 # Right answers, and wrong ones, of which every part has enough.
 ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
@@ -111,7 +114,7 @@ def answer_and_label(
     if model.prompt.chat:
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
-    if not work.exists():
+    if not any(work.glob(_WORK)):
         tried = questions[:_TRIED]
         written = _forecast(lambda q: model.answer(q, read=True), questions, note)
         pairs = list(zip(written[0], tried, strict=True))
@@ -250,8 +253,20 @@ def examples_of(probe: Any, labelled: Labelled) -> list[dict[str, str]]:
 
 def check_folder(path: Path) -> None:
     """Check that a probe can be written, before hours are spent on it."""
+    from beatrice.probe import check_place
+
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already; give a new folder")
+    check_place(path)
+
+
+def clear_work(work: Path) -> None:
+    """Remove what a fit kept beside its probe; what a person put there stays."""
+    for path in work.glob(_WORK):
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (work / ".lock").unlink()
+        work.rmdir()
 
 
 def fit_own(
@@ -275,12 +290,27 @@ def fit_own(
     """
     from beatrice.model import LanguageModel
 
-    progress, work = Progress(), folder.with_name(f"{folder.name}.work")
+    note, work = Progress().note, folder.with_name(f"{folder.name}.work")
     language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
-        data = read_given(language_model, rows, progress.note)
-    else:
-        data = answer_and_label(language_model, rows, work, progress.note)
+        data = read_given(language_model, rows, note)
+        _fit_and_save(data, folder, began, untrustworthy, say)
+        return
+    with locked(work):
+        check_folder(folder)  # another that was waited for may have written it
+        data = answer_and_label(language_model, rows, work, note)
+        _fit_and_save(data, folder, began, untrustworthy, say)
+        clear_work(work)  # the probe is all that is needed
+
+
+def _fit_and_save(
+    data: Labelled,
+    folder: Path,
+    began: float,
+    untrustworthy: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Fit a probe on labelled answers, which `began` to be read, measure and save."""
     answered = time.monotonic()
     from beatrice.fitting import fit as fit_probe
 
@@ -304,5 +334,4 @@ def fit_own(
     examples = examples_of(probe, data)
     probe = probe.with_report([*probe.rows, *baselines])
     probe.save(folder, examples=examples, untrustworthy=untrustworthy)
-    shutil.rmtree(work, ignore_errors=True)  # the probe is all that is needed
     say(f"{folder}: load it with beatrice.load({str(folder)!r})")

@@ -271,15 +271,7 @@ class Probe(AnswerScorer):
                 "scores will say so"
             )
         folder = as_path(path, "path")
-        if folder.is_file():
-            raise ValueError(f"{folder} is a file; give a new folder")
-        if folder.exists() and folder.samefile("."):  # replaced, it would be no more
-            raise ValueError(f"{folder} is the current folder; give a new one in it")
-        if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
-            raise ValueError(
-                f"{folder} holds something else; give a new folder, or that of a "
-                "probe, which is replaced"
-            )
+        check_place(folder)
         if examples is not None:
             self._examples = _scored_examples(self.scorer, examples)
         detector = _portable(self.detector, self._scorer)
@@ -320,6 +312,23 @@ class Probe(AnswerScorer):
                 "be reached, and log in with `hf auth login`"
             ) from None
         return str(commit.oid)
+
+
+def check_place(folder: Path) -> None:
+    """Check that a folder is not there, is empty, or may be replaced by a probe."""
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(f"{folder} is a link to nothing; give a new folder")
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give a new folder")
+    if folder.exists() and folder.samefile("."):  # replaced, it would be no more
+        raise ValueError(f"{folder} is the current folder; give a new one in it")
+    if folder.is_mount():
+        raise ValueError(f"{folder} is where a disk is mounted; give a new one in it")
+    if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds something else; give a new folder, or that of a probe, "
+            "which is replaced"
+        )
 
 
 def _is_saved(folder: Path) -> bool:

@@ -112,11 +112,16 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
         (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
 
 
+_N_FILES = 32  # more than Orbax writes, folders and what it renames included
+
+
 def _check_room(folder: Path, arrays: list[np.ndarray]) -> None:
     """Check that a disk holds arrays; where it does not, Orbax prints tracebacks."""
     # What Orbax writes beside them; of 24 arrays a file of each kind, 50 KiB in all.
     n_left = sum(array.nbytes for array in arrays) + (len(arrays) << 12) + (1 << 17)
     with contextlib.ExitStack() as opened:
+        for _ in range(_N_FILES):
+            opened.enter_context(tempfile.TemporaryFile(dir=folder))
         while n_left > 0:  # some file systems hold no larger file
             file = opened.enter_context(tempfile.TemporaryFile(dir=folder))
             n_bytes = min(n_left, 1 << 30)

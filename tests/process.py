@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from beatrice.jaxprobe.config import XLA_FLAGS, old_emitter
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +53,20 @@ def call(*words, **options) -> subprocess.CompletedProcess[str]:
 def run_python(program, *words, **options) -> subprocess.CompletedProcess[str]:
     """Run a program of Python, see `run_line`."""
     return run_line(sys.executable, "-c", program, *words, **options)
+
+
+def unshare(*words, **options) -> subprocess.CompletedProcess[str]:
+    """Run a line with users or disks of its own; skips the test where it may not."""
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("this machine lets nobody unshare users and disks")
+    return run_line("unshare", *words, **options)
+
+
+def on_disk(options, folder, program, code=0) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python where a folder is a small disk, with `options` of it."""
+    mount = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    line = (sys.executable, "-c", program, folder)
+    return unshare("-rm", "sh", "-c", mount, folder, *line, code=code)
 
 
 def loaded_by(program) -> set[str]:

@@ -25,6 +25,11 @@ def is_full_device(error: Exception) -> bool:
     return type(error).__name__ == "OutOfMemoryError"
 
 
+def is_homeless(error: Exception) -> bool:
+    """Return whether Python found no home of this user, as in a container."""
+    return str(error) == "Could not determine home directory."
+
+
 def in_one_sentence(error: Exception) -> str:
     """Return what a person is told of an expected failure: what, where, what to do."""
     message = " ".join(_DUMPS.sub("", str(error)).split())
@@ -33,15 +38,19 @@ def in_one_sentence(error: Exception) -> str:
         message = (
             f"not enough memory ({message or 'none is left'}); ask for less at once"
         )
+    elif is_homeless(error):
+        message = "this user has no home folder; set HOME to one that may be written"
     elif number in _FULL or any(words in message for words in _FULL_IN_WORDS):
         message = (
             f"a file cannot grow, as on a full disk ({message}); make room and run the "
             "same line again: it continues"
         )
     elif number is not None and isinstance(error, OSError):
+        # A path that was removed is named, but for the folder that all are taken from.
+        nameless = "the current folder" if number == errno.ENOENT else "a file"
         names = " and ".join(str(n) for n in (error.filename, error.filename2) if n)
         message = (
-            f"{names or 'a file'}: {error.strerror}; look whether it is there and may "
+            f"{names or nameless}: {error.strerror}; look whether it is there and may "
             "be read and written"
         )
     return printable(message)

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -260,10 +259,9 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         yield work
         write_checksums(work)
         if path.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            path.rename(aside / path.name)
-            work.rename(path)
-            shutil.rmtree(aside)
+            with temporary(path, is_folder=True) as aside:
+                path.rename(aside / path.name)
+                work.rename(path)
         else:
             work.rename(path)
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import jax
@@ -15,13 +16,14 @@ from click.testing import CliRunner
 
 import beatrice
 from beatrice.cli import main
+from beatrice.extract.backbone.names import locked
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
-from beatrice.own_model import read_labelled, split_answers
+from beatrice.own_model import clear_work, fit_own, read_labelled, split_answers
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
 
@@ -565,10 +567,13 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
     empty = write_lines(tmp_path / "empty.jsonl", [])
     odd = {"question": "q", "answer": "a", "label": "yes"}
     odd = write_lines(tmp_path / "odd.jsonl", [odd])
+    nothing = tmp_path / "nothing"
+    nothing.symlink_to("gone")
     goldless = write_lines(tmp_path / "goldless.jsonl", [{"question": "who?"}])
     cases = [
         ((questions,), "QUESTIONS and PROBE_FOLDER"),
         ((questions, tmp_path), "is there already"),
+        ((questions, nothing), "is a link to nothing"),
         ((empty, tmp_path / "p"), ""),
         ((goldless, tmp_path / "p"), ""),
         (("--labelled", empty, tmp_path / "p"), "empty"),
@@ -579,6 +584,37 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         assert done.exit_code in (1, 2) and "Error: " in done.output, done.output
         assert named in done.output and "Traceback" not in done.output
         assert "no-model" not in done.output
+
+
+def test_of_the_folder_beside_a_probe_only_what_the_fit_wrote_is_cleared(tmp_path):
+    for name in ("mine", "empty"):
+        (tmp_path / name / "signals-0123456789ab.written").mkdir(parents=True)
+        (tmp_path / name / ".lock").touch()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for name in ("mine", "empty"):
+        clear_work(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+
+
+def test_whoever_fits_a_probe_waits_for_the_other_and_then_finds_it(tmp_path):
+    folder, errors = tmp_path / "probe", []
+
+    def fit():
+        options = {"is_labelled": False, "untrustworthy": False, "say": print}
+        try:
+            fit_own("embedded", [], folder, **options)
+        except ValueError as error:
+            errors.append(str(error))
+
+    with locked(tmp_path / "probe.work"):
+        other = threading.Thread(target=fit)
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        folder.mkdir()
+        (folder / "eval.json").write_text("{}")
+    other.join()
+    assert errors == [f"{folder} is there already; give a new folder"]
 
 
 def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):

@@ -25,7 +25,7 @@ from beatrice.extract.backbone.names import model_path
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
-from tests.process import call, run_python
+from tests.process import call, on_disk, run_python
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -247,6 +247,22 @@ def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
         probe.save(tmp_path)
     with pytest.raises(ValueError, match="note.txt is a file"):
         probe.save(tmp_path / "note.txt")
+
+
+def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
+    (tmp_path / "disk").mkdir()
+    done = on_disk(
+        "size=1m",
+        tmp_path / "disk",
+        "import beatrice, pathlib, sys\n"
+        "from beatrice.extract.run.files import replaced_folder\n"
+        "try: beatrice.load('embedded').save(sys.argv[1])\n"
+        "except ValueError as error: print(error)\n"
+        "with replaced_folder(pathlib.Path(sys.argv[1])): print('written')",
+        code=1,
+    )
+    assert "is where a disk is mounted; give a new one in it\nwritten" in done.stdout
+    assert "busy" in done.stderr and os.listdir(tmp_path) == ["disk"]
 
 
 def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp_path):

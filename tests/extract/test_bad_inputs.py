@@ -31,6 +31,7 @@ from beatrice.extract.world.model import make_tokenizer
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
+from tests.process import BEATRICE, on_disk, unshare
 from tests.records import a_label, an_answer
 
 
@@ -171,6 +172,32 @@ def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(
     with pytest.raises(OSError, match="File too large"):
         checkpoint.save(tmp_path / "x", {"w": np.ones((99, 99, 9))}, {})
     assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_removed_under_a_verb_is_named(working_folder):
+    working_folder.rmdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        RunDir("run")
+    assert in_one_sentence(caught.value).startswith("the current folder: No such file")
+
+
+def test_a_user_without_a_home_is_told_to_set_one():
+    homeless = ("--user", "--map-user=12345", "env", "--unset=HOME")
+    done = unshare(*homeless, *BEATRICE, "probes", code=1)
+    assert "set HOME" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_encoders_on_a_disk_without_room_for_names_are_one_error_too(tmp_path):
+    done = on_disk(
+        "nr_inodes=9",
+        tmp_path,
+        "import sys, pathlib, numpy\n"
+        "from beatrice.jaxprobe import checkpoint\n"
+        "x = pathlib.Path(sys.argv[1], 'x')\n"
+        "try: checkpoint.save(x, {'w': numpy.ones(9)}, {})\n"
+        "except OSError as error: print(error)",
+    )
+    assert "No space left" in done.stdout and done.stderr == ""
 
 
 def test_a_file_is_named_without_a_number_and_a_terminal_given_nothing_to_obey():
