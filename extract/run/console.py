@@ -47,7 +47,8 @@ def in_one_sentence(error: Exception) -> str:
         )
     elif number is not None and isinstance(error, OSError):
         # A path that was removed is named, but for the folder that all are taken from.
-        nameless = "the current folder" if number == errno.ENOENT else "a file"
+        is_gone = error.strerror == os.strerror(errno.ENOENT)
+        nameless = "the current folder" if is_gone else "a file"
         names = " and ".join(str(n) for n in (error.filename, error.filename2) if n)
         message = (
             f"{names or nameless}: {error.strerror}; look whether it is there and may "

@@ -103,6 +103,9 @@ class NewPath(GivenPath):
         if not is_writable and not path.exists():
             what = "may not be written in" if folder.is_dir() else "is no folder"
             self.fail(f"{path} cannot be written: {folder} {what}")
+        # A file is written by replacing it, whoever may do so to a device, too.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            self.fail(f"{path} is a device or a pipe, which no file replaces")
         return path
 
 

@@ -1,5 +1,7 @@
 """What a person can hand in wrong: a sentence and an exit code, and at once."""
 
+import errno
+import os
 import resource
 from functools import partial
 
@@ -174,11 +176,27 @@ def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(
     assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
 
 
+def test_a_pipe_or_device_is_no_file_to_write_results_into(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"question": "who?", "answer": "me"}')
+    for words in (
+        ("--question", "who?", "--html", pipe),
+        ("--file", file, "--out", pipe),
+    ):
+        done = beatrice("score", "--probe", "gone", *words, code=2)
+        assert "is a device or a pipe" in done.output
+    assert pipe.is_fifo()
+
+
 def test_a_folder_that_was_removed_under_a_verb_is_named(working_folder):
     working_folder.rmdir()
     with pytest.raises(FileNotFoundError) as caught:
         RunDir("run")
     assert in_one_sentence(caught.value).startswith("the current folder: No such file")
+    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+    assert in_one_sentence(error).startswith("a file: No usable temporary")
 
 
 def test_a_user_without_a_home_is_told_to_set_one():
