@@ -30,8 +30,7 @@ from beatrice.extract.run.console import (
     Progress,
     in_one_sentence,
     in_words,
-    is_full_device,
-    is_homeless,
+    is_of_machine,
     lean_imports,
     printable,
     quiet,
@@ -174,7 +173,7 @@ class _Verbs(click.Group):
             do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
             raise click.ClickException(in_one_sentence(error) + do) from error
         except RuntimeError as error:
-            if not (is_full_device(error) or is_homeless(error)):
+            if not is_of_machine(error):
                 raise
             raise click.ClickException(in_one_sentence(error)) from error
         except ImportError as error:

@@ -16,17 +16,22 @@ _DUMPS = re.compile(
     r"\s*\[(os_error_code|tensorstore_spec|source locations|transform)=.*", re.DOTALL
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# What Torch, JAX, threads and processes end with where memory does.
+_NO_MEMORY = re.compile(
+    "out of memory|can't allocate memory|can't start new thread|terminated abruptly",
+    re.IGNORECASE,
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 
 
-def is_full_device(error: Exception) -> bool:
-    """Return whether it is Torch's error of a GPU without memory; loads no Torch."""
-    return type(error).__name__ == "OutOfMemoryError"
+def is_of_machine(error: Exception) -> bool:
+    """Return whether the machine is why: it is full, or its user has no home."""
+    is_full = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    return bool(is_full) or _is_homeless(error)
 
 
-def is_homeless(error: Exception) -> bool:
-    """Return whether Python found no home of this user, as in a container."""
+def _is_homeless(error: Exception) -> bool:
     return str(error) == "Could not determine home directory."
 
 
@@ -34,12 +39,12 @@ def in_one_sentence(error: Exception) -> str:
     """Return what a person is told of an expected failure: what, where, what to do."""
     message = " ".join(_DUMPS.sub("", str(error)).split())
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError) or is_full_device(error):
+    if _is_homeless(error):
+        message = "this user has no home folder; set HOME to one that may be written"
+    elif isinstance(error, MemoryError) or is_of_machine(error):
         message = (
             f"not enough memory ({message or 'none is left'}); ask for less at once"
         )
-    elif is_homeless(error):
-        message = "this user has no home folder; set HOME to one that may be written"
     elif number in _FULL or any(words in message for words in _FULL_IN_WORDS):
         message = (
             f"a file cannot grow, as on a full disk ({message}); make room and run the "

@@ -1,14 +1,16 @@
 """A batch that a device cannot hold is done in halves, and a text in no way."""
 
 import contextlib
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
+from jax.errors import JaxRuntimeError
 
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import read
-from beatrice.extract.run.console import in_one_sentence, is_full_device
+from beatrice.extract.run.console import in_one_sentence, is_of_machine
 from beatrice.extract.signals.decode import generate_and_read
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
@@ -92,7 +94,21 @@ def test_a_text_that_does_not_fit_is_an_error_with_its_length(is_written):
             reader.read([sequence_of(answer) for answer in answers])
 
 
-def test_a_full_device_is_one_sentence_wherever_it_is_met():
-    error = torch.OutOfMemoryError(FULL)
-    assert is_full_device(error) and not is_full_device(RuntimeError(FULL))
-    assert in_one_sentence(error).startswith("not enough memory (CUDA out of memory.")
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(FULL),
+        JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes."),
+        RuntimeError("can't start new thread"),
+        BrokenProcessPool("A process in the process pool was terminated abruptly."),
+    ],
+)
+def test_a_full_machine_is_one_sentence_wherever_it_is_met(error):
+    assert is_of_machine(error)
+    assert in_one_sentence(error).startswith(f"not enough memory ({error}"[:50])
+
+
+def test_a_mistake_of_the_program_is_none_of_the_machine():
+    assert not is_of_machine(RuntimeError("a Tensor with 9 elements has no one value"))
+    assert not is_of_machine(IndexError("out of memory"))
