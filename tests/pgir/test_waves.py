@@ -369,3 +369,4 @@ def test_training_questions_are_taken_from_every_set_alike():
     examples += [example(i, "train", dataset="c", passages=()) for i in range(9)]
     result = training_questions(examples, 6)
     assert [e.dataset for e in result] == ["a"] * 3 + ["b"] * 3
+    assert len(training_questions(examples[:9], 6)) == 6  # one set gives all of them
