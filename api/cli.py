@@ -551,7 +551,7 @@ def _report_of(run: "RunDir") -> tuple[list[dict[str, Any]], list[dict[str, Any]
     report = [
         {"head": row.setting, **{name: getattr(row, name) for name in columns}}
         for row in read_result_rows(run)
-        if row.detector == "champion"
+        if (row.detector, row.seed) == ("champion", "mean")
         and (row.experiment, row.metric, row.kind) in _IN_REPORT
     ]
     held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
@@ -668,7 +668,3 @@ def main(context: click.Context) -> None:
     # Spinning workers of one library starve the other's on a small machine, and those
     # of another program (docs/measurements.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-if __name__ == "__main__":
-    main()

@@ -101,6 +101,13 @@ WRONG_USAGE = [
     ("sample RUN --set temperature=nan", "nan is no finite number"),
     ("control RUN --max-generations inf", "inf is no finite number"),
     ("train RUN --set device_memory=much", "device_memory: expected a number of bytes"),
+    ("xyzzy RUN", "No such command 'xyzzy'"),
+    ("bench xyzzy", "No such command 'xyzzy'"),
+    ("score --question q?", "give RUN_DIR or --probe, one of the two"),
+    ("score RUN --probe embedded --question q?", "one of the two"),
+    ("doctor --verify", "--verify is of a run; give RUN_DIR too"),
+    ("baselines", "missing argument 'RUN_DIR'"),
+    ("real --preset smoke", "give DATA_DIR and RUN_DIR, or --fetch"),
     ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),
 ]
 
@@ -125,6 +132,8 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
         ("control RUN --only nope", "no rival is called 'nope'"),
         ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
         ("label RUN --judge /no", "--judge"),
+        ("report RUN RUN --ledger", "--ledger and --print are of one run"),
+        ("report RUN --out HERE.md", "--out is for a comparison; give RUN_B too"),
     ],
 )
 def test_what_a_run_cannot_be_given_is_wrong_usage(small_run, words, message):

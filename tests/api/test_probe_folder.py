@@ -18,12 +18,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import beatrice
+from beatrice.cli import _report_of
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import model_path
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
+from beatrice.extract.run.rows import read_result_rows, write_rows
 from beatrice.pgir.scorer import Scorer
+from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.process import call, on_disk, run_python
 from tests.records import flip_bit
@@ -395,6 +401,40 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
     for n, raw, p_correct in result.values():
         assert n == 40 and raw < 1e-6
         assert p_correct < 1e-3  # a step of the isotonic map has a slope of hundreds
+
+
+def test_an_exported_report_has_the_means_of_the_seeds_alone(smoke_run, tmp_path):
+    large = shutil.ignore_patterns("features", "encoders", "selection")
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
+    rows = [r for r in read_result_rows(run) if r.detector == "champion"]
+    ours = [r for r in rows if r.experiment == "detection" or r.kind == "calibrated"]
+    seeds = [replace(r, seed="0", value=0.0) for r in ours if r.kind is None]
+    run.results.write_text(write_rows([*rows, *seeds]))
+    report, examples = _report_of(run)
+    expected = {(r.setting, r.dataset, r.split, r.metric): r.value for r in ours}
+    names = ("head", "dataset", "split", "metric")
+    assert len(report) == len(expected) > 20
+    assert {tuple(map(r.get, names)): r["value"] for r in report} == expected
+    held_back = {e.question for e in read_examples(run) if e.split == "test"}
+    assert len({x["question"] for x in examples} & held_back) == 5
+
+
+def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
+    smoke_run, tmp_path
+):
+    folder, page = tmp_path / "probe", tmp_path / "page.html"
+    begin("export", smoke_run, folder, "--untrustworthy")
+    row = json.loads((folder / "examples.jsonl").read_text().splitlines()[0])
+    asked = ("--question", row["question"])
+    for source in (smoke_run, folder):
+        words = ("score", source, *asked, "--answer", row["answer"], "--html", page)
+        shown = json.loads(begin(*words, "--json").stdout)
+        assert shown["p_correct"] == pytest.approx(row["p_correct"], abs=1e-6)
+        assert begin(*words).stdout == f"{row['p_correct']:.3f}\n"
+        assert row["question"] in page.read_text()
+        text, p_correct = begin("score", source, *asked).stdout.splitlines()
+        again = begin("score", source, *asked, "--answer", text).stdout
+        assert float(again) == pytest.approx(float(p_correct), abs=2e-3)
 
 
 MODEL = "import beatrice; model = beatrice.LanguageModel('embedded'); "

@@ -4,14 +4,20 @@ The wheels are made here and come from a folder that pip is told of; the questio
 the microworld's in published layouts, which the embedded model can answer.
 """
 
+import dataclasses
 import gzip
+import itertools
 import json
 import re
 import shutil
 
+import jax
+import msgspec
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
+from beatrice.benchmarks import transfer
 from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.real import (
     COSTS,
@@ -23,40 +29,69 @@ from beatrice.benchmarks.real import (
     read_costs,
 )
 from beatrice.benchmarks.results.evaluate import run_detectors
-from beatrice.benchmarks.results.names import CHAMPION, RETRIEVED, probe
-from beatrice.benchmarks.transfer import (
+from beatrice.benchmarks.results.names import (
     ALL_SETS,
+    CHAMPION,
+    COMPARED,
+    EARLY_FUSION,
+    HIDDEN_ONLY,
+    PERPLEXITY,
+    RETRIEVED,
+    probe,
+)
+from beatrice.benchmarks.transfer import (
     Scenario,
     TransferConfig,
+    _answer_rows,
     _count_missing,
     asked_questions,
     encoder_scores,
+    open_inner,
     rival_scores,
     run_scene,
+    scene_rows,
     selected_scores,
     with_passages,
 )
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.records import IN_DOMAIN, Example, Passage, read_records, text_key
+from beatrice.extract.generate.answers import answer_config
+from beatrice.extract.records import (
+    IN_DOMAIN,
+    SETTINGS,
+    Answer,
+    Example,
+    Passage,
+    read_records,
+    text_key,
+    write_lines,
+)
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.rows import Subject, read_result_rows, read_rows
+from beatrice.extract.run.rows import Subject, encoder, read_result_rows, read_rows
+from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import score_store
-from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.families import paper_dims
-from beatrice.jaxprobe.train import grid_config
+from beatrice.jaxprobe.config import EncoderConfig, GridConfig
+from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.families import SUBSET_NAMES, SUBSETS, paper_dims
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.tokens import read_features, split_families
+from beatrice.jaxprobe.train import chosen_layer, grid_config
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from tests.benchmarks.results.sample import row
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import beatrice, questions
-from tests.jaxprobe.samples import random_detector, rows_like, store_like
+from tests.extract.small_run import beatrice, make_run, questions, smoke
+from tests.jaxprobe.samples import (
+    random_bank,
+    random_detector,
+    rows_like,
+    store_like,
+)
 from tests.pgir.test_retrievers import serving
 from tests.process import call
-from tests.records import an_example
+from tests.records import an_answer, an_example
 
 
 def write_questions(folder):
@@ -262,21 +297,139 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 
-def test_selected_encoders_are_scored_seed_by_seed_as_their_rivals_are():
-    dims = {"closed_book": paper_dims(hidden=6, prob=5, resid=4, attn=2)}
-    dims["with_context"] = dims["closed_book"]
-    reads = {"closed_book": (("closed_book", "HP"), ("closed_book", "A"))}
-    encoders = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
-    detector = random_detector(dims, encoders, reads, 4)
-    sizes = zip(dims["closed_book"].names, dims["closed_book"].sizes, strict=True)
+DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=2)
+TINY = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+
+
+def signals_of(setting, spans):
+    """Normal signals of answers to retrieved passages; none was trained on."""
+    sizes = zip(DIMS.names, DIMS.sizes, strict=True)
     families = {name: Family(shape=(size,)) for name, size in sizes}
-    spans = np.tile([(0, 0), (0, 2), (2, 5)], (9, 1, 1))
-    store = store_like("memory://retrieved", families, spans)
-    new = DetectorInput(store=store, rows=rows_like([True] * 9), layer=None)
-    scores = selected_scores(Scenario(trained=new, new=new), detector)[CHAMPION]
-    of_both = score_store(detector, "closed_book", {"closed_book": store}, layer=None)
-    assert scores.shape == (2, 9) and np.abs(np.diff(scores, axis=0)).max() > 0.01
-    np.testing.assert_allclose(scores.mean(axis=0), of_both.raw, atol=1e-6)
+    store = store_like(f"memory://{setting}-{len(spans)}", families, spans)
+    rows = rows_like([True] * len(spans), setting)
+    return DetectorInput(store=store, rows=rows, layer=None)
+
+
+def test_selected_encoders_are_scored_seed_by_seed_as_their_rivals_are():
+    every = ("with_context", "HP"), ("with_context", "A")
+    reads = {"with_context": every, "single_pass": every[:1]}
+    detector = random_detector(dict.fromkeys(SETTINGS, DIMS), TINY, reads, 4)
+    spans = np.tile([(0, 2), (2, 4), (4, 7)], (9, 1, 1))
+    new, asked_before = (signals_of(x, spans) for x in ("with_context", "closed_book"))
+    scene = Scenario(trained=new, new=new, closed_book=asked_before)
+    result = selected_scores(scene, detector)
+    heads = {"champion": "with_context", "without_closed_book": "single_pass"}
+    assert [*result] == [Subject(name) for name in heads]
+    for scores, head in zip(result.values(), heads.values(), strict=True):
+        assert scores.shape == (2, 9) and np.abs(np.diff(scores, axis=0)).max() > 0.01
+        raw = score_store(detector, head, {"with_context": new.store}, layer=None).raw
+        np.testing.assert_allclose(scores.mean(axis=0), raw, atol=1e-6)
+
+
+def test_encoders_score_retrieved_answers_as_each_does_by_itself():
+    spans = np.tile([(0, 0), (0, 1), (1, 3)], (192, 1, 1))
+    spans[::30, 2] = 1, 31  # so that they are read in two groups
+    new = signals_of("closed_book", spans)
+    scene = Scenario(trained=new, new=new)
+    bank, n_subsets = random_bank("closed_book", DIMS, TINY, 0), len(SUBSETS)
+    params = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), bank.params)
+    tree = {"params": params, "standardizer": bank.standardizer._asdict()}
+    train = dataclasses.replace(GridConfig().train, n_seeds=2)
+    result = encoder_scores(scene, tree, GridConfig(encoder=TINY, train=train))
+    features = read_features(new.store, None, np.arange(192), (1, 30))
+    families = split_families(features, DIMS, bank.standardizer)
+    alone = jax.jit(Encoder(TINY, DIMS).apply)
+    for number in range(2 * n_subsets):
+        seed, subset = divmod(number, n_subsets)
+        member = jax.tree.map(lambda x, seed=seed, i=subset: x[seed, i], bank.params)
+        logits, _ = alone(member, families, SUBSETS[subset])
+        scores = result[encoder(SUBSET_NAMES[subset])]
+        np.testing.assert_allclose(scores[seed], logits, atol=1e-4)
+    assert np.ptp(result[HIDDEN_ONLY]) > 0.1
+    np.testing.assert_array_equal(result[HIDDEN_ONLY], result[encoder("H")])
+    np.testing.assert_array_equal(result[EARLY_FUSION], result[encoder("HPRA")])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_put_to_their_own_rows_detectors_score_as_evaluate_says(smoke_run, setting):
+    run = RunDir(smoke_run)
+    scene = run_scene(run, run, setting)
+    detectors = run_detectors(run, scene.trained)[0]
+    known = {detector.subject: detector.scores for detector in detectors}
+    result = rival_scores(scene)
+    if setting == "closed_book":
+        encoders, _ = checkpoint.restore(run.encoders(setting))
+        result |= encoder_scores(scene, encoders, grid_config(run))
+    assert len(result) == (9 if setting == "with_context" else 26)
+    for name, scores in result.items():
+        # Encoders run in other batches; the probes' solver stops within its tolerance.
+        np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
+
+
+def test_every_set_and_all_together_are_measured_on_their_own_rows():
+    rng, at = np.random.default_rng(0), np.arange(90)
+    labels, is_found, in_a = rng.random(90) < 0.4, at % 3 == 0, at < 50
+    sets = np.where(in_a, "a", "b"), np.where(in_a, "test", "ood")
+    rows = rows_like(labels, "with_context", datasets=sets[0], splits=sets[1])
+    texts = [Passage(title="T", text="it is g" if x else "it is") for x in is_found]
+    requests = [an_example(id=f"q{i}", passages=(texts[i],)) for i in at]
+    lost = an_example(id="lost", dataset="b", split="ood")
+    scores = {rival: rng.normal(size=(1, 90)) for rival in COMPARED}
+    scores[CHAMPION] = labels + rng.normal(size=(2, 90))
+    new = DetectorInput(store=None, rows=rows, layer=None, questions=requests)
+    scene, config = Scenario(trained=new, new=new), BootstrapConfig(n_resamples=20)
+    result = scene_rows(scene, scores, [*requests, lost], config)
+    known = {
+        (x.dataset, x.subject, x.rival, x.metric): x for x in result if x.seed == "mean"
+    }
+    backbone = Subject("backbone")
+    for name, here in {"a": in_a, "b": ~in_a, ALL_SETS: at >= 0}.items():
+        ours, other = (
+            np.mean([roc_auc_score(labels[here], x[here]) for x in scores[subject]])
+            for subject in (CHAMPION, PERPLEXITY)
+        )
+        for key, value in (
+            ((CHAMPION, None, "auroc"), ours),
+            ((CHAMPION, PERPLEXITY, "auroc"), ours - other),
+            ((backbone, None, "em"), labels[here].mean()),
+            ((backbone, None, "answer_found"), is_found[here].mean()),
+        ):
+            assert known[name, *key].value == pytest.approx(value, abs=1e-6)
+            assert known[name, *key].n_failed == (name != "a")
+    shown = _answer_rows(requests, dataclasses.replace(rows, setting="closed_book"))
+    assert {x.metric for x in shown} == {"em"}
+
+
+def test_a_run_inside_a_run_keeps_the_layer_that_detectors_read(smoke_run, tmp_path):
+    large = shutil.ignore_patterns("features", "encoders", "selection")
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
+    with open_inner(run) as inner:
+        assert extract_config(inner).hidden_layers == (chosen_layer(run),)
+        assert answer_config(inner).prompt.overlong == "drop-passages"
+        assert answer_config(inner).settings == SETTINGS
+
+
+def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_path):
+    passages = (Passage(title="T", text="new"),)
+    *asked, other = [an_example(id=f"q{i}", passages=passages) for i in range(4)]
+    run, notes = make_run(tmp_path / "run", [*asked, other]), []
+    keys = itertools.product((*asked, other), SETTINGS)
+    answers = [an_answer(example_id=x.id, setting=setting) for x, setting in keys]
+    run.answers_file.parent.mkdir()
+    run.answers_file.write_text(write_lines(answers))
+    bare = [msgspec.structs.replace(example, passages=()) for example in asked]
+    with RunDir.open(tmp_path / "inner", smoke()) as inner:
+        for content, is_done in ((asked, True), (asked, True), (bare, False)):
+            transfer.write_questions(inner, run, content, notes.append)
+            assert read_examples(inner) == content
+            kept = list(read_records(inner.answers_file, Answer))
+            assert kept == [x for x in answers[:-2] if x.setting == "closed_book"]
+            if not inner.stage_records():
+                inner.mark_stage("answer", {}, 1.0)
+                (inner.path / "features").mkdir()
+            assert inner.stage_done("answer") == is_done
+            assert (inner.path / "features").exists() == is_done
+    assert notes == ["retrieved: other passages or questions than before"]
 
 
 @pytest.fixture(scope="module")
@@ -285,25 +438,6 @@ def finished(smoke_run, tmp_path_factory):
     run = shutil.copytree(smoke_run, tmp_path_factory.mktemp("transfer") / "run")
     call("transfer", run, "--limit", 20)
     return RunDir(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["closed_book", "with_context"])
-def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, setting):
-    scene = run_scene(finished, finished, setting)
-    known = {
-        detector.subject: detector.scores
-        for detector in run_detectors(finished, scene.trained)[0]
-    }
-    encoders, _ = checkpoint.restore(finished.encoders(setting))
-    result = encoder_scores(scene, encoders, grid_config(finished))
-    result |= rival_scores(scene)
-    for name, scores in result.items():
-        # Encoders run in other batches; the probes' solver stops within its tolerance.
-        np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
-    selected = selected_scores(scene, Detector.load(finished.detector))
-    for name, scores in selected.items():
-        np.testing.assert_allclose(scores, known[name], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """Detectors judged on a run and in a notebook; one of a person, as in the README."""
 
+import dataclasses
 import re
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import beatrice as api
 from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
@@ -22,12 +25,14 @@ from beatrice.benchmarks.baselines.judge import (
     JudgedOutput,
     MeteredRelations,
     ScoreCache,
+    _open_backbone,
     chosen_detectors,
     cost_of,
     costs_file,
     judge,
     models_beside,
     read_costs,
+    run_inputs,
     score,
     unmet,
 )
@@ -52,6 +57,7 @@ from tests.benchmarks.baselines import planted
 from tests.benchmarks.baselines.planted import drawn_inputs
 from tests.extract.small_run import beatrice
 from tests.process import call
+from tests.records import a_label, a_sample
 
 README = Path(__file__).parents[3] / "benchmarks" / "README.md"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", README.read_text(), re.S))
@@ -164,6 +170,40 @@ def test_detectors_are_judged_without_a_run():
     assert values["oracle"] == 1 and values["linear_probe"] > 0.9
     (layer,) = table[table.metric == "layer"].value
     assert layer == planted.LAYER
+
+
+def test_labels_are_the_same_as_truth_values_as_rows_and_as_records():
+    truth, splits = GIVEN.rows.labels, GIVEN.rows.splits
+    about = [{"example_id": f"q{i}", "setting": planted.SETTING} for i in range(150)]
+    pairs = zip(truth.tolist(), about, strict=True)
+    records = [a_label(is_right, **fields) for is_right, fields in pairs]
+    every, some = np.ones(150, bool), np.arange(150) % 5 > 0
+    for is_given, labels in (
+        (every, truth),
+        (every, GIVEN.rows),
+        (every, records),
+        (some, truth[some]),
+        (some, records),
+    ):
+        rows = []
+
+        def look(inputs, rows=rows):
+            rows.append(inputs.rows)
+            return oracle(inputs)
+
+        signals = api.Signals(GIVEN.store)[is_given]
+        beside = {"questions": GIVEN.questions, "splits": splits[is_given]}
+        judge(signals, labels, [baseline_of(look)], intervals=INTERVALS, **beside)
+        for split in ("train", "validation", "test"):
+            chosen = rows[0].where(split)
+            expected = np.flatnonzero((splits == split) & is_given)
+            np.testing.assert_array_equal(chosen, expected)
+            np.testing.assert_array_equal(rows[0].labels[chosen], truth[expected])
+
+
+def test_an_answer_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="no answer to .'q3', .* among the 3 given"):
+        judge_planted(ORACLE, answers=GIVEN.answers[:3])
 
 
 def test_labels_that_do_not_fit_are_refused():
@@ -549,6 +589,49 @@ def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path
     # Asked for on every row, what is there does not do.
     whole = {"llmcheck_hidden_all": np.arange(12)}
     assert unread(whole, caches, 12)["llmcheck_hidden_all"] == list(range(12))
+
+
+class Numbers:
+    """Reads of every row its number and the length of the reading's name."""
+
+    def __init__(self):
+        self.calls = []
+
+    def read(self, rows, names):
+        self.calls.append((rows, names))
+        return {x: np.array([[row, len(x)] for row in rows], float) for x in names}
+
+
+def test_a_row_is_read_once_with_all_that_is_wanted_of_it_and_kept(tmp_path):
+    reader, (first, second) = Numbers(), NAMES
+    wanted = {first: np.array([1, 2, 299]), second: np.array([0, 2, 299])}
+    caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
+    read = cached_readings(reader, wanted, 300, caches)
+    once = [([0], (second,)), ([1], (first,)), ([2], NAMES), ([299], NAMES)]
+    assert reader.calls == once
+    again = cached_readings(AnswerReader(None, no_model), wanted, 300, caches)
+    for name, rows in wanted.items():
+        expected = np.full((300, 2), np.nan)
+        expected[rows] = [(row, len(name)) for row in rows]
+        np.testing.assert_array_equal(read.values[name], expected)
+        np.testing.assert_array_equal(again.values[name], expected)
+
+
+def test_a_row_is_read_alike_whichever_others_are_read_with_it(smoke_run):
+    run = RunDir(smoke_run)
+    inputs = run_inputs(run, "with_context")
+    drawn = [(a_sample("x", token_ids=(5, 6)),) * 2] * len(inputs.rows.ids)
+    reader = AnswerReader(
+        dataclasses.replace(inputs, samples=drawn), partial(_open_backbone, run)
+    )
+    names = ("lookback", "lumina_mmd", "p_true", "sample_states")
+    together = reader.read([5, 0, 3], names)
+    for place, row in enumerate((5, 0, 3)):
+        alone = reader.read([row], names)
+        for name in names:
+            np.testing.assert_allclose(together[name][place], alone[name][0], atol=1e-5)
+    for name in ("lookback", "lumina_mmd", "sample_states"):
+        assert np.abs(np.diff(together[name], axis=0)).max() > 1e-3
 
 
 @pytest.mark.parametrize(

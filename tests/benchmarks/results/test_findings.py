@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
+from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
 from beatrice.benchmarks.results.findings import (
@@ -20,13 +21,15 @@ from beatrice.benchmarks.results.findings import (
     grids,
     verdicts_in_words,
 )
-from beatrice.benchmarks.results.report import Side, comparison, correlation
-from beatrice.benchmarks.results.tables import decision_table, results_of
+from beatrice.benchmarks.results.report import Side, comparison, correlation, run_side
+from beatrice.benchmarks.results.tables import decision_table, find, results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import encoder
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import FusionConfig
 from beatrice.jaxprobe.detector import SettingHead
+from beatrice.jaxprobe.families import SUBSET_NAMES
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.score_files import shown_tokens
@@ -39,6 +42,7 @@ from tests.benchmarks.results.sample import (
     sample_rows,
     undefined,
 )
+from tests.extract.small_run import beatrice
 from tests.jaxprobe.samples import rows_of
 from tests.records import an_answer
 
@@ -246,6 +250,66 @@ def test_one_class_alone_has_no_ranking_and_says_so():
     assert np.isnan(interval.value) and "one class only" in correlation(interval)
 
 
+def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite():
+    answered, swap = findings(sample_results(), ENOUGH), {"yes": "no", "no": "yes"}
+    reverse = [x._replace(answer=swap.get(x.answer, x.answer)) for x in answered]
+    is_ours = {True: {"value": 0.123}, False: {}}
+    rows = [
+        msgspec.structs.replace(r, **is_ours[r.detector == "champion"])
+        for r in sample_rows()
+    ]
+    run = encoders(0, np.linspace(0, 2, 15))
+    both = {"closed_book": run, "with_context": run}
+    one = {"closed_book": run._replace(scores=-run.scores)}
+    first = Side("one", sample_results(), answered, both, CONFIG)
+    other = Side("two", results_of(rows), reverse, one, CONFIG)
+    given = [x.answer for x in answered if x.place.setting == "closed_book"]
+    n, n_sure = len(given) - given.count(None), sum(x in swap for x in given)
+    assert 0 < n_sure < n
+    for side, counts, value in (
+        (first, [n, n, n_sure, 0], "1.000"),
+        (other, [n, n - n_sure, n_sure, n_sure], "-1.000"),
+    ):
+        text, _, rest = comparison(first, side).partition("## With context")
+        assert bool(rest) == (side is first)
+        assert f"**{value} [{value} to {value}]** (200 and 200 answers" in text
+        shown = re.findall(r"^\| [a-z ]+ \| (\d+) \|$", text, re.M)
+        assert [*map(int, shown)] == counts
+        assert text.count("| differs |") == n - counts[1]
+        cells = re.search(r"^\| BEATRICE \(sel.*$", text, re.M).group().split(" | ")
+        is_lower = [".123" in cell for cell in cells[1:]]
+        assert is_lower == [False, side is other] * 4
+    with pytest.raises(ValueError, match="one and two have no setting in common"):
+        comparison(first._replace(validation={"with_context": run}), other)
+
+
+def test_what_is_compared_of_a_run_are_its_encoders_on_validation(smoke_run, tmp_path):
+    side, out = run_side(RunDir(smoke_run)), tmp_path / "comparison.md"
+    at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
+    at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
+    assert len(side.validation) == 2
+    for setting, run in side.validation.items():
+        for name, scores in zip(SUBSET_NAMES, run.scores[0], strict=True):
+            measured = find(side.results, setting=setting, families=name, **at)
+            auroc = roc_auc_score(run.labels, scores)
+            assert measured.value == pytest.approx(auroc, abs=1e-6)
+    text = beatrice("report", smoke_run, smoke_run, "--out", out).stdout
+    assert text == f"{out.read_text()}\n" and text.count("**1.000 [") == 2
+
+
+def test_the_ledger_of_a_run_says_what_differs_from_the_paper(smoke_run):
+    text = beatrice("report", smoke_run, "--ledger").stdout
+    for fact in (
+        "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |",
+        " | of the embedded world, in two wordings |\n| Training seeds | 3 | 1 |",
+        "2wikimultihopqa 500 | microworld 32 |",
+        "## tab:main-detection (Qwen3.5-9B)",
+    ):
+        assert fact in text
+    table = beatrice("report", smoke_run, "--print", "detectors").stdout
+    assert table.startswith("Detectors") and "BEATRICE" in table
+
+
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
 LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)
 IDS = ["h", "b", "c", "d", "e", "f", "g", "a"]
@@ -312,6 +376,9 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
         assert precision.value > 0.75  # P means what it says
     never = measured["trust", 0.95, "precision"]
     assert never.value is None and "no P holds" in never.reason
+    unsure = decision_rows(head, np.full(3000, 0.5), rows)
+    reasons = {r.reason for r in unsure if r.metric == "precision" and r.wanted == 0.8}
+    assert reasons == {"no answer lies beyond the threshold"}
     table = decision_table(results_of(measured.values()))
     labels = [line.label for line in table.lines]
     assert labels[::4] == ["Trust at 0.7", "Distrust at 0.7"]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from beatrice.benchmarks.results.paper import (
+    PAPER,
     PaperCell,
     as_markdown,
     beside,
+    experiments_differ,
     read_ledger,
     signs,
     signs_by_table,
@@ -21,6 +23,7 @@ from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import encoder
 from beatrice.pgir.controllers import CONTROLLERS
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
+from tests.records import an_example
 
 ROOT = Path(__file__).parents[3]
 # How many numerals the LaTeX of each table has; counted by a reader that knows no
@@ -194,6 +197,23 @@ def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
         assert matches["label-dist", *at].value == percent
 
 
+def test_of_the_experiments_is_told_what_differs_alone():
+    at = dict(table="t", backbone="b", row="r", column="c", detector="backbone")
+    splits = ("train", "validation", "test", "ood")
+    cells = [
+        PaperCell(metric="n", value=2, dataset="a", split=x, setting="both", **at)
+        for x in splits
+    ]
+    examples = [an_example(dataset="a", split=x) for x in 2 * splits]
+    here = {"Backbone": "b", **PAPER}
+    assert experiments_differ(here, cells, examples) == []
+    facts = experiments_differ(here | {"Training seeds": "1"}, cells, examples[1:])
+    assert facts == [
+        ("Training seeds", "3", "1"),
+        ("Questions, training", "a 2", "a 1"),
+    ]
+
+
 def test_every_table_is_told_of_with_what_differs_first():
     differing = [("Backbone", "Qwen", "embedded")]
     page = as_markdown(CELLS, [], differing)
@@ -330,6 +350,7 @@ def test_what_the_paper_has_equal_or_ours_undefined_is_not_compared():
     rows = [of_run("detection", name, *interval) for name in ("champion", "tfidf")]
     assert only(rows, cells) == {}
     assert only([undefined(flips(x, 0.5)) for x in "HP"]) == {}
+    assert only([flips("P", 0.5), undefined(flips("H", 0.5))]) == {}
 
 
 def test_least_and_most_are_rows_with_their_own_intervals():
