@@ -297,7 +297,6 @@ def measure(
     its least and largest. Memory is told with the data, see `Method.peak_mib`.
     """
     check = check or CheckSize()
-    n_steps = workload.n_steps * len(workload.members)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         written = [m for m in workload.members if m[1] < check.n_seeds]
@@ -324,23 +323,38 @@ def measure(
         note(f"rounds: {n_rounds}")
         _, *seconds = take_turns(runs, n_rounds)[..., 0].T
         peaks = [method.peak_mib() for method in methods]
-    flops = turn_flops(workload, workload.members)
-    rows = []
-    for kind, turn_seconds, peak in zip(KINDS, seconds, peaks, strict=True):
-        gflops = flops / turn_seconds / 1e9
-        rows.append(
-            {
-                "method": KINDS[kind],
-                "encoder-steps/s": n_steps / float(np.median(turn_seconds)),
-                "GFLOP/s": float(np.median(gflops)),
-                "share of the peak": float(np.median(gflops / products[1:])),
-                "time over (a)'s": middle_and_ends(turn_seconds / seconds[0]),
-                "peak MiB": peak,
-                "largest loss difference": differences[kind],
-                "peak, GFLOP/s": float(np.median(products[1:])),
-            }
-        )
-    return rows
+    speeds = speeds_of(workload, np.array(seconds), np.array(products[1:]))
+    return [
+        {
+            "method": KINDS[kind],
+            **speed,
+            "peak MiB": peak,
+            "largest loss difference": differences[kind],
+            "peak, GFLOP/s": float(np.median(products[1:])),
+        }
+        for kind, speed, peak in zip(KINDS, speeds, peaks, strict=True)
+    ]
+
+
+def speeds_of(work: Workload, seconds: np.ndarray, products: np.ndarray) -> list[Row]:
+    """Return the rates, shares and ratios of methods, see `measure`.
+
+    Args:
+      work: that every method does in a turn.
+      seconds: `[n_methods, n_rounds]`, the grid first.
+      products: `[n_rounds]` GFLOP/s of matrix products.
+    """
+    gflops = turn_flops(work, work.members) / seconds / 1e9
+    n_steps = work.n_steps * len(work.members)
+    return [
+        {
+            "encoder-steps/s": n_steps / float(np.median(turn_seconds)),
+            "GFLOP/s": float(np.median(rates)),
+            "share of the peak": float(np.median(rates / products)),
+            "time over (a)'s": middle_and_ends(turn_seconds / seconds[0]),
+        }
+        for turn_seconds, rates in zip(seconds, gflops, strict=True)
+    ]
 
 
 @click.command()

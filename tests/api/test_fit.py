@@ -317,6 +317,24 @@ def test_a_part_of_signals_is_those_answers(rng):
 ROWS = np.ones((6, 2))
 
 
+def test_signals_and_labels_of_another_setting_or_layer_are_refused(
+    run, signals, probe
+):
+    closed_book, with_context = (signals[setting] for setting in SETTINGS)
+    labels, right = list(read_labels(run).values()), [True] * len(closed_book)
+    other = beatrice.Signals.from_arrays({"hidden": ROWS[:, None]}, layers=[99])
+    assert other.layers == (99,)
+    for call_it, named in (
+        (lambda: probe.predict(other), f"reads layer {probe.layer}, these keep 99"),
+        (lambda: probe.predict(closed_book, closed_book=closed_book), "beside with-co"),
+        (lambda: beatrice.fit({SETTINGS[0]: with_context}, right), "with_context ans"),
+        (lambda: beatrice.fit(signals, right), "settings, labels, groups and splits"),
+        (lambda: beatrice.fit(with_context, labels[:9]), "labels: none for the answer"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call_it()
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

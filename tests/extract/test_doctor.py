@@ -4,11 +4,18 @@ import json
 import os
 import shutil
 import socket
+from importlib.metadata import version
 
 import msgspec
+from packaging.requirements import Requirement
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.doctor import look_at_devices, look_at_hub, look_at_machine
+from beatrice.doctor import (
+    _wrong_version,
+    look_at_devices,
+    look_at_hub,
+    look_at_machine,
+)
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import write_lines
@@ -37,6 +44,13 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert "6 layers, width 160, 5 heads, window 512" in result["model"]["text"]
     assert "no chat template" in result["tokenizer"]["text"]
     assert "no run directory" in result["run"]["text"]
+
+
+def test_a_package_that_is_missing_or_too_old_is_named():
+    wanted = map(Requirement, ("click>=1", "click>=99", "no-such-package>=2"))
+    none, old, missing = map(_wrong_version, wanted)
+    assert none is None and missing == "no-such-package>=2 is missing"
+    assert old == f"click is {version('click')}, needed is >=99"
 
 
 def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_path):

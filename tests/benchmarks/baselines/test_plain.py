@@ -33,10 +33,14 @@ from beatrice.benchmarks.baselines.plain import (
     rows_at_equal_length,
     text_scores,
 )
-from beatrice.benchmarks.results.evaluate import annotated_rows
+from beatrice.benchmarks.results.evaluate import (
+    annotated_rows,
+    layer_rows,
+    prompt_rows,
+)
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
 from beatrice.benchmarks.results.tables import find, results_of
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.prompts import LeftOut, PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored
@@ -262,6 +266,37 @@ def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
     assert abs(elsewhere[probe("H")] - 0.5) < 0.2
 
 
+def test_the_layer_that_is_read_is_laid_beside_the_ends_of_those_that_are_kept():
+    labels = np.random.default_rng(3).random(N) < 0.5
+    table = results_of(layer_rows(stored(labels)[0], rows_of(labels), 3, BOOTSTRAP))
+    at = {"dataset": "world", "split": "test", "metric": "auroc", "seed": "mean"}
+    chosen, first, gain = (
+        find(table, detector=name, against=other, **at).value
+        for name, other in (
+            ("chosen_layer", None),
+            ("first_layer", None),
+            ("chosen_layer", "first_layer"),
+        )
+    )
+    assert chosen > 0.9 and abs(first - 0.5) < 0.2
+    assert gain == pytest.approx(chosen - first, abs=1e-5)
+    assert "last_layer" not in {*table["detector"], *table["against"]}  # is the chosen
+
+
+def test_cut_prompts_are_counted_beside_questions_that_were_not_asked():
+    examples = [an_example(id=f"q{i}", dataset="ab"[i % 2]) for i in range(6)]
+    answers = [an_answer(example_id=f"q{i}", dropped=(1,) * (i == 0)) for i in range(4)]
+    out = [LeftOut(f"q{i}", "closed_book", "original", 9, 8) for i in (4, 5)]
+    out.append(LeftOut("q0", "with_context", "original", 9, 8))
+    rows = prompt_rows(examples, answers, out)
+    assert [(r.setting, r.dataset, r.value, r.n, r.n_failed) for r in rows] == [
+        ("closed_book", "a", 0.5, 2, 1),
+        ("closed_book", "b", 0.0, 2, 1),
+        ("with_context", "a", None, 0, 1),
+    ]
+    assert rows[2].reason == "no passage of any question fitted"
+
+
 def matched(n=1800):
     """Right answers are short; one detector sees that alone, another sees more."""
     rng = np.random.default_rng(1)
@@ -343,14 +378,18 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     result_rows = annotated_rows(verdicts, scored, rows, BOOTSTRAP)
     by = {x.kind: x for x in result_rows if x.experiment == "annotated"}
     test = rows.where("test")
-    expected = roc_auc_score(labels[test], scores[0, test])
-    assert by["labels"].value == pytest.approx(expected, abs=1e-5)
+    expected_of_labels = roc_auc_score(labels[test], scores[0, test])
+    assert by["labels"].value == pytest.approx(expected_of_labels, abs=1e-5)
     expected = roc_auc_score(truth[test], scores[0, test])
     assert by["a person"].value == pytest.approx(expected, abs=0.02)  # weighted
     assert by["labels"].value < by["undisputed labels"].ci_low
     assert by["undisputed labels"].n == 300 - len(set(slips) & set(test))
     shares = [x for x in result_rows if x.experiment == "label_noise"]
     assert [row.kind for row in shares] == ["right", "wrong"]
+    agreed = {**verdicts, "verdicts": [[*x[:3], True] for x in verdicts["verdicts"]]}
+    by = {x.kind: x for x in annotated_rows(agreed, scored, rows, BOOTSTRAP)}
+    assert by["labels"].value == pytest.approx(expected_of_labels, abs=1e-5)
+    assert by["a person"].value is None and "one class only" in by["a person"].reason
 
 
 def test_an_mlp_sees_what_a_linear_rung_cannot():

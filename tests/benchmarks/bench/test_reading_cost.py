@@ -37,7 +37,13 @@ from beatrice.benchmarks.bench.extract import (
     measure_with_examples,
     peak_above,
 )
-from beatrice.benchmarks.bench.oracle import measure_written
+from beatrice.benchmarks.bench.oracle import (
+    SIGNALS,
+    TOLERANCE,
+    measure,
+    measure_written,
+    require,
+)
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
@@ -224,6 +230,21 @@ def test_a_model_type_that_cannot_be_read_has_a_row_with_the_reason():
     row = measure_written("mamba")
     assert row["read"] == "not at all" and "layout.py" in row["reason"]
     assert row["fp32"] is None
+
+
+def test_a_model_is_read_while_it_writes_as_exactly_as_it_repeats_itself():
+    row = measure_written("llama")
+    assert row["read"] == "while writing" and row["reason"] == ""
+    exact = row["fp32"], row["fp32 of its own"]
+    assert 0 < min(exact) < max(exact) < 1e-5 < row["bf16"] < 0.05
+
+
+def test_a_readers_errors_are_its_own_in_each_precision():
+    row = measure("llama", lambda: tiny_model("llama"))
+    require([row])
+    for name in SIGNALS:
+        error, moved = row[f"bf16 {name}"]
+        assert 0 < row[f"fp32 {name}"] < TOLERANCE and error <= TOLERANCE < moved
 
 
 @pytest.fixture(scope="module")

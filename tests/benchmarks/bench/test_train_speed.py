@@ -37,6 +37,7 @@ from beatrice.benchmarks.bench.train import (
     TorchTrainer,
     measure,
     require_same_losses,
+    speeds_of,
     split_members,
     train_torch,
 )
@@ -184,6 +185,19 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
     results["stack"] = torch_side.losses(work, 3, n_microbatches=2)
     with pytest.raises(ValueError, match="'stack' differ"):
         require_same_losses(results)
+
+
+def test_rates_are_medians_of_turns_and_ratios_are_of_the_same_turn():
+    seconds, products = np.array([[1, 2, 4], [3, 4, 6]]), np.array([8, 2, 1])
+    grid, other = speeds_of(TOY, seconds, products)
+    gflop = turn_flops(TOY, TOY.members) / 1e9
+    assert grid["encoder-steps/s"] == TOY.n_steps * 15 / 2
+    assert other["GFLOP/s"] == pytest.approx(gflop / 4)
+    # Of 1/8, 1/4 and 1/4, and of 1/24, 1/8 and 1/6 of the operations.
+    assert grid["share of the peak"] == pytest.approx(gflop / 4)
+    assert other["share of the peak"] == pytest.approx(gflop / 8)
+    assert grid["time over (a)'s"] == (1.0, 1.0, 1.0)
+    assert other["time over (a)'s"] == (2.0, 1.5, 3.0)
 
 
 @pytest.mark.slow

@@ -252,33 +252,40 @@ def test_one_class_alone_has_no_ranking_and_says_so():
 
 def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite():
     answered, swap = findings(sample_results(), ENOUGH), {"yes": "no", "no": "yes"}
-    reverse = [x._replace(answer=swap.get(x.answer, x.answer)) for x in answered]
-    is_ours = {True: {"value": 0.123}, False: {}}
-    rows = [
-        msgspec.structs.replace(r, **is_ours[r.detector == "champion"])
+    rows = [  # of other questions, whose test set meets that of the first
+        msgspec.structs.replace(
+            r,
+            dataset="mine" if r.dataset == "microworld" else r.dataset,
+            value=0.123 if r.detector == "champion" else r.value,
+        )
         for r in sample_rows()
+    ]
+    reverse = [
+        x._replace(answer=swap.get(x.answer, x.answer))
+        for x in findings(results_of(rows), ENOUGH)
     ]
     run = encoders(0, np.linspace(0, 2, 15))
     both = {"closed_book": run, "with_context": run}
     one = {"closed_book": run._replace(scores=-run.scores)}
     first = Side("one", sample_results(), answered, both, CONFIG)
     other = Side("two", results_of(rows), reverse, one, CONFIG)
-    given = [x.answer for x in answered if x.place.setting == "closed_book"]
-    n, n_sure = len(given) - given.count(None), sum(x in swap for x in given)
-    assert 0 < n_sure < n
+    sizes = []
+    for setting in both:
+        given = [x.answer for x in answered if x.place.setting == setting]
+        sizes += [len(given) - given.count(None), sum(x in swap for x in given)]
+    n, n_sure, m, m_sure = sizes
+    assert 0 < n_sure < n and n_sure != m_sure
     for side, counts, value in (
-        (first, [n, n, n_sure, 0], "1.000"),
+        (first, [n, n, n_sure, 0, m, m, m_sure, 0], "1.000"),
         (other, [n, n - n_sure, n_sure, n_sure], "-1.000"),
     ):
-        text, _, rest = comparison(first, side).partition("## With context")
-        assert bool(rest) == (side is first)
-        assert f"**{value} [{value} to {value}]** (200 and 200 answers" in text
+        text = comparison(first, side)
         shown = re.findall(r"^\| [a-z ]+ \| (\d+) \|$", text, re.M)
         assert [*map(int, shown)] == counts
-        assert text.count("| differs |") == n - counts[1]
+        assert text.count("| differs |") == (n_sure if side is other else 0)
+        assert f"**{value} [{value} to {value}]** (200 and 200 answers" in text
         cells = re.search(r"^\| BEATRICE \(sel.*$", text, re.M).group().split(" | ")
-        is_lower = [".123" in cell for cell in cells[1:]]
-        assert is_lower == [False, side is other] * 4
+        assert [".123" in cell for cell in cells[1:]] == [False, side is other] * 4
     with pytest.raises(ValueError, match="one and two have no setting in common"):
         comparison(first._replace(validation={"with_context": run}), other)
 
