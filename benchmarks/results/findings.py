@@ -166,12 +166,9 @@ def findings(
 
 
 def measured(finding: PaperAnswer) -> str:
-    """Format the deciding difference: its value, interval and p, a dash without one."""
+    """Format the difference that decides an answer: its value, interval and p."""
     row = finding.row
-    if row is None:
-        return "–"
-    if row.value is None or row.ci_low is None:
-        return f"n/a ({row.reason})"
+    assert row is not None  # or there is no answer, see `decide`
     of = f"{finding.label} " if finding.label else ""
     p = "" if row.p_value is None else f", p = {p_text(row.p_value)}"
     return f"{of}{row_value(row)} [{interval(row)}]{p}"

@@ -122,6 +122,8 @@ def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
     assert others == before
     detections = [row for row in rows if row.detector == "failing"]
     assert detections and all(reason in row.reason for row in detections)
+    done = beatrice("baselines", run, "--check", "hedges:failing", code=1)
+    assert "has no attribute 'nothing'" in done.output
     beatrice("baselines", run)  # goes on as it did
 
 
@@ -191,6 +193,7 @@ def test_labels_are_the_same_as_truth_values_as_rows_and_as_records():
             chosen = rows[-1].where(split)
             expected = np.flatnonzero((splits == split) & is_given)
             np.testing.assert_array_equal(chosen, expected)
+            assert (rows[-1].splits == split).sum() == len(expected)  # none has failed
             np.testing.assert_array_equal(rows[-1].labels[chosen], truth[expected])
 
 
@@ -405,6 +408,7 @@ def test_what_a_run_lacks_is_said(tmp_path):
     for name in ("semantic_entropy:words", "saplma_last"):
         assert unmet(known[name], run, BaselinesConfig()) is None
     assert unmet(known["semantic_entropy"], run, BaselinesConfig(nli="x")) is None
+    assert "--encoder" in unmet(known["text_encoder"], run, BaselinesConfig())
 
 
 def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
@@ -413,6 +417,7 @@ def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
     names = [detector.name for detector in chosen_detectors(config)]
     assert names == [*catalogue(), "hedging"]
     assert BaselinesOptions().change(config) == config
+    assert BaselinesOptions(nli=here).change(config).nli == str(here.resolve())
     later = BaselinesOptions(only=("p_true",)).change(config)
     assert [detector.name for detector in chosen_detectors(later)] == ["p_true"]
 

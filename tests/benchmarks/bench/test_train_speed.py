@@ -188,14 +188,14 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
 
 
 def test_rates_are_medians_of_turns_and_ratios_are_of_the_same_turn():
-    seconds, products = np.array([[1, 2, 4], [3, 4, 6]]), np.array([8, 2, 1])
+    seconds, products = np.array([[1, 2, 4], [3, 4, 6]]), np.array([8, 1, 2])
     grid, other = speeds_of(TOY, seconds, products)
     gflop = turn_flops(TOY, TOY.members) / 1e9
     assert grid["encoder-steps/s"] == TOY.n_steps * 15 / 2
     assert other["GFLOP/s"] == pytest.approx(gflop / 4)
-    # Of 1/8, 1/4 and 1/4, and of 1/24, 1/8 and 1/6 of the operations.
-    assert grid["share of the peak"] == pytest.approx(gflop / 4)
-    assert other["share of the peak"] == pytest.approx(gflop / 8)
+    # Of 1/8, 1/2 and 1/8, and of 1/24, 1/4 and 1/12 of the operations.
+    assert grid["share of the peak"] == pytest.approx(gflop / 8)
+    assert other["share of the peak"] == pytest.approx(gflop / 12)
     assert grid["time over (a)'s"] == (1.0, 1.0, 1.0)
     assert other["time over (a)'s"] == (2.0, 1.5, 3.0)
 

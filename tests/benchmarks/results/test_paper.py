@@ -182,6 +182,11 @@ def test_a_gain_stands_beside_the_papers_with_its_interval():
     gain = row("champion", "with_context", ("nq", "ood"), "auroc", 0.01, **fields)
     line = "| With context, NQ | +.016†/+.005/+.027 → +.010/-.010/+.030 |"
     assert line in page_of(gain)
+    fields |= dict(rival="selfcheck_nli", p_value=0.0004, n_failed=3)
+    gain = row("champion", "closed_book", (IN_DOMAIN, "test"), "auroc", 0.01, **fields)
+    page = page_of(gain)
+    assert "+.060 → +.010/-.010/+.030 | .007 → .0004 |" in page
+    assert "up to 3 here without a label or a score" in page
 
 
 def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
