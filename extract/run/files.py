@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -259,9 +260,18 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         yield work
         write_checksums(work)
         if path.exists():
-            with temporary(path, is_folder=True) as aside:
-                path.rename(aside / path.name)
+            # No `temporary`: of a process killed here it is all that is left.
+            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            old = aside / path.name
+            try:
+                path.rename(old)
                 work.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                aside.rmdir()
+                raise
+            shutil.rmtree(aside)
         else:
             work.rename(path)
 

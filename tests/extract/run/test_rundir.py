@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import os
@@ -71,6 +72,26 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_pa
     with replaced_folder(folder) as work:
         (work / "a").write_text("whole")
     assert sorted(tmp_path.iterdir()) == sorted([file, folder, live, other])
+
+
+class Unmovable(type(Path())):
+    """A path on a disk that fails when the new folder gets its name."""
+
+    def rename(self, target):
+        if self.name.startswith(".probe.") and target.name == "probe":
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return super().rename(target)
+
+
+def test_a_folder_that_cannot_be_replaced_is_there_again(tmp_path):
+    folder = Unmovable(tmp_path / "probe")
+    folder.mkdir()
+    (folder / "weights").write_text("old")
+    with pytest.raises(OSError, match="Input/output"):
+        with replaced_folder(folder) as work:
+            (work / "weights").write_text("new")
+    assert [str(path) for path in tmp_path.iterdir()] == [str(folder)]
+    assert (folder / "weights").read_text() == "old"
 
 
 def test_a_write_replaces_the_file_or_keeps_it_and_leaves_nothing_else(tmp_path):
