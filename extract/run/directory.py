@@ -207,9 +207,9 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
         wanted = as_json(section)
         if wanted == content:
             return section
-        known, found = dict(_dotted(wanted, content)), dict(_dotted(content, wanted))
+        known, given = dict(_dotted(wanted, content)), dict(_dotted(content, wanted))
         reason = "a value of it is written otherwise"
-        for name in sorted(known.keys() ^ found.keys(), reverse=True):
+        for name in sorted(known.keys() ^ given.keys(), reverse=True):
             what = "missing" if name in known else "unknown"
             reason = f"its field {name!r} is {what}"
     raise ValueError(

@@ -422,8 +422,8 @@ def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_
         for content, is_done in ((asked, True), (asked, True), (bare, False)):
             transfer.write_questions(inner, run, content, notes.append)
             assert read_examples(inner) == content
-            kept = list(read_records(inner.answers_file, Answer))
-            assert kept == [x for x in answers[:-2] if x.setting == "closed_book"]
+            taken = list(read_records(inner.answers_file, Answer))
+            assert taken == [x for x in answers[:-2] if x.setting == "closed_book"]
             if not inner.stage_records():
                 inner.mark_stage("answer", {}, 1.0)
                 (inner.path / "features").mkdir()

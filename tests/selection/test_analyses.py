@@ -325,10 +325,10 @@ def test_without_the_span_or_family_that_knows_less_is_known(deployed, tmp_path)
     def value(detector, **columns):
         return find(results, **at, detector=detector, **columns).value
 
-    own = {"kind": "encoders"}
-    assert value("champion", **own) > 0.95
+    without_head = {"kind": "encoders"}
+    assert value("champion", **without_head) > 0.95
     for way in ("zeroed_span", "without_span"):
-        for columns in (own, {"kind": None}):
+        for columns in (without_head, {"kind": None}):
             assert value(way, span="question", **columns) > 0.95
             assert 0.35 < value(way, span="answer", **columns) < 0.65
     assert value("without_family", families="HRA") > 0.95
