@@ -111,5 +111,5 @@ def assert_same_signals(left, right, atol=0):
     for pair in pairs:
         for name in FAMILIES:
             values = (getattr(item, name) for item in pair)
-            tolerances = dict(rtol=0, atol=atol, equal_nan=False)
+            tolerances = dict(rtol=atol, atol=atol, equal_nan=False)
             np.testing.assert_allclose(*values, **tolerances, err_msg=name)

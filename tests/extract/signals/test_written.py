@@ -191,10 +191,12 @@ def test_states_of_few_bits_are_rounded_once_and_scalars_not_at_all(tmp_path, dt
     (spec, values), (_, wanted) = (families(p, "closed_book") for p in (path, again))
     assert spec.path == "decode"
     sizes = np.abs(wanted["hidden"])
-    step = sizes.max(axis=-1, keepdims=True) / 127 if dtype == "int8" else sizes / 128
-    assert (np.abs(values["hidden"] - wanted["hidden"]) <= 1.01 * step + 1e-5).all()
+    largest = sizes.max(axis=-1, keepdims=True)  # whose rounding every state shares
+    step = largest / 127 if dtype == "int8" else sizes / 128
+    difference = np.abs(values["hidden"] - wanted["hidden"])
+    assert (difference <= 1.01 * step + 1e-5 * np.maximum(largest, 1)).all()
     for name in ("prob", "resid", "attn"):  # 1e-3 and more in eight bits of fraction
-        np.testing.assert_allclose(values[name], wanted[name], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(values[name], wanted[name], rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize(
