@@ -28,6 +28,7 @@ from beatrice.extract.run.verbs import RunPath, Text
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from beatrice.extract.backbone.names import AttentionLayers
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.store.spec import StoreConfig
 
@@ -166,7 +167,9 @@ def _shorten(error: Exception, n_characters: int) -> str:
     return " ".join(str(error).split())[:n_characters]
 
 
-def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
+def look_at_model(
+    name: str, choice: "AttentionLayers" = "all"
+) -> Generator[Finding, None, Shapes | None]:
     """Look at a backbone's config and tokenizer; its weights are not loaded.
 
     Returns:
@@ -184,7 +187,7 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
-        shapes = outline_shapes(outline)
+        shapes = outline_shapes(outline, choice)
         check_quantization_support(path, outline)
         require_readable(name, outline)
     except (ValueError, OSError) as error:
@@ -199,7 +202,7 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         f"{shapes['attn'][3]} heads, window {reads}"
     )
     if n_read != n_layers:
-        text += f"; {n_read} layers have attention"
+        text += f"; the attention of {n_read} layers is read"
     yield Finding("model", "ok", text)
     yield Finding("kept", "ok", typical_sizes(shapes))
     yield _look_at_tokenizer(outline.tokenizer)
@@ -244,7 +247,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     done = ", ".join(name for name, gap in gap_of.items() if gap is None)
     text = "; ".join([f"{path}: done are {done or 'no stages'}", *has, *gaps])
     yield Finding("run", "warning" if gaps else "ok", text)
-    shapes = yield from look_at_model(config.model)
+    shapes = yield from look_at_model(config.model, config.attention_layers)
     if shapes is not None:
         yield from _look_at_store(run, storage, shapes)
 

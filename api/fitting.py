@@ -429,6 +429,13 @@ def _provenance(
     parts = passes.values()
     if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
+    for name in ("model", "dtype", "answer_span", "attention_layers"):
+        values = [p.store.spec.fingerprint.get(name, "all") for p in parts]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"signals: those of both settings are read alike, by one model; their "
+                f"{name} are {' and '.join(map(str, values))}"
+            )
     # Signals that an earlier version stored do not tell.
     scripts = [x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())]
     return Provenance(
@@ -442,6 +449,7 @@ def _provenance(
         stop_id=facts["stop_id"],
         scripts=tuple(sorted(set(scripts))),
         path=store.spec.path,
+        attention_layers=facts.get("attention_layers", "all"),
         hashes=ModelHashes() if model is None else model.backbone.hashes,
     )
 

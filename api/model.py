@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
+from beatrice.extract.backbone.names import AttentionLayers
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.extras import naming_extra
 from beatrice.pgir.arguments import (
@@ -52,6 +53,7 @@ class LanguageModel:
         device: str | None = None,
         dtype: str | None = None,
         prompt: "PromptConfig | None" = None,
+        attention_layers: AttentionLayers = "all",
     ) -> None:
         """Load a model, or take one that is in memory.
 
@@ -66,6 +68,8 @@ class LanguageModel:
             float32 elsewhere. A model in memory stays where it is and as it is.
           prompt: how questions are put; None takes the model's chat template where it
             has one and worked examples where it has none.
+          attention_layers: whose attention is read: "all", or "full", those without a
+            window (7 of Gemma 4 E4B's 42, which the paper reads).
 
         Raises:
           ValueError: there is no such model, it is of a kind that cannot be read
@@ -75,7 +79,14 @@ class LanguageModel:
 
         if prompt is not None and not isinstance(prompt, PromptConfig):
             raise argument_error("prompt", "a PromptConfig", prompt)
-        self.backbone: Backbone = _open(model, tokenizer, device, dtype)
+        if attention_layers not in get_args(AttentionLayers):
+            raise argument_error(
+                "attention_layers", '"all" or "full"', attention_layers
+            )
+        opened = _open(model, tokenizer, device, dtype)
+        self.backbone: Backbone = dataclasses.replace(
+            opened, attention=attention_layers
+        )
         self.name: str = model if isinstance(model, str) else self.backbone.name
         self.prompt: PromptConfig = prompt or default_prompt(self.backbone)
         # Of some choices of layers: what reads them, and why not while it writes.

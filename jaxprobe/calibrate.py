@@ -535,6 +535,7 @@ def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
             for text in (e.question, *(p.text for p in e.passages))
         ),
         path=store.spec.path,
+        attention_layers=store.spec.fingerprint.get("attention_layers", "all"),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.backbone.names import AttentionLayers, ModelHashes
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
@@ -140,6 +140,7 @@ class Provenance:
     # By which most of the signals came: "decode", of the passes that wrote the answers,
     # or "teacher_forced", of passes that read them again.
     path: ReadingPath = "teacher_forced"
+    attention_layers: AttentionLayers = "all"  # whose attention was read
 
 
 class _Saved(Record, frozen=True, kw_only=True):

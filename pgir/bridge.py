@@ -100,6 +100,7 @@ class ProbedBackbone:
             raise ValueError(
                 f"{different[0]}; in Python strict=False loads it, and scores warn"
             )
+        backbone = dataclasses.replace(backbone, attention=trained.attention_layers)
         self.backbone = backbone
         self.detector = detector
         self.trained = trained

@@ -32,6 +32,7 @@ from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
     MOST_LAYERS,
     WEIGHTS_INDEX,
+    AttentionLayers,
     BackboneConfig,
     ModelDtype,
     ModelHashes,
@@ -336,6 +337,24 @@ def check_quantization_support(name: str, outline: Outline) -> None:
 
 
 _COMMIT = re.compile("[0-9a-fA-F]{40}")
+_WINDOWED = ("sliding_attention", "chunked_attention", "local")
+
+
+def layers_read(
+    layout: Layout, config: Any, choice: AttentionLayers
+) -> tuple[int, ...]:
+    """Return the layers whose attention is read, from 0, by the text model's config.
+
+    "full" are those without a window where a model has both kinds: 7 of Gemma 4 E4B's
+    42, which the paper reads (appendix K). Qwen3.5-9B has 8, the others are recurrent.
+    """
+    layers = layout.attention_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = getattr(config, "attention_layers", None)  # GPT-Neo
+    if choice == "all" or kinds is None:
+        return layers
+    return tuple(i for i in layers if kinds[i] not in _WINDOWED) or layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,12 +369,11 @@ class Backbone:
     n_layers: int  # decoder layers; a resid axis has `n_layers + 1` entries
     d_model: int  # width of the residual stream
     n_heads: int  # query heads per attention layer
-    # 0-based; hybrid models (Qwen3.5) have recurrent layers between.
-    attention_layers: tuple[int, ...]
     max_length: int | None  # longest sequence in tokens, see `window_of`
     layout: Layout = dataclasses.field(repr=False, compare=False)
     # Whether it is as its files have it; a model in memory may compute by other code.
     is_of_files: bool = False
+    attention: AttentionLayers = "all"  # whose is read
     halves: Halves = dataclasses.field(
         default_factory=Halves, repr=False, compare=False
     )
@@ -393,6 +411,18 @@ class Backbone:
             if Path(self.name).is_dir():  # whose revision is not of the tokenizer
                 return ModelHashes(config=config, **find())
             return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the layers whose attention is read, see `layers_read`."""
+        config = self.model.config.get_text_config()
+        return layers_read(self.layout, config, self.attention)
+
+    @property
+    def passed_over(self) -> tuple[int, ...]:
+        """Return the layers that have attention which is not read."""
+        read = self.attention_layers
+        return tuple(i for i in self.layout.attention_layers if i not in read)
 
     @property
     def device(self) -> torch.device:
@@ -460,7 +490,6 @@ class Backbone:
             n_layers=len(layout.layers),
             d_model=layout.head.in_features,
             n_heads=n_heads_of(config),
-            attention_layers=layout.attention_layers,
             max_length=window_of(config),
             layout=layout,
             is_of_files=is_of_files,
@@ -630,4 +659,5 @@ def open_backbone(config: BackboneConfig) -> Backbone:
     quiet()
     torch.set_num_threads(config.n_threads)
     device = own_device(config.device, torch.cuda.device_count())
-    return load_backbone(config.path, dtype=config.dtype, device=device)
+    backbone = load_backbone(config.path, dtype=config.dtype, device=device)
+    return dataclasses.replace(backbone, attention=config.attention_layers)

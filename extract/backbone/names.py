@@ -163,6 +163,9 @@ class ModelHashes:
 
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
+# Whose attention is read: every layer's that has some, or that of those without a
+# window, as the paper reads.
+AttentionLayers = Literal["all", "full"]
 Device = Literal["cpu", "cuda"]
 
 
@@ -176,6 +179,7 @@ class BackboneConfig:
     dtype: ModelDtype = "float32"  # of the weights where the model is loaded here
     device: Device = "cpu"  # likewise; under torchrun, "cuda" is each process's own GPU
     n_threads: int = 2  # of Torch; sums are rounded by it, so it is part of the run
+    attention_layers: AttentionLayers = "all"  # whose attention is read
 
     @property
     def path(self) -> str:

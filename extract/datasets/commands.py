@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import click
 
 from beatrice.extract.backbone.names import (
+    AttentionLayers,
     BackboneConfig,
     Device,
     ModelDtype,
@@ -258,6 +259,11 @@ class AskingOptions:
     device: Device = option(
         "Of the backbone; under torchrun, cuda is each process's own GPU.", "cpu"
     )
+    attention_layers: AttentionLayers | None = option(
+        "Whose attention is read: of all layers, or of those without a window (full, "
+        "the default of --preset paper, as the paper reads).",
+        rare=True,
+    )
     template: str = option(
         "The prompt's words: paper (appendix A's), short (what the embedded model was "
         "taught), few-shot (four worked examples before the question, which a base "
@@ -490,7 +496,15 @@ def make_run(
     build = with_contexts_of_files(sources, chosen)
     preset = run.preset or "paper"
     dtype = asking.model_dtype or default_dtype(asking.device)
-    backbone = BackboneConfig(model=run.model, dtype=dtype, device=asking.device)
+    attention_layers = asking.attention_layers or (
+        "full" if preset == "paper" else "all"
+    )
+    backbone = BackboneConfig(
+        model=run.model,
+        dtype=dtype,
+        device=asking.device,
+        attention_layers=attention_layers,
+    )
     answer = answer_preset(preset, run.model)
     n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
     generation = dataclasses.replace(

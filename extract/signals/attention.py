@@ -52,11 +52,19 @@ class AttentionReading(abc.ABC):
     attends_on_gpus = False  # gives them there, too, where that kernel is faster
 
     def __init__(
-        self, n_tokens: int, attention_layers: tuple[int, ...], budget: int
+        self,
+        n_tokens: int,
+        attention_layers: tuple[int, ...],
+        budget: int,
+        passed_over: tuple[int, ...] = (),
     ) -> None:
-        """Begin a padded batch; `budget` is the most weights that are alive at once."""
+        """Begin a padded batch; `budget` is the most weights that are alive at once.
+
+        Layers that are passed over attend too, and are not read.
+        """
         self.n_tokens, self.budget = n_tokens, budget
         self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
+        self.passed_over = passed_over
 
     @abc.abstractmethod
     def reduce(
@@ -75,6 +83,8 @@ class AttentionReading(abc.ABC):
         In half precision, and on a GPU, the fused kernel's own rounding is the model's,
         and rows are not attended with the weights that were read.
         """
+        if layer in self.passed_over:
+            return None
         if layer not in self.layers or self.layers[layer] is not None:
             raise ValueError(
                 f"unknown residual layout: layer {layer} attended "
@@ -134,6 +144,7 @@ class SpanReading(AttentionReading):
         ids: torch.Tensor,
         attention_layers: tuple[int, ...],
         budget: int,
+        passed_over: tuple[int, ...] = (),
     ) -> None:
         """Begin a padded batch of ids `[n_examples, n_tokens]`, on the model's device.
 
@@ -148,7 +159,7 @@ class SpanReading(AttentionReading):
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
         # Only question and answer rows look back at a span. They are mostly the last.
         self.rows = (int(later[0]) if len(later) else n_tokens, n_tokens)
-        super().__init__(n_tokens, attention_layers, budget)
+        super().__init__(n_tokens, attention_layers, budget, passed_over)
 
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
@@ -384,7 +395,10 @@ class _CustomAttention(TorchFunctionMode):
     def _after(self, module: Any, inputs: Any, output: Any) -> Any:
         index, self.layer = self.layer, None
         assert index is not None  # its module ran
-        if self.reading.layers[index] is not None or not isinstance(output, tuple):
+        is_read = index in self.reading.passed_over or (
+            self.reading.layers[index] is not None
+        )
+        if is_read or not isinstance(output, tuple):
             return output
         square = (self.reading.n_tokens,) * 2
         for at, item in enumerate(output):

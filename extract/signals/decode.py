@@ -85,7 +85,9 @@ class DecodeReading(AttentionReading):
         self.runs_last = runs_last
         self.answer_span: AnswerSpan = answer_span
         self.reader, self._layout = reader, (layout := reader.backbone.layout)
-        super().__init__(0, layout.attention_layers, reader.budget.n_attention_weights)
+        backbone, budget = reader.backbone, reader.budget.n_attention_weights
+        layers, passed_over = backbone.attention_layers, backbone.passed_over
+        super().__init__(0, layers, budget, passed_over)
         self._slots = {entry: slot for slot, entry in enumerate(reader.hidden_layers)}
         device = layout.head.weight.device
         self._width, self._n_new = max(len(prompt.ids) for prompt in prompts), n_new

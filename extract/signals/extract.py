@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.backbone.names import AttentionLayers, BackboneConfig
 from beatrice.extract.label.labels import check_both_classes
 from beatrice.extract.records import Answer, Setting
 from beatrice.extract.run.console import Progress, Update
@@ -439,6 +439,9 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
         identity = read_json(backend, dict[str, Any], "restore it")
         dtype = f"torch.{identity.get('dtype')}"
         fingerprint = {"model": identity.get("revision"), "dtype": dtype}
+        choice = run.section("backbone", BackboneConfig).attention_layers
+        if choice != "all":
+            fingerprint["attention_layers"] = choice
         written = WrittenSignals.open(run.written, fingerprint, config)
     if written is None:
         return _load_reader(run, config)
@@ -507,16 +510,18 @@ def _show(
     update(n_before + round(done / total * n_rows), n_all)
 
 
-def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
+def outline_shapes(
+    outline: "Outline", choice: AttentionLayers = "all"
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's readings, every hidden layer kept."""
     from beatrice.extract.backbone.layout import find_layout
-    from beatrice.extract.backbone.loading import n_heads_of
+    from beatrice.extract.backbone.loading import layers_read, n_heads_of
 
     layout = find_layout(outline.model)
     return model_shapes(
         d_model=layout.head.in_features,
         n_layers=len(layout.layers),
-        n_attention_layers=len(layout.attention_layers),
+        n_attention_layers=len(layers_read(layout, outline.config, choice)),
         n_heads=n_heads_of(outline.config),
     )
 
@@ -525,7 +530,8 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from beatrice.extract.backbone.loading import load_outline
 
-    shapes = outline_shapes(load_outline(run.section("backbone", BackboneConfig).path))
+    backbone = run.section("backbone", BackboneConfig)
+    shapes = outline_shapes(load_outline(backbone.path), backbone.attention_layers)
     span = config.answer_span
     sequences = [sequence_of(a, answer_span=span) for a in read_answers(run)]
     n_tokens = sum(len(sequence.ids) for sequence in sequences)

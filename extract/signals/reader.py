@@ -139,8 +139,11 @@ class SignalReader:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Return the weights' revision and their type, which the values depend on."""
-        return {"model": self.backbone.revision, "dtype": str(self.backbone.dtype)}
+        """Return what the values depend on: weights, their type, and what is read."""
+        about = {"model": self.backbone.revision, "dtype": str(self.backbone.dtype)}
+        if self.backbone.attention != "all":
+            about["attention_layers"] = self.backbone.attention
+        return about
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -215,10 +218,11 @@ class SignalReader:
         if self.hidden_spans == "answer":
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self.budget.n_attention_weights
-        layers, first = layout.attention_layers, min(firsts)
+        first, passed_over = min(firsts), self.backbone.passed_over
         lens = self.lens(targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
-        reading = SpanReading(torch.from_numpy(spans), ids, layers, budget)
+        layers = self.backbone.attention_layers
+        reading = SpanReading(torch.from_numpy(spans), ids, layers, budget, passed_over)
         final = run_decoder(
             layout, ids, on_layer=stream.on_layer, reading=reading, cache=cache
         )

@@ -52,7 +52,7 @@ def last_attention(
 ) -> list[np.ndarray]:
     """Return the last attending layer's weights `[n_heads, n_tokens, n_tokens]`."""
     maps: list[Any] = [None] * len(sequences)
-    layers = backbone.attention_layers
+    layers = backbone.layout.attention_layers
 
     def last_weights(layer: int, call: AttentionCall | AttentionMap) -> Any:
         """Return `[n_examples, n_heads, n_tokens, n_tokens]`, of the last layer."""

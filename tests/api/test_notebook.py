@@ -12,7 +12,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
 
 import beatrice
 from beatrice.extract.backbone.names import GEMMA, fetch_model, locked
@@ -178,6 +183,37 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
+def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
+    model, examples, tmp_path
+):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    tokenizer = model.backbone.tokenizer
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), layer_types=kinds, sliding_window=8, **sizes, **heads
+    )
+    tiny, options = Gemma3ForCausalLM(config), {"prompt": model.prompt}
+    full = beatrice.LanguageModel(tiny, tokenizer, attention_layers="full", **options)
+    answers, signals = full.answer(examples, max_new_tokens=3, read=True)
+    assert signals[0]["attn"].shape[1:] == (2, 2, 2, 4)
+    labels = [len(answer.text) % 2 for answer in answers]
+    probe = beatrice.fit(signals, labels, config="smoke", progress=False)
+    probe.save(tmp_path / "probe", examples=[], untrustworthy=True)
+    every = beatrice.LanguageModel(tiny, tokenizer, **options)
+    loaded = beatrice.load(tmp_path / "probe", model=every)
+    scores = loaded.answer([e.question for e in examples[:3]], max_new_tokens=3)
+    found = [score.p_correct for score in scores]
+    assert found == pytest.approx(probe.predict(signals[:3]).tolist(), abs=1e-4)
+    with pytest.raises(ValueError, match="attn"):
+        loaded.predict(every.read(answers[:3]))
+    passages = [PASSAGE] * len(examples)
+    shown = every.answer(examples, passages, max_new_tokens=3, read=True)[1]
+    both = {"closed_book": signals, "with_context": shown}
+    with pytest.raises(ValueError, match="their attention_layers are full and all"):
+        beatrice.fit(both, dict.fromkeys(both, labels), config="smoke", progress=False)
+
+
 def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
     model = beatrice.LanguageModel("embedded")
     model.answer(QUESTIONS[:1], max_new_tokens=2, read=True)
@@ -206,6 +242,7 @@ def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
         ({"model": "embedded", "device": 1.5}, "device: expected a Torch device"),
         ({"model": "embedded", "device": ""}, "device"),
         ({"model": "embedded", "prompt": "short"}, "prompt: expected a PromptConfig"),
+        ({"model": "embedded", "attention_layers": "most"}, "attention_layers"),
         ({"model": "embedded", "tokenizer": object()}, "tokenizer"),
         ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device"),
     ],

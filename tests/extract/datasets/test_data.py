@@ -256,6 +256,23 @@ def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
     assert answer["generation"]["max_new_tokens"] == n_longest
 
 
+@pytest.mark.parametrize(
+    ("options", "choice"),
+    [
+        ((), "full"),
+        (("--set", "attention_layers=all"), "all"),
+        (("--preset", "demo"), "all"),
+    ],
+)
+def test_attention_is_read_of_the_papers_layers_under_its_preset(
+    source, tmp_path, options, choice
+):
+    line = ("--train", f"mine={source}", "--n-train", "all", *EMBEDDED)
+    beatrice("data", tmp_path / "run", *line, *options)
+    backbone = read_manifest(tmp_path / "run")["sections"]["backbone"]
+    assert backbone["attention_layers"] == choice
+
+
 # What a person wrote or changed is neither replaced nor read in silence.
 
 

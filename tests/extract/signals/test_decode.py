@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from beatrice.benchmarks.bench.oracle import twin_of
-from beatrice.benchmarks.bench.tiny_models import FAMILIES, tiny_model
+from beatrice.benchmarks.bench.tiny_models import FAMILIES, make_batch, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
@@ -409,3 +409,31 @@ def test_what_is_read_one_step_beside_is_noticed(reading):
         answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
         again = reader.read([sequence_of(answer) for answer in answers])
         assert_same_signals(watch.signals(answers), again, 5e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_5"])
+def test_attention_of_layers_without_a_window_alone_is_that_part_of_all(family):
+    requests, every = requests_of(), backbone_of(family)
+    full = dataclasses.replace(every, attention="full")
+    kinds = every.model.config.layer_types
+    assert [kinds[i] for i in full.attention_layers] == (
+        ["full_attention"] * kinds.count("full_attention")
+    )
+    places = [every.attention_layers.index(i) for i in full.attention_layers]
+    readers = SignalReader(every), SignalReader(full)
+    assert readers[0].fingerprint != readers[1].fingerprint
+    assert readers[1].shapes["attn"][2] == len(places)
+    for read in (
+        lambda reader: generate_and_read(reader, requests, CONFIG)[1],
+        lambda reader: reader.read(make_batch()),
+    ):
+        whole, part = map(read, readers)
+        cut = [dataclasses.replace(x, attn=x.attn[..., places, :]) for x in whole]
+        assert_same_signals(part, cut, 1e-4)  # whose rows the kernel attends
+
+
+def test_a_model_of_one_kind_of_attention_is_read_whole():
+    for family in ("llama", "mistral_window"):
+        backbone = backbone_of(family)
+        full = dataclasses.replace(backbone, attention="full")
+        assert full.attention_layers == tuple(range(backbone.n_layers))

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 from beatrice.extract import engines
+from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_stage
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
 from beatrice.extract.records import SETTINGS
@@ -60,9 +61,10 @@ def dying(n_batches, *, is_saved):
     return answer_stage(open_engine)
 
 
-def make_run(path, extract=EXTRACT):
+def make_run(path, **sections):
     rows = [msgspec.structs.replace(e, rewritten=()) for e in questions(10, 5, 2)]
-    return small_run.make_run(path, rows, answer=SMALL_BATCHES, extract=extract).path
+    sections = {"answer": SMALL_BATCHES, "extract": EXTRACT, **sections}
+    return small_run.make_run(path, rows, **sections).path
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,15 @@ def test_less_is_taken_from_what_waits_and_more_is_read_again(
     assert (spec.path == "decode") == is_enough
     if "layers" in options:
         np.testing.assert_array_equal(values["hidden"], every["hidden"][:, [1, 4]])
+
+
+def test_the_choice_of_attention_goes_from_answer_to_extract(tmp_path):
+    backbone = BackboneConfig(attention_layers="full")
+    path = make_run(tmp_path / "run", backbone=backbone)
+    beatrice("answer", path)
+    assert "; 0 are read again" in beatrice("extract", path).stderr
+    spec, _ = families(path, "closed_book")
+    assert spec.fingerprint["attention_layers"] == "full"
 
 
 @pytest.mark.parametrize("layers", [[(0, 1, 2), (2,)], [(2,), (0, 1, 2)]])
