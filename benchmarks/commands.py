@@ -396,8 +396,10 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     The test and held-out questions are answered with passages that a retriever finds,
     labelled and read; every detector keeps what it learned from gold contexts. What
     is answered lies in RUN_DIR/retrieved, a run of its own, where `beatrice label
-    --judge` may judge it before the same line is typed again. Where no --corpus or
-    --url was ever given here, it is searched where `beatrice control` searches.
+    --judge` may judge it and `beatrice sample` draw answers before the same line is
+    typed again. Published detectors are those of the last `beatrice baselines`. Where
+    no --corpus or --url was ever given here, it is searched where `beatrice control`
+    searches.
 
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2

@@ -1,7 +1,8 @@
 """A run's detectors, as they are, on answers from retrieved passages.
 
 The paper's appendix on real retrieval: k passages from a corpus, the backbone answers,
-labels as in the run, and every detector as it was trained on gold contexts.
+labels as in the run, and every detector as it was trained on gold contexts: ours, those
+of `evaluate`, and the published ones that `baselines` was last asked for.
 
 The questions with their passages are a run inside the run. It is answered, labelled and
 extracted by the stages of any run, so it stops and continues as they do, and `beatrice
@@ -20,8 +21,18 @@ import jax
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
-from beatrice.benchmarks.baselines.judge import run_inputs
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
+from beatrice.benchmarks.baselines.judge import (
+    BASELINES_PRESETS,
+    BaselinesConfig,
+    chosen_detectors,
+    open_relations,
+    read_again,
+    run_identities,
+    run_inputs,
+    score_or_say,
+    unmet,
+)
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
@@ -29,6 +40,7 @@ from beatrice.benchmarks.baselines.plain import (
     probe_scores,
     text_scores,
 )
+from beatrice.benchmarks.baselines.readings import stacked
 from beatrice.benchmarks.results.names import (
     ALL_SETS,
     CHAMPION,
@@ -67,7 +79,7 @@ from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
-from beatrice.extract.store.store import FeatureStore
+from beatrice.extract.store.store import FeatureStore, end_to_end
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_bootstrap, score_store
 from beatrice.jaxprobe.config import GridConfig, set_compiler
@@ -103,6 +115,7 @@ from beatrice.pgir.corpus import has_answer
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 
 Failed = dict[str, str]  # why a question got no passages, by its id
+LEARNED = ("train", "validation")  # splits that detectors learn and choose on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,6 +330,61 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     return scores
 
 
+_MARK = "retrieved: "  # before an id: the question is asked with gold passages too
+
+
+def joined_inputs(scene: Scenario) -> DetectorInput:
+    """Return all answers as one input, the run's own first, without readings.
+
+    Detectors learn and choose on the run's training and validation rows. What was drawn
+    for its other rows is left out, since nobody asks for their scores.
+    """
+    trained, new = scene.trained, scene.new
+    ids = [*trained.rows.ids.tolist(), *(f"{_MARK}{i}" for i in new.rows.ids)]
+    marked = ((f"{_MARK}{i}", *rest) for i, *rest in new.store.spec.keys)
+    keys = [*trained.store.spec.keys, *marked]
+    asked = (msgspec.structs.replace(e, id=f"{_MARK}{e.id}") for e in new.questions)
+    is_learned = np.isin(trained.rows.splits, LEARNED)
+    drawn = zip(trained.samples, is_learned, strict=True)
+    return dataclasses.replace(
+        trained,
+        store=end_to_end(trained.store, new.store, keys),
+        rows=dataclasses.replace(scene.joined(), ids=np.array(ids)),
+        questions=[*trained.questions, *asked],
+        answers=[*trained.answers, *new.answers],
+        samples=[*(x if is_used else () for x, is_used in drawn), *new.samples],
+    )
+
+
+def published_scores(
+    scene: Scenario,
+    detectors: Sequence[Baseline],
+    readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
+    **models: Any,
+) -> list[Scored]:
+    """Return what published detectors give the new rows, `[n_seeds, n_rows]` each.
+
+    Args:
+      scene: of a setting.
+      detectors: fitted as `baselines` does, on the run's training rows.
+      readings: of the run's own rows and of the new ones, by name.
+      models: `relations` and `encoder` of `DetectorInput`.
+    """
+    own, new = readings
+    inputs = dataclasses.replace(
+        joined_inputs(scene),
+        readings={name: stacked([*own[name], *new[name]]) for name in new},
+        **models,
+    )
+    n_own = len(scene.trained.rows.ids)
+    scored = []
+    for detector in detectors:
+        if scene.setting in detector.settings:
+            judged = score_or_say(detector, inputs)[0].scored(detector.name)
+            scored.append(judged.take(np.arange(n_own, len(inputs.rows.ids))))
+    return scored
+
+
 def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
     """Return how often answers are right, and how often a passage holds a gold."""
     has_gold = {
@@ -363,6 +431,7 @@ def scene_rows(
     scores: Mapping[Subject, np.ndarray],
     questions: Sequence[Example],
     intervals: BootstrapConfig,
+    published: Sequence[Scored] = (),
 ) -> list[ResultRow]:
     """Return the rows of a setting, of each set and of all sets together.
 
@@ -371,10 +440,13 @@ def scene_rows(
       scores: by detector, `[n_seeds, n_rows]` of the new rows.
       questions: all of them; those without an answer are counted as failed.
       intervals: of the rows.
+      published: detectors of others.
     """
     rows = scene.new.rows
-    detectors = [Scored(name=name, scores=x) for name, x in scores.items()]
-    pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in COMPARED]}
+    ours = [Scored(name=name, scores=x) for name, x in scores.items()]
+    detectors = [*ours, *published]
+    rivals = [*COMPARED, *(x.subject for x in published)]
+    pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in rivals]}
     everything = np.full(len(rows.ids), ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
@@ -400,17 +472,17 @@ def _counts_file(run: RunDir) -> Path:
 
 
 def open_inner(run: RunDir) -> RunDir:
-    """Open the run inside a run, of the same model, prompts and labels.
+    """Open the run inside a run, of the same model, prompts, labels and layers.
 
-    One layer of hidden states is kept: the one that the detectors read. Passages that
-    do not fit are left out from the last on, since nobody chose them for their length.
+    Passages that do not fit are left out from the last on, since nobody chose them for
+    their length.
     """
-    answer, extract = answer_config(run), extract_config(run)
+    answer = answer_config(run)
     prompt = dataclasses.replace(answer.prompt, overlong="drop-passages")
     sections: Mapping[str, object] = {
         "backbone": run.section("backbone", BackboneConfig),
         "answer": dataclasses.replace(answer, settings=SETTINGS, prompt=prompt),
-        "extract": dataclasses.replace(extract, hidden_layers=(chosen_layer(run),)),
+        "extract": extract_config(run),
     }
     new = NewRun(preset=run.preset, seed=run.seed, sections=sections)
     return RunDir.open(_inner(run).path, new)
@@ -451,19 +523,48 @@ def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
     )
 
 
+def _baselines_config(run: RunDir) -> BaselinesConfig:
+    """Return which published detectors a run was last judged by, and their models."""
+    return run.settle("baselines", BASELINES_PRESETS, is_recorded=False)
+
+
+def run_published(
+    run: RunDir, scene: Scenario, detectors: Sequence[Baseline], **models: Any
+) -> list[Scored]:
+    """Return `published_scores` in a run; what they read beside is cached in both."""
+    given, here = _baselines_config(run).models, _inner(run)
+    own = read_again(
+        run, scene.trained, detectors, run_identities(run, given), splits=LEARNED
+    )
+    new = read_again(here, scene.new, detectors, run_identities(here, given))
+    return published_scores(scene, detectors, (own.values, new.values), **models)
+
+
 def _transfer(
     run: RunDir, config: TransferConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
     questions, rows = asked_questions(read_examples(run), config), []
+    how, detectors = _baselines_config(run), []
+    for published in chosen_detectors(how):
+        lack = unmet(published, run, how) or unmet(published, _inner(run), how)
+        if lack is None:
+            detectors.append(published)
+        else:
+            progress.note(f"transfer: {published.name} {lack}")
+    models = {
+        "relations": open_relations(how, update),
+        "encoder": Path(how.encoder) if how.encoder else None,
+    }
     for n_done, setting in enumerate(SETTINGS, start=1):
         scene = run_scene(run, _inner(run), setting)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
-        rows += scene_rows(scene, scores, questions, intervals)
+        published = run_published(run, scene, detectors, **models)
+        rows += scene_rows(scene, scores, questions, intervals, published)
         update(n_done, len(SETTINGS))
     publish(run, NAME, rows, progress)
 
@@ -477,6 +578,11 @@ TRANSFER = Stage(
         run.sweep,
         *encoder_folders(run),
         _counts_file(run),
+        # Whose detectors, with what was drawn for them, are put to the new answers.
+        *filter(
+            Path.exists,
+            (rows_file(run, "baselines"), run.samples, _inner(run).samples),
+        ),
     ],
     outputs=lambda run: [rows_file(run, NAME)],
     work=_transfer,

@@ -219,6 +219,19 @@ def score(
     return JudgedOutput(output, seconds, max(peaks), reason)
 
 
+def score_or_say(
+    detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
+) -> tuple[JudgedOutput, bool]:
+    """Return `score`, and True; of a person's own that fails why it does, and False."""
+    try:
+        return score(detector, inputs, readings), True
+    except Exception as error:
+        if isinstance(error, OSError | MemoryError) or not is_plug(detector.name):
+            raise
+        reason = f"scoring ends in {failure_in_words(error)}"
+        return no_scores(len(inputs.rows.ids), reason), False
+
+
 def _read_samples(
     detector: Baseline, inputs: DetectorInput
 ) -> list[tuple[Sample, ...]]:
@@ -539,14 +552,20 @@ def _open_backbone(run: RunDir) -> "Backbone":
     return backbone
 
 
-def _read(
+def read_again(
     run: RunDir,
     inputs: DetectorInput,
     detectors: Sequence[Baseline],
     identities: Mapping[str, str],
     tick: Callable[[], None] = lambda: None,
+    *,
+    splits: Sequence[str] | None = None,
 ) -> CachedReadings:
+    """Return what detectors read beyond the families, of rows of splits (None: all)."""
     wanted = rows_read(inputs.rows, detectors)
+    if splits is not None:
+        is_wanted = np.isin(inputs.rows.splits, splits)
+        wanted = {name: rows[is_wanted[rows]] for name, rows in wanted.items()}
     if not wanted:
         return NOTHING_READ
     setting = inputs.rows.setting
@@ -587,18 +606,12 @@ def _scores(
     def tick() -> None:
         update(next(ticks), total)
 
-    readings = _read(run, inputs, new, identities, tick)
+    readings = read_again(run, inputs, new, identities, tick)
     inputs = dataclasses.replace(inputs, readings=readings.values)
     for detector in new:
-        try:
-            scores = score(detector, inputs, readings)
-            cache.save(detector, scores)
-        except Exception as error:  # of a person's own a mistake, not of ours
-            if isinstance(error, OSError | MemoryError) or not is_plug(detector.name):
-                raise
-            reason = f"scoring ends in {failure_in_words(error)}"
-            scores = no_scores(len(inputs.rows.ids), reason)
-        cached[detector] = scores
+        cached[detector], is_valid = score_or_say(detector, inputs, readings)
+        if is_valid:
+            cache.save(detector, cached[detector])
         tick()
     return {detector: scores for detector, scores in cached.items() if scores}
 
@@ -620,7 +633,8 @@ def _rows(
     return [*chosen, *new]
 
 
-def _open_relations(config: BaselinesConfig, progress: Update) -> Relations | None:
+def open_relations(config: BaselinesConfig, progress: Update) -> Relations | None:
+    """Return the NLI model of a config; None without one."""
     if config.nli is None:
         return None
     from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
@@ -640,7 +654,7 @@ def _baselines(
     names = [name for name, reason in lacks.items() if reason is None]
     relations = None
     if any("entailment" in x.needs for x in known if x.name in names):
-        relations = _open_relations(config, update)
+        relations = open_relations(config, update)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
         write_json_atomic(run.path / _MODELS, models)
@@ -665,13 +679,13 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")
-    relations = _open_relations(config, lambda done, total: None)
+    relations = open_relations(config, lambda done, total: None)
     identities = run_identities(run, config.models)
     faults = []
     for setting in settings_of(run):
         if setting in detector.settings:
             inputs = run_inputs(run, setting, config, relations)
-            readings = _read(run, inputs, [detector], identities)
+            readings = read_again(run, inputs, [detector], identities)
             inputs = dataclasses.replace(inputs, readings=readings.values)
             faults += [f"{setting}: {x}" for x in violations(detector, inputs)]
     return faults

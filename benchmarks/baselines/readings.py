@@ -92,10 +92,10 @@ class AnswerReader:
             ]
         answers = [answer for _, answer in pairs]
         readings = [*read(model, answers, names, n_cue=self._n_cue, **extra)]
-        return {name: _stack([row[name] for row in readings]) for name in names}
+        return {name: stacked([row[name] for row in readings]) for name in names}
 
 
-def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
+def stacked(values: Sequence[np.ndarray]) -> np.ndarray:
     """Stack readings; those of fewer samples get rows of NaN behind."""
     shape = np.max([value.shape for value in values], axis=0).astype(int)
     stacked = np.full((len(values), *shape), np.nan, np.float32)
@@ -183,7 +183,7 @@ def _read_chunk(
             seconds[name] += (time.monotonic() - began) / len(names)
     return {
         name: {
-            "values": _stack(list(by_row.values())),
+            "values": stacked(list(by_row.values())),
             "rows": np.array(list(by_row)),
             "seconds": np.asarray(seconds[name]),
             "peak_bytes": np.asarray(peak_bytes()),
@@ -196,7 +196,7 @@ def _lay_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
     """Return the values of all rows, NaN where a row was not read."""
     n_axes = np.ndim(next(iter(values.values()), np.nan))
     nothing = np.full((0,) * n_axes, np.nan)
-    return _stack([values.get(row, nothing) for row in range(n_rows)])
+    return stacked([values.get(row, nothing) for row in range(n_rows)])
 
 
 def chunks_of(n_rows: int) -> list[slice]:

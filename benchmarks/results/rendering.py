@@ -114,28 +114,56 @@ def as_latex(table: Table) -> str:
     return text + small
 
 
+_LABEL_WIDTH = 22  # of the first column at least, in characters
+
+
+def _texts(table: Table) -> list[list[str]]:
+    """Return the heads of all columns, and what stands below each of them."""
+    columns = [[f"{column.label}\n{column.detail}"] for column in table.columns]
+    texts = _cells(table, Style("%s*", "%s+", "[%s]", "-", clear="%s!"))
+    for line, cells in zip(table.lines, texts, strict=True):
+        for column, cell, text in zip(columns, line.cells, cells, strict=True):
+            ends = interval(cell[0].row) if cell[0] else ""
+            column.append(f"{text}\n{ends.replace('–', '-')}" if ends else text)
+    return columns
+
+
+def _blocks(table: Table, width: int) -> list[tuple[str | None, list[int]]]:
+    """Return titles and columns of the blocks in which a table is not too wide."""
+    widths = [
+        3 + max(len(line) for text in column for line in text.split("\n"))
+        for column in _texts(table)
+    ]
+    if _LABEL_WIDTH + sum(widths) <= width:
+        return [(None, list(range(len(widths))))]
+    blocks: list[tuple[str | None, list[int]]] = []
+    for group in table.groups:
+        left = 0
+        for i in (i for i, c in enumerate(table.columns) if c.group == group):
+            if widths[i] > left:
+                blocks.append((group, []))
+                left = width - _LABEL_WIDTH
+            blocks[-1][1].append(i)
+            left -= widths[i]
+    return blocks
+
+
 def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
     block = rich.table.Table(
         title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False
     )
     block.add_column(rich.text.Text(table.corner), overflow="fold")  # never cut short
+    texts = _texts(table)
     for i in chosen:
-        column = table.columns[i]
-        head = rich.text.Text(f"{column.label}\n{column.detail}")
-        block.add_column(head, no_wrap=True)
-    texts = _cells(table, Style("%s*", "%s+", "[%s]", "-", clear="%s!"))
-    for line, cells in zip(table.lines, texts, strict=True):
-        ends = [interval(cell[0].row) if cell[0] else "" for cell in line.cells]
-        shown = [
-            f"{cells[i]}\n{ends[i].replace('–', '-')}" if ends[i] else cells[i]
-            for i in chosen
-        ]
+        block.add_column(rich.text.Text(texts[i][0]), no_wrap=True)
+    for number, line in enumerate(table.lines, start=1):
+        shown = (texts[i][number] for i in chosen)
         block.add_row(*map(rich.text.Text, (line.label, *shown)))
     return block
 
 
 def as_text(table: Table, width: int = 100) -> str:
-    """Format a table in plain characters; groups are stacked where it is too wide.
+    """Format a table in plain characters; one that is too wide is stacked.
 
     The best value of a column has a `*`, the second a `+`, a difference whose interval
     excludes zero a `!`; under the first metric of a cell stands its 95 % interval, and
@@ -143,13 +171,8 @@ def as_text(table: Table, width: int = 100) -> str:
     """
     stream = io.StringIO()
     console = rich.console.Console(file=stream, width=width, color_system=None)
-    n_columns = len(table.columns)
-    if 28 + 13 * n_columns <= width:
-        console.print(_block(table, range(n_columns), None))
-    else:
-        for group in table.groups:
-            chosen = [i for i, c in enumerate(table.columns) if c.group == group]
-            console.print(_block(table, chosen, group))
+    for title, chosen in _blocks(table, width):
+        console.print(_block(table, chosen, title))
     if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
         console.print("* best of its column, + second; below, the 95 % interval")
     if any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell):

@@ -314,6 +314,8 @@ class StoreSpec:
     firsts: np.ndarray | None = None
     # `[n_examples]` bool, those that were read while they were written; None: none.
     written_mask: np.ndarray | None = None
+    # Examples that begin a range in any case, as where another store begins.
+    range_starts: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
@@ -376,7 +378,8 @@ class StoreSpec:
         """`[n_ranges + 1]` int64: range r holds the examples from r to r + 1."""
         edges, used = [0], 0
         for example, length in enumerate(self.n_read.tolist()):
-            if example > edges[-1] and used + length > self.rows_per_shard:
+            is_full = example > edges[-1] and used + length > self.rows_per_shard
+            if is_full or example in self.range_starts:
                 edges.append(example)
                 used = 0
             used += length

@@ -200,6 +200,47 @@ def open_store(url: str | Path) -> FeatureStore:
     return FeatureStore(url=url, id=sha[:16], spec=spec, arrays=arrays)
 
 
+def end_to_end(
+    first: FeatureStore, second: FeatureStore, keys: Sequence[tuple[str, ...]]
+) -> FeatureStore:
+    """Return the examples of two finished stores as one to read, without a copy.
+
+    Args:
+      first: whose fingerprint is kept.
+      second: of the same families and layers, and of files of as many rows.
+      keys: of all examples.
+    """
+    specs = first.spec, second.spec
+    here, there = ((dict(x.families), x.hidden_layers, x.rows_per_shard) for x in specs)
+    if here != there:
+        raise ValueError(
+            f"{second.url} does not hold what {first.url} holds, expected the same "
+            "families, layers, types and rows of a file; extract it again as that was"
+        )
+    fields: dict[str, Any] = {
+        field: np.concatenate([getattr(spec, name) for spec in specs])
+        for field, name in (
+            ("lengths", "lengths"),
+            ("spans", "spans"),
+            ("firsts", "first_rows"),
+            ("written_mask", "is_written"),
+        )
+    }
+    spec = dataclasses.replace(
+        first.spec,
+        keys=tuple(keys),
+        range_starts=frozenset([len(first.spec.keys)]),
+        **fields,
+    )
+    arrays = {
+        name: ts.concat([array, second.arrays[name]], axis=0)
+        for name, array in first.arrays.items()
+    }
+    seen = set(range(spec.n_ranges))  # what is missing has no file, which is an error
+    url = f"{first.url} and {second.url}"
+    return FeatureStore(url=url, id="", spec=spec, arrays=arrays, seen=seen)
+
+
 def done_ranges(store: FeatureStore) -> frozenset[int]:
     """Return the ranges that are committed now."""
     folder = f"commits/{store.id}/"

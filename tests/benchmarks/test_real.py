@@ -18,7 +18,16 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks import transfer
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
+from beatrice.benchmarks.baselines.judge import (
+    BaselinesConfig,
+    chosen_detectors,
+    score,
+)
 from beatrice.benchmarks.real import (
     COSTS,
     WANTED,
@@ -47,6 +56,7 @@ from beatrice.benchmarks.transfer import (
     asked_questions,
     encoder_scores,
     open_inner,
+    published_scores,
     rival_scores,
     run_scene,
     scene_rows,
@@ -77,7 +87,7 @@ from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSET_NAMES, SUBSETS, paper_dims
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.tokens import read_features, split_families
-from beatrice.jaxprobe.train import chosen_layer, grid_config
+from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from tests.benchmarks.results.sample import row
@@ -366,6 +376,52 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(smoke_run, setti
         np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_put_to_their_own_rows_published_detectors_score_as_they_are_judged(
+    smoke_run, setting
+):
+    run = RunDir(smoke_run)
+    scene = run_scene(run, run, setting)
+    detectors = chosen_detectors(BaselinesConfig())
+    result = published_scores(scene, detectors)
+    expected = [x for x in detectors if setting in x.settings]
+    assert [x.name for x in result] == [x.name for x in expected]
+    assert {"saplma_mean", "tfidf_svm", "llmcheck_perplexity"} <= {
+        x.name for x in result
+    }
+    for scored, detector in zip(result, expected, strict=True):
+        scores = score(detector, scene.trained).output.scores
+        assert np.isfinite(scored.scores).any()
+        np.testing.assert_allclose(scored.scores, scores, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_read_and_drawn_for_new_answers_is_put_behind_the_runs_own(smoke_run):
+    run = RunDir(smoke_run)
+    scene = run_scene(run, run, "closed_book")
+    rows = scene.trained.rows
+    drawn = [(index,) for index in range(len(rows.ids))]
+    inputs = dataclasses.replace(scene.trained, samples=drawn)
+    scene = dataclasses.replace(scene, trained=inputs, new=inputs)
+    own = np.arange(2.0 * len(rows.ids)).reshape(-1, 2)
+    new = np.pad(own, [(0, 0), (0, 1)], constant_values=5.0) + 0.5
+    given = []
+
+    def read(inputs):
+        given.append(inputs)
+        return DetectorOutput(inputs.readings["x"][None, :, 0])
+
+    detector = Baseline(name="own:read", title="", source="", score=read)
+    (scored,) = published_scores(scene, [detector], ({"x": own}, {"x": new}))
+    np.testing.assert_array_equal(scored.scores, new[None, :, 0])
+    joined = given[0]
+    assert np.isnan(joined.readings["x"][: len(own), 2]).all()
+    assert set(joined.rows.splits[len(own) :]) == {"ood"}
+    is_learned = np.isin(rows.splits, ("train", "validation"))
+    expected = [x if used else () for x, used in zip(drawn, is_learned, strict=True)]
+    assert joined.samples == [*expected, *drawn]
+    assert joined.texts[len(own) :] == scene.new.texts
+
+
 def test_every_set_and_all_together_are_measured_on_their_own_rows():
     rng, at = np.random.default_rng(0), np.arange(90)
     labels, is_found, in_a = rng.random(90) < 0.4, at % 3 == 0, at < 50
@@ -400,11 +456,11 @@ def test_every_set_and_all_together_are_measured_on_their_own_rows():
     assert {x.metric for x in shown} == {"em"}
 
 
-def test_a_run_inside_a_run_keeps_the_layer_that_detectors_read(smoke_run, tmp_path):
+def test_a_run_inside_a_run_keeps_what_detectors_were_fitted_on(smoke_run, tmp_path):
     large = shutil.ignore_patterns("features", "encoders", "selection")
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
     with open_inner(run) as inner:
-        assert extract_config(inner).hidden_layers == (chosen_layer(run),)
+        assert extract_config(inner) == extract_config(run)
         assert answer_config(inner).prompt.overlong == "drop-passages"
         assert answer_config(inner).settings == SETTINGS
 
@@ -446,7 +502,7 @@ def test_the_rows_are_published_beside_the_others_and_done_once(finished):
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
     assert (ALL_SETS, "em") in result and (ALL_SETS, "answer_found") in result
-    wanted = map(Subject.of, ("champion", "perplexity", "tfidf"))
+    wanted = map(Subject.of, ("champion", "perplexity", "tfidf", "saplma_mean"))
     assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
     before = finished.results.read_bytes()
     assert "transfer: already done" in call("transfer", finished.path).stderr

@@ -235,6 +235,18 @@ def test_controllers_have_macro_means_and_a_cost_and_bounds_no_rank():
     assert pgir.is_ours and {line.cells[-1][0].rank for line in table.lines} == {None}
 
 
+def test_of_many_columns_each_stands_beside_the_detectors_names():
+    sets = [(f"set number {i}", "test") for i in range(7)]
+    rows = [auroc(x, 0.5, place) for x in ("champion", "perplexity") for place in sets]
+    text = as_text(detection_table(results_of(rows)), width=100)
+    blocks = [block for block in text.split("Detector") if "─" in block]
+    assert len(blocks) > 1 and max(map(len, text.splitlines())) <= 100
+    for name in ("champion", "perplexity"):  # a name may go on below
+        word = DETECTORS[Subject(name)].split()[0]
+        assert all(word in block for block in blocks)
+    assert all(text.count(name) == 1 for name, _ in sets)
+
+
 def test_text_fits_its_width_and_carries_no_terminal_codes():
     text = as_text(detection_table(sample_results()), width=100)
     assert max(map(len, text.splitlines())) <= 100

@@ -19,6 +19,7 @@ from beatrice.extract.store.store import (
     as_url,
     create_store,
     done_ranges,
+    end_to_end,
     open_store,
     read_family,
     verify,
@@ -62,8 +63,8 @@ def write(store, signals, ranges=None):
         write_range(store, range_id, in_range)
 
 
-def filled_store(where):
-    store = create_store(where, spec_of())
+def filled_store(where, **changes):
+    store = create_store(where, spec_of(**changes))
     signals = signals_of(store.spec)
     write(store, signals)
     return store, signals
@@ -98,6 +99,36 @@ def test_any_examples_equal_the_same_slice_of_everything(tmp_path):
             start, stop = store.spec.offsets[example : example + 2]
             np.testing.assert_array_equal(read.example(i), signals["attn"][start:stop])
         assert len(read.values) == sum(read.lengths)
+
+
+def test_two_stores_end_to_end_are_read_as_each_by_itself(tmp_path):
+    lengths = np.array([11, 70, 9, 3, 40], dtype=np.int64)
+    stores, signals = zip(
+        filled_store(tmp_path / "a"),
+        filled_store(tmp_path / "b", lengths=lengths),
+        strict=True,
+    )
+    keys = tuple((str(i),) for i in range(16))
+    both = end_to_end(*stores, keys)
+    assert both.spec.keys == keys and both.spec.n_ranges == sum(
+        store.spec.n_ranges for store in stores
+    )
+    for name in FAMILIES:
+        expected = np.concatenate([of[name] for of in signals])
+        read = read_family(both, name)
+        np.testing.assert_array_equal(read.values, expected)
+        some = read_family(both, name, [15, 2, 11])
+        np.testing.assert_array_equal(some.example(1), read.example(2))
+        np.testing.assert_array_equal(some.example(0), read.example(15))
+    states = read_family(both, "hidden", [12, 0], layer=7, span=2)
+    alone = read_family(stores[1], "hidden", [1], layer=7, span=2)
+    np.testing.assert_array_equal(states.example(0), alone.values)
+    other = create_store(tmp_path / "c", spec_of(rows_per_shard=32))
+    with pytest.raises(ValueError, match="does not hold what .* holds"):
+        end_to_end(stores[0], other, keys)
+    shutil.rmtree(tmp_path / "b" / "prob")
+    with pytest.raises(ValueError, match="is damaged in prob"):
+        read_family(both, "prob")
 
 
 def test_one_layer_is_read_without_the_bytes_of_the_others(tmp_path):
