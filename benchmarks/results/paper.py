@@ -7,8 +7,8 @@ or section, and what the text there says of an order without a number. What is a
 definition (fifteen encoders, one half) or repeats a table is no line.
 
 A number has a counterpart in a run where its line names a setting, a set, a split and a
-detector of ours; where it has none its line or `_WHY_NOT` says why, but for what is no
-result (counts, sizes). A set that the paper held out may be one that a run was trained
+detector of ours; where it has none its line says why, but for what is no result
+(counts, sizes). A set that the paper held out may be one that a run was trained
 on; both are laid side by side, and a note says so.
 
 A number of the paper has a sign where it is a difference or a correlation, and where
@@ -27,7 +27,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import pandas
 
-from beatrice.benchmarks.results.names import EVERY_FAMILY, SPLIT_LABELS
+from beatrice.benchmarks.results.names import (
+    ALL_SETS,
+    EVERY_FAMILY,
+    RETRIEVED,
+    SPLIT_LABELS,
+)
 from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
@@ -483,8 +488,10 @@ def _differences(results: pandas.DataFrame) -> Differences:
     rows = where(results, metric="auroc", seed="mean")
     rows = rows.loc[rows["against"].notna() & rows["ci_low"].notna()]
     differences: dict[tuple, tuple[float, float, float]] = {}
-    for experiment in ("anatomy_fusion", "paired"):
-        for r in where(rows, experiment=experiment)["row"]:
+    retrieved = where(rows, experiment=f"{RETRIEVED}_paired", dataset=ALL_SETS)
+    fusion, paired = (where(rows, experiment=x) for x in ("anatomy_fusion", "paired"))
+    for part in (fusion, paired, retrieved):
+        for r in part["row"]:
             at = r.setting, r.dataset, r.split
             numbers = r.value, r.ci_low, r.ci_high
             differences.setdefault((r.subject, r.rival, *at), numbers)
@@ -556,10 +563,6 @@ def verdict_counts(compared: Sequence[Sign]) -> list[tuple[str, str]]:
 
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
-_WHY_NOT: dict[str, str] = dict.fromkeys(
-    ("realrag-detection", "realrag-detection-gemma"),
-    "needs the paper's own retrieval over Wikipedia for all sets",
-)
 # The paper's experiment (section 4.1 and appendices A and B), where a run's may differ.
 _JUDGES = "three prompts to a larger model of the same family, unanimous"
 PAPER = {
@@ -570,6 +573,7 @@ PAPER = {
 }
 _MISSING = "this run has none of its sets or detectors"
 _NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
+_NO_ROWS = {RETRIEVED: "rows of `beatrice transfer` that this run does not have"}
 
 
 def _backbones(cells: Iterable[PaperCell]) -> str:
@@ -619,6 +623,7 @@ def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -
     there = n_paper.get((paper.dataset, paper.split))
     n, n_failed = (max(getattr(b.row, x) for b in numbers) for x in ("n", "n_failed"))
     is_of_answers = paper.detector != "backbone" and ":" not in paper.table
+    is_of_answers &= paper.experiment != RETRIEVED  # 500 of each set, asked again
     if there not in (None, n) and is_of_answers:
         parts.append(f"{n:,} answers here, {there:,.0f} questions in the paper")
     if n_failed:
@@ -665,7 +670,8 @@ def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[Beside]) -> s
     have = {id(b.paper) for b in numbers}
     reasons: dict[str, list[PaperCell]] = {}
     for cell in cells_of_table:
-        if id(cell) in have or (cell.reason is None and cell.experiment is None):
+        is_of_detection = cell.experiment in (None, RETRIEVED)
+        if id(cell) in have or (cell.reason is None and is_of_detection):
             continue  # those of other sets and detectors are counted, not named
         reasons.setdefault(cell.reason or _NO_ANATOMY, []).append(cell)
     return "".join(
@@ -696,10 +702,12 @@ def as_markdown(
         n_matched = sum(b.paper.value is not None for b in of_run)
         heading = table if ":" in table else f"tab:{table}"
         if not of_run:
-            reasons = (c.reason or c.experiment and _NO_ANATOMY for c in cells_of_table)
+            reasons = (
+                c.reason or c.experiment and _NO_ROWS.get(c.experiment, _NO_ANATOMY)
+                for c in cells_of_table
+            )
             named = "; ".join(dict.fromkeys(filter(None, reasons)))
-            why = _WHY_NOT.get(table, named or _MISSING)
-            absent += f"* {heading}, {n_whole} numbers: {why}\n"
+            absent += f"* {heading}, {n_whole} numbers: {named or _MISSING}\n"
             continue
         parts.append(f"## {heading} ({_backbones(cells_of_table)})\n")
         parts.append(f"{n_matched} of its {n_whole} numbers have one here.\n")
