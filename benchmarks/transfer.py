@@ -11,6 +11,7 @@ label RUN/retrieved --judge …` puts judges in the place of exact match.
 
 import collections
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ from beatrice.benchmarks.baselines.plain import (
     probe_scores,
     text_scores,
 )
-from beatrice.benchmarks.baselines.readings import stacked
+from beatrice.benchmarks.baselines.readings import chunks_of, stacked
 from beatrice.benchmarks.results.names import (
     ALL_SETS,
     CHAMPION,
@@ -68,7 +69,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
-from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.console import Progress, Update, part_of
 from beatrice.extract.run.contents import (
     read_examples,
     require_both_settings,
@@ -360,6 +361,7 @@ def published_scores(
     scene: Scenario,
     detectors: Sequence[Baseline],
     readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
+    tick: Callable[[], None] = lambda: None,
     **models: Any,
 ) -> list[Scored]:
     """Return what published detectors give the new rows, `[n_seeds, n_rows]` each.
@@ -368,6 +370,7 @@ def published_scores(
       scene: of a setting.
       detectors: fitted as `baselines` does, on the run's training rows.
       readings: of the run's own rows and of the new ones, by name.
+      tick: called for each detector.
       models: `relations` and `encoder` of `DetectorInput`.
     """
     own, new = readings
@@ -379,9 +382,9 @@ def published_scores(
     n_own = len(scene.trained.rows.ids)
     scored = []
     for detector in detectors:
-        if scene.setting in detector.settings:
-            judged = score_or_say(detector, inputs)[0].scored(detector.name)
-            scored.append(judged.take(np.arange(n_own, len(inputs.rows.ids))))
+        judged = score_or_say(detector, inputs)[0].scored(detector.name)
+        scored.append(judged.take(np.arange(n_own, len(inputs.rows.ids))))
+        tick()
     return scored
 
 
@@ -529,15 +532,32 @@ def _baselines_config(run: RunDir) -> BaselinesConfig:
 
 
 def run_published(
-    run: RunDir, scene: Scenario, detectors: Sequence[Baseline], **models: Any
+    run: RunDir,
+    scene: Scenario,
+    detectors: Sequence[Baseline],
+    update: Update = lambda done, total: None,
+    **models: Any,
 ) -> list[Scored]:
     """Return `published_scores` in a run; what they read beside is cached in both."""
+    detectors = [x for x in detectors if scene.setting in x.settings]
     given, here = _baselines_config(run).models, _inner(run)
-    own = read_again(
-        run, scene.trained, detectors, run_identities(run, given), splits=LEARNED
+    chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))
+    total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
+    ticks = itertools.count(1)
+
+    def tick() -> None:
+        update(next(ticks), total)
+
+    own, new = (
+        read_again(
+            place, inputs, detectors, run_identities(place, given), tick, splits=splits
+        )
+        for place, inputs, splits in (
+            (run, scene.trained, LEARNED),
+            (here, scene.new, None),
+        )
     )
-    new = read_again(here, scene.new, detectors, run_identities(here, given))
-    return published_scores(scene, detectors, (own.values, new.values), **models)
+    return published_scores(scene, detectors, (own.values, new.values), tick, **models)
 
 
 def _transfer(
@@ -557,15 +577,15 @@ def _transfer(
         "relations": open_relations(how, update),
         "encoder": Path(how.encoder) if how.encoder else None,
     }
-    for n_done, setting in enumerate(SETTINGS, start=1):
+    for index, setting in enumerate(SETTINGS):
         scene = run_scene(run, _inner(run), setting)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
-        published = run_published(run, scene, detectors, **models)
+        setting_update = part_of(update, index, len(SETTINGS))
+        published = run_published(run, scene, detectors, setting_update, **models)
         rows += scene_rows(scene, scores, questions, intervals, published)
-        update(n_done, len(SETTINGS))
     publish(run, NAME, rows, progress)
 
 

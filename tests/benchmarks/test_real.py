@@ -382,9 +382,9 @@ def test_put_to_their_own_rows_published_detectors_score_as_they_are_judged(
 ):
     run = RunDir(smoke_run)
     scene = run_scene(run, run, setting)
-    detectors = chosen_detectors(BaselinesConfig())
-    result = published_scores(scene, detectors)
-    expected = [x for x in detectors if setting in x.settings]
+    every = chosen_detectors(BaselinesConfig())
+    expected = [x for x in every if setting in x.settings]
+    result = published_scores(scene, expected)
     assert [x.name for x in result] == [x.name for x in expected]
     assert {"saplma_mean", "tfidf_svm", "llmcheck_perplexity"} <= {
         x.name for x in result
