@@ -609,9 +609,10 @@ def _scores(
     readings = read_again(run, inputs, new, identities, tick)
     inputs = dataclasses.replace(inputs, readings=readings.values)
     for detector in new:
-        cached[detector], is_valid = score_or_say(detector, inputs, readings)
+        scores, is_valid = score_or_say(detector, inputs, readings)
         if is_valid:
-            cache.save(detector, cached[detector])
+            cache.save(detector, scores)
+        cached[detector] = scores
         tick()
     return {detector: scores for detector, scores in cached.items() if scores}
 
