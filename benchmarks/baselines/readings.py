@@ -98,10 +98,10 @@ class AnswerReader:
 def stacked(values: Sequence[np.ndarray]) -> np.ndarray:
     """Stack readings; those of fewer samples get rows of NaN behind."""
     shape = np.max([value.shape for value in values], axis=0).astype(int)
-    stacked = np.full((len(values), *shape), np.nan, np.float32)
+    together = np.full((len(values), *shape), np.nan, np.float32)
     for i, value in enumerate(values):
-        stacked[(i, *map(slice, value.shape))] = value
-    return stacked
+        together[(i, *map(slice, value.shape))] = value
+    return together
 
 
 def rows_read(rows: Rows, detectors: Iterable[Baseline]) -> Wanted:
