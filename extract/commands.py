@@ -76,8 +76,8 @@ class StorageOptions:
         type=Parsed(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
-        "Tokens whose hidden states are kept, of all spans (the default) or of the "
-        "answer.",
+        "Tokens whose hidden states are kept, of all spans (the default, but for "
+        "`real`) or of the answer.",
         rare=True,
     )
     dtype: str | None = option(

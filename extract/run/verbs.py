@@ -218,10 +218,14 @@ def options(**kinds: type) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
+            # A verb's own defaults: click gives them to options alone.
+            defaults = click.get_current_context().default_map or {}
+            chosen = {}
             for name, value in values.pop("rare_settings", ()):
-                if name in values:
+                if name in chosen:
                     raise click.UsageError(f"--set {name}: give it once")
-                values[name] = value
+                chosen[name] = value
+            values |= {n: defaults[n] for n in rare if n in defaults} | chosen
             for name, kind in kinds.items():
                 names = [f.name for f in dataclasses.fields(kind) if f.name in values]
                 values[name] = kind(**{n: values.pop(n) for n in names})

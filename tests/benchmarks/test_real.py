@@ -215,6 +215,7 @@ def test_one_command_goes_from_published_files_to_the_report(tmp_path):
     for stage in ("answer", "extract", "train", "report"):
         assert f"\n{stage} " in done.stderr
     assert (run / "report.html").is_file()
+    assert extract_config(RunDir(run)).hidden_spans == "answer"
     examples = list(read_records(run / "examples.jsonl", Example))
     trained = {e.dataset for e in examples if e.split == "train"}
     assert trained == {"triviaqa", "nq"}

@@ -203,8 +203,8 @@ def verb(storage):
     print(json.dumps(storage.fields()))
 
 
-def given(*words):
-    done = CliRunner().invoke(verb, words)
+def given(*words, **defaults):
+    done = CliRunner().invoke(verb, words, default_map=defaults)
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
 
@@ -225,6 +225,16 @@ def test_options_become_fields_and_those_not_given_are_left_out():
         "scalars": "bfloat16",
         "hidden_spans": "answer",
         "answer_span": "literal",
+    }
+
+
+def test_a_verbs_own_defaults_are_those_of_rare_options_too():
+    assert given(hidden_spans="answer") == {"hidden_spans": "answer"}
+    line = "--set", "hidden_spans=all", "--set", "dtype=fp32"
+    assert given(*line, hidden_spans="answer", hidden_layers="4") == {
+        "hidden_layers": [4],
+        "hidden_spans": "all",
+        "dtype": "float32",
     }
 
 
