@@ -100,7 +100,8 @@ class ProbedBackbone:
             raise ValueError(
                 f"{different[0]}; in Python strict=False loads it, and scores warn"
             )
-        backbone = dataclasses.replace(backbone, attention=trained.attention_layers)
+        if backbone.attention != trained.attention_layers:
+            backbone = dataclasses.replace(backbone, attention=trained.attention_layers)
         self.backbone = backbone
         self.detector = detector
         self.trained = trained

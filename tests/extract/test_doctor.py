@@ -87,7 +87,7 @@ def test_only_layers_that_have_attention_are_counted(tmp_path):
     model = save(tiny_model("qwen3_5"), tmp_path / "model")
     result = doctor("--model", model)
     assert "4 layers" in result["model"]["text"]
-    assert "1 layers have attention" in result["model"]["text"]
+    assert "the attention of 1 layers is read" in result["model"]["text"]
     shapes = outline_shapes(load_outline(str(model)))
     assert shapes["attn"] == (2, 2, 1, 4)
 

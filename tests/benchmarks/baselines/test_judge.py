@@ -639,7 +639,7 @@ def test_drawn_answers_matter_to_what_reads_them_alone_and_others_to_all(changed
 
 def test_fewer_samples_than_another_row_leave_nan_behind():
     rows = [np.ones((2, 3)), np.full((1, 3), 2.0), np.ones((0, 3))]
-    stacked = readings._stack(rows)
+    stacked = readings.stacked(rows)
     assert stacked.shape == (3, 2, 3)
     np.testing.assert_array_equal(np.isnan(stacked[..., 0]).sum(axis=1), [0, 1, 2])
-    np.testing.assert_array_equal(readings._stack(list(np.arange(3.0))), [0, 1, 2])
+    np.testing.assert_array_equal(readings.stacked(list(np.arange(3.0))), [0, 1, 2])
