@@ -567,16 +567,14 @@ def _transfer(
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
     questions, rows = asked_questions(read_examples(run), config), []
     how, detectors = _baselines_config(run), []
-    for published in chosen_detectors(how):
-        lack = unmet(published, run, how) or unmet(published, _inner(run), how)
-        if lack is None:
-            detectors.append(published)
+    for rival in chosen_detectors(how):
+        if lack := unmet(rival, run, how) or unmet(rival, _inner(run), how):
+            progress.note(f"transfer: {rival.name} {lack}")
         else:
-            progress.note(f"transfer: {published.name} {lack}")
-    models = {
-        "relations": open_relations(how, update),
-        "encoder": Path(how.encoder) if how.encoder else None,
-    }
+            detectors.append(rival)
+    models: dict[str, Any] = {"encoder": Path(how.encoder) if how.encoder else None}
+    if any("entailment" in x.needs for x in detectors):
+        models["relations"] = open_relations(how, update)
     for index, setting in enumerate(SETTINGS):
         scene = run_scene(run, _inner(run), setting)
         encoders, _ = checkpoint.restore(run.encoders(setting))

@@ -128,11 +128,13 @@ def _texts(table: Table) -> list[list[str]]:
     return columns
 
 
-def _blocks(table: Table, width: int) -> list[tuple[str | None, list[int]]]:
+def _blocks(
+    table: Table, texts: Sequence[Sequence[str]], width: int
+) -> list[tuple[str | None, list[int]]]:
     """Return titles and columns of the blocks in which a table is not too wide."""
     widths = [
         3 + max(len(line) for text in column for line in text.split("\n"))
-        for column in _texts(table)
+        for column in texts
     ]
     if _LABEL_WIDTH + sum(widths) <= width:
         return [(None, list(range(len(widths))))]
@@ -148,12 +150,16 @@ def _blocks(table: Table, width: int) -> list[tuple[str | None, list[int]]]:
     return blocks
 
 
-def _block(table: Table, chosen: Sequence[int], title: str | None) -> rich.table.Table:
+def _block(
+    table: Table,
+    texts: Sequence[Sequence[str]],
+    chosen: Sequence[int],
+    title: str | None,
+) -> rich.table.Table:
     block = rich.table.Table(
         title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False
     )
     block.add_column(rich.text.Text(table.corner), overflow="fold")  # never cut short
-    texts = _texts(table)
     for i in chosen:
         block.add_column(rich.text.Text(texts[i][0]), no_wrap=True)
     for number, line in enumerate(table.lines, start=1):
@@ -171,8 +177,9 @@ def as_text(table: Table, width: int = 100) -> str:
     """
     stream = io.StringIO()
     console = rich.console.Console(file=stream, width=width, color_system=None)
-    for title, chosen in _blocks(table, width):
-        console.print(_block(table, chosen, title))
+    texts = _texts(table)
+    for title, chosen in _blocks(table, texts, width):
+        console.print(_block(table, texts, chosen, title))
     if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
         console.print("* best of its column, + second; below, the 95 % interval")
     if any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell):

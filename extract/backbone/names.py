@@ -163,10 +163,18 @@ class ModelHashes:
 
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
 # Whose attention is read: every layer's that has some, or that of those without a
 # window, as the paper reads.
 AttentionLayers = Literal["all", "full"]
-Device = Literal["cpu", "cuda"]
+
+
+def fingerprint_of(
+    revision: str, dtype: str, attention: AttentionLayers
+) -> dict[str, str]:
+    """Return what signals depend on: weights, their type, and what is read."""
+    about = {"model": revision, "dtype": dtype}
+    return about if attention == "all" else {**about, "attention_layers": attention}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

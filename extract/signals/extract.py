@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from beatrice.extract.backbone.names import AttentionLayers, BackboneConfig
+from beatrice.extract.backbone.names import (
+    AttentionLayers,
+    BackboneConfig,
+    fingerprint_of,
+)
 from beatrice.extract.label.labels import check_both_classes
 from beatrice.extract.records import Answer, Setting
 from beatrice.extract.run.console import Progress, Update
@@ -438,10 +442,8 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     if run.written.exists() and backend.exists():
         identity = read_json(backend, dict[str, Any], "restore it")
         dtype = f"torch.{identity.get('dtype')}"
-        fingerprint = {"model": identity.get("revision"), "dtype": dtype}
         choice = run.section("backbone", BackboneConfig).attention_layers
-        if choice != "all":
-            fingerprint["attention_layers"] = choice
+        fingerprint = fingerprint_of(str(identity.get("revision")), dtype, choice)
         written = WrittenSignals.open(run.written, fingerprint, config)
     if written is None:
         return _load_reader(run, config)

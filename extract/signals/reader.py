@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from beatrice.extract.backbone.loading import Backbone, layer_values
+from beatrice.extract.backbone.names import fingerprint_of
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,
     begun_cache,
@@ -139,11 +140,11 @@ class SignalReader:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Return what the values depend on: weights, their type, and what is read."""
-        about = {"model": self.backbone.revision, "dtype": str(self.backbone.dtype)}
-        if self.backbone.attention != "all":
-            about["attention_layers"] = self.backbone.attention
-        return about
+        """Return what the values depend on, see `fingerprint_of`."""
+        backbone = self.backbone
+        return fingerprint_of(
+            backbone.revision, str(backbone.dtype), backbone.attention
+        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
