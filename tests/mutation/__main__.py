@@ -206,9 +206,9 @@ def judge(tree: Path, tests: list[str], seconds: dict[str, float]) -> dict[str, 
         os.waitpid(child, 0)
         return result | {"outcome": "hung"}
     result = json.loads(reporter.path.read_text())
-    if result["outcome"] == "not begun":
-        raise RuntimeError(f"no test began; see {tree.with_suffix('.log')}")
-    return result | {"outcome": result["outcome"].replace("begun", "killed")}
+    if result["outcome"] == "begun":  # and the process died
+        result["outcome"] = "killed"
+    return result
 
 
 def try_mutant(tree: Path, mutant: Mutant, tests: list[str], seconds: dict) -> dict:
@@ -217,7 +217,9 @@ def try_mutant(tree: Path, mutant: Mutant, tests: list[str], seconds: dict) -> d
     source, stat = path.read_bytes(), path.stat()
     try:
         path.write_text(apply(source.decode(), mutant), encoding="utf-8")
-        return judge(tree, tests, seconds)
+        result = judge(tree, tests, seconds)
+        # "not begun": what every test imports cannot be imported any more.
+        return result | {"outcome": result["outcome"].replace("not begun", "killed")}
     finally:
         path.write_bytes(source)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -231,6 +233,9 @@ def work(
     A test that has killed must pass without the change, or it kills nothing.
     """
     good, bad = set(), set()
+    first = next((tests[:1] for _, tests in planned if tests), None)
+    if first and judge(tree, first, seconds)["outcome"] == "not begun":
+        raise RuntimeError(f"no test began; see {tree.with_suffix('.log')}")
     for mutant, chosen in planned:
         began, test = time.monotonic(), None
         while test is None:
@@ -306,7 +311,7 @@ def main() -> None:
             work(copy, planned[job :: args.jobs], chooser.seconds, out)
             os._exit(0)
         children.append(child)
-    is_whole = not any(os.waitpid(child, 0)[1] for child in children)
+    is_whole = not any([os.waitpid(child, 0)[1] for child in children])
     print(summary([json.loads(line) for line in out.read_text().splitlines()]))
     sys.exit(not is_whole)
 
