@@ -210,6 +210,16 @@ def test_an_interval_of_auroc_is_the_same_seen_from_the_wrong_answers():
         assert auroc_interval(-scores, ~labels) == pytest.approx(expected)
 
 
+def test_an_interval_of_auroc_is_turned_with_the_scores():
+    rng = np.random.default_rng(0)
+    labels = np.arange(200) < 20
+    is_above = np.arange(200) < 5  # two kinds of right answers: DeLong's is the wider
+    scores = rng.standard_normal(200) + labels * np.where(is_above, 9.0, -9.0)
+    low, high = auroc_interval(scores, labels)
+    assert low < 0.25 < high
+    assert auroc_interval(-scores, labels) == pytest.approx((1 - high, 1 - low))
+
+
 @pytest.mark.parametrize("n_right", [2, 10, 100])
 def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
     """Two normal classes of AUROC .8, whose interval shall hold it 19 times of 20."""
