@@ -140,6 +140,15 @@ def test_dropout_acts_in_training_only():
     assert np.ptp(moved) > 1e-3
 
 
+@pytest.mark.parametrize("slots", [(0,), (0, 2), (0, 1, 2)])
+def test_a_head_begins_as_wide_for_few_slots_as_for_many(slots):
+    mask = jnp.isin(jnp.arange(4), jnp.array(slots))
+    kernel = fusion.kernel_init(jax.random.key(0), 2048, 3, mask).reshape(4, 3, -1)
+    n_inputs = 3 * len(slots) + len(slots) * (len(slots) - 1) / 2  # and their pairs
+    np.testing.assert_allclose(kernel[mask].var(axis=-1), 1 / n_inputs, rtol=0.2)
+    assert not kernel[~mask].any()
+
+
 def test_empty_slots_have_no_influence():
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))

@@ -234,6 +234,9 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
         for cap in (4.0, 5.0)
     )
     assert high == 4 > low
+    # The first retrieval is right, and no cheaper policy is.
+    best, (right, _) = choose_policy([validated("a1", 0.5, 0.9)], ControllerConfig())
+    assert best.budget == 1 and right.all()
 
 
 def test_other_maps_change_probabilities_by_pass_and_nothing_else():
