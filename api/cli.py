@@ -494,7 +494,7 @@ def _score_file(
 @click.option(
     "--labelled",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Lines with question, answer and label, in the place of QUESTIONS.",
+    help="Lines with question, answer, label, perhaps context, instead of QUESTIONS.",
 )
 @click.option(
     "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
@@ -504,10 +504,11 @@ def fit(
 ) -> None:
     """Fit a probe for a model of your own, from questions or labelled answers.
 
-    MODEL answers QUESTIONS (any file that `beatrice data` reads), its signals are read
-    in the same pass, labels are by exact match with the golds. Half of the answers is
-    trained on, a quarter calibrates, a quarter is held back and says what the probe is
-    worth. MODEL is a Hub id, a path, gemma, smollm2 or embedded.
+    MODEL answers QUESTIONS (any file that `beatrice data` reads) from memory, and again
+    with a question's passages where it has some; its signals are read in the same pass,
+    labels are by exact match with the golds. Half of the questions is trained on, a
+    quarter calibrates, a quarter is held back and says what the probe is worth. MODEL
+    is a Hub id, a path, gemma, smollm2 or embedded.
 
     Example: beatrice fit smollm2 questions.csv probe
 

@@ -17,6 +17,7 @@ from beatrice.pgir.arguments import (
     as_count,
     as_ids,
     as_list,
+    as_rows,
     as_texts,
 )
 
@@ -225,6 +226,43 @@ class LanguageModel:
             extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 
+    def as_answers(
+        self, rows: Iterable[Any], *, ids: Sequence[str] | None = None
+    ) -> list[Answer]:
+        """Return answers that exist as records, which `read` takes.
+
+        Args:
+          rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
+            this order, or a data frame. The model's own template asks.
+          ids: of their questions; None numbers the rows.
+
+        Raises:
+          ValueError: a row is something else, or has a prompt of its own.
+        """
+        from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
+
+        given = as_rows(rows, ARGUMENTS)
+        names = [*map(str, range(len(given)))] if ids is None else as_texts(ids, "ids")
+        if len(names) != len(given):
+            raise ValueError(f"ids: expected {len(given)}, found {len(names)}")
+        template, answers = self.prompt.prompt_template(), []
+        for number, (name, row) in enumerate(zip(names, given, strict=True)):
+            try:
+                answer = as_answer(row)
+                if not answer.uses_template:
+                    raise ValueError(
+                        "it has a prompt of its own; give question, answer and context "
+                        "alone, which the model's template puts into words"
+                    )
+                with self.backbone.halves.lock:
+                    prepared = prepare(
+                        self.backbone.tokenizer, template, answer, example_id=name
+                    )
+            except ValueError as error:
+                raise ValueError(f"rows[{number}]: {error}") from None
+            answers.append(prepared.answer)
+        return answers
+
     def read(
         self,
         answers: Iterable[Answer],
@@ -236,7 +274,8 @@ class LanguageModel:
         """Read the signals of answers, one forward pass an answer.
 
         Args:
-          answers: all closed-book or all with context, as `answer` returns them.
+          answers: all closed-book or all with context, as `answer` and `as_answers`
+            return them.
           layers: whose hidden states are kept, out of `n_layers + 1` (0 is the
             embedding). Of several, `fit` chooses one.
           store: a folder or URL to keep the signals in; a second call with the same
@@ -478,7 +517,8 @@ def _check_answers(answers: Iterable[Answer]) -> list[Answer]:
     for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):
             name = f"answers[{number}]"
-            raise argument_error(name, "an Answer of LanguageModel.answer", answer)
+            expected = "an Answer of LanguageModel.answer or as_answers"
+            raise argument_error(name, expected, answer)
     settings = {answer.setting for answer in checked}
     if len(settings) != 1:
         raise ValueError(

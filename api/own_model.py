@@ -1,25 +1,31 @@
 """Fit a probe for one's own model in one step: answer, label, fit, measure.
 
-Nothing is to be decided: a question is asked closed-book, its signals are read in the
-pass that answers, the layer is the middle one, half of the answers is trained on, a
-quarter calibrates and a quarter is held back and measures.
+Nothing is to be decided: a question is asked from memory, and again with its passages
+where it has some; signals are read in the pass that answers, the layer is the middle
+one, half of the questions is trained on, a quarter calibrates and a quarter is held
+back and measures.
 """
 
 import contextlib
+import itertools
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from beatrice.extract.backbone.names import locked
-from beatrice.extract.records import Answer, Example
+from beatrice.extract.records import SETTINGS, Answer, Example, Passage, Setting
 from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
+
+if TYPE_CHECKING:
+    from beatrice.jaxprobe.detector import HeadName
+    from beatrice.pgir.given import AnswerToScore
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
 _WORK = "signals-*"  # what is kept beside a probe until it is saved
@@ -29,25 +35,37 @@ ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
 
 
 class Labelled(NamedTuple):
-    """Answers with their signals and labels, and the part that each belongs to."""
+    """Answers in one setting with their signals, labels and parts."""
 
     questions: Sequence[str]  # of each answer
+    contexts: Sequence[Sequence[Passage]]  # likewise; empty from memory
     answers: Sequence[Answer]
     signals: Any
     labels: np.ndarray
-    splits: np.ndarray
+    splits: np.ndarray = np.array([])  # "train", "validation" or "test" of each answer
+
+
+Parts = dict[Setting, Labelled]
+IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
+# The head that scores answers of a setting, see `pgir.scorer`.
+_HEADS: "dict[Setting, HeadName]" = {
+    "closed_book": "closed_book",
+    "with_context": "single_pass",
+}
 
 
 def read_labelled(
     path: Path, note: Callable[[str], None]
-) -> list[tuple[str, str, bool]]:
-    """Return question, answer and label of each record of a file.
+) -> list[tuple["AnswerToScore", bool]]:
+    """Return answers and labels of a file's records.
 
     Args:
       path: of JSON lines, or another kind of file that questions are read from.
       note: called with which fields are not read.
     """
+    from beatrice.extract.datasets.fields import any_passages, passage_field
     from beatrice.extract.datasets.rows import read_raw, recognise
+    from beatrice.pgir.given import AnswerToScore
 
     rows, unread = [], Counter[str]()
     for raw in read_raw(path, recognise(path)):
@@ -58,11 +76,17 @@ def read_labelled(
                 f'{path}, {raw.at}: expected {{"question": text, "answer": text, '
                 f'"label": true or false}}, found {raw.problem or f"{row!r:.60}"}'
             )
-        rows.append(values)
-        unread.update(row.keys() - {"id", "question", "answer", "label"})
+        try:
+            context = [p for p in any_passages(row) if p.text.strip()]
+            given = AnswerToScore(question=values[0], answer=values[1], context=context)
+        except ValueError as error:
+            raise ValueError(f"{path}, {raw.at}: {error}") from None
+        rows.append((given, values[2]))
+        known_fields = {"id", "question", "answer", "label", passage_field(row)}
+        unread.update(row.keys() - known_fields)
     if unread:
         names = ", ".join(f"{name!r} ({n})" for name, n in sorted(unread.items()))
-        note(f"fields not read: {names}; every answer is taken as given from memory")
+        note(f"fields not read: {names}")
     return rows
 
 
@@ -85,22 +109,59 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
         *ends, _ = np.ceil(np.cumsum([*_SHARES.values()]) * len(where)).astype(int)
         for name, part in zip(_SHARES, np.split(where, ends), strict=True):
             splits[part] = name
-    of_answers = splits[group]
-    if len({*zip(of_answers.tolist(), labels.tolist(), strict=True)}) < 6:
-        n_right = int(labels.sum())
-        raise ValueError(
-            f"too few to fit: {n_right} right and {len(labels) - n_right} wrong "
-            f"answers to {len(numbers)} questions; {ENOUGH} of each would do"
+    return splits[group]
+
+
+def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
+    """Split the answers of all settings, and leave out a setting that has too few.
+
+    A question is in the same split in both settings, since one head may read both.
+    `note` is called with what is left out.
+    """
+    labels = np.concatenate([part.labels for part in parts.values()])
+    questions = [text for part in parts.values() for text in part.questions]
+    ends = np.cumsum([len(part.labels) for part in parts.values()])
+    splits = np.split(split_answers(labels, questions), ends[:-1])
+    kept: Parts = {
+        setting: part._replace(splits=split)
+        for (setting, part), split in zip(parts.items(), splits, strict=True)
+    }
+    n_least = {setting: _least_of(part) for setting, part in kept.items()}
+    most = max(n_least.values())
+    for setting, part in parts.items():
+        n_right, n = int(part.labels.sum()), len(part.labels)
+        counts = (
+            f"{n_right} right and {n - n_right} wrong answers {IN_WORDS[setting]} to "
+            f"{len(set(part.questions))} questions"
         )
-    return of_answers
+        if not most:
+            raise ValueError(f"too few to fit: {counts}; {ENOUGH} of each would do")
+        if not n_least[setting] or n_least[setting] < LEAST_ANSWERS <= most:
+            (other,) = (words for x, words in IN_WORDS.items() if x != setting)
+            note(
+                f"warning: {counts} are too few to fit ({ENOUGH} of each would do); "
+                f"the probe judges answers {other} alone"
+            )
+            del kept[setting]
+    return kept
+
+
+def _least_of(part: Labelled) -> int:
+    """Return how many right or wrong answers the split has that has fewest."""
+    return min(
+        int((part.labels[part.splits == name] == is_right).sum())
+        for name in _SHARES
+        for is_right in (True, False)
+    )
 
 
 def answer_and_label(
     model: Any, questions: Sequence[Example], work: Path, note: Callable[[str], None]
-) -> Labelled:
+) -> Parts:
     """Answer with signals in one pass, and label by exact match with the golds.
 
-    A chat model sees worked examples of short answers, which a gold can match.
+    A question with passages is asked from memory and with them. A chat model sees
+    worked examples of short answers, which a gold can match.
 
     Args:
       model: a `LanguageModel`.
@@ -114,25 +175,60 @@ def answer_and_label(
     if model.prompt.chat:
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
-    if not any(work.glob(_WORK)):
-        tried = questions[:_TRIED]
-        written = _forecast(lambda q: model.answer(q, read=True), questions, note)
+    asked: dict[Setting, Sequence[Example]] = {"closed_book": questions}
+    if with_passages := [q for q in questions if q.passages]:
+        asked["with_context"] = with_passages
+        note(
+            f"{len(with_passages)} of {len(questions)} questions have passages, and "
+            "are asked from memory and with them"
+        )
+    is_new = not any(work.glob(_WORK))
+    for setting, part in asked.items() if is_new else ():
+        tried = part[:_TRIED]
+        written = _forecast(
+            lambda some, setting=setting: model.answer(
+                some, _contexts(some, setting), read=True
+            ),
+            part,
+            setting,
+            note,
+        )
         pairs = list(zip(written[0], tried, strict=True))
         labels = [exact_match(a.text, q.golds) for a, q in pairs]
         if len(set(labels)) == 1 and len(labels) > 1:
-            note(_class_advice(pairs, labels[0]))
-    digest = sha256_json([[q.id, q.question] for q in questions])  # others begin anew
-    store = work / f"signals-{digest[:12]}"
-    answers, signals = model.answer(questions, read=True, store=store)
-    pairs = zip(answers, questions, strict=True)
-    labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
-    texts = [q.question for q in questions]
-    return Labelled(texts, answers, signals, labels, split_answers(labels, texts))
+            note(_class_advice(pairs, labels[0], setting))
+    parts: Parts = {}
+    for setting, part in asked.items():
+        contexts = _contexts(part, setting)
+        of_each = contexts or [()] * len(part)
+        digest = sha256_json(  # others begin anew
+            [
+                [q.id, q.question, *([p.title, p.text] for p in context)]
+                for q, context in zip(part, of_each, strict=True)
+            ]
+        )
+        store = work / f"signals-{digest[:12]}"
+        answers, signals = model.answer(part, contexts, read=True, store=store)
+        pairs = zip(answers, part, strict=True)
+        labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
+        texts = [q.question for q in part]
+        parts[setting] = Labelled(texts, of_each, answers, signals, labels)
+    return in_parts(parts, note)
+
+
+def _contexts(
+    questions: Sequence[Example], setting: Setting
+) -> list[Sequence[Passage]] | None:
+    """Return the passages that questions are asked with; None from memory."""
+    if setting == "closed_book":
+        return None
+    return [question.passages for question in questions]
 
 
 def _forecast(
     work: Callable[[Sequence[Any]], Any],
     items: Sequence[Any],
+    setting: Setting,
     note: Callable[[str], None],
 ) -> Any:
     """Say how long work on all items will take, by the first; return their result."""
@@ -142,25 +238,28 @@ def _forecast(
     result = work(tried)
     seconds = (time.monotonic() - began) * len(items) / len(tried)
     note(
-        f"{len(items)} answers with their signals: at most {in_words(seconds)} by the "
-        f"first {len(tried)} (larger batches are faster), then a minute or two to fit"
+        f"{len(items)} answers {IN_WORDS[setting]} with their signals: at most "
+        f"{in_words(seconds)} by the first {len(tried)} (larger batches are faster), "
+        "then a minute or two to fit"
     )
     return result
 
 
-def _class_advice(pairs: Sequence[tuple[Answer, Example]], is_right: bool) -> str:
+def _class_advice(
+    pairs: Sequence[tuple[Answer, Example]], is_right: bool, setting: Setting
+) -> str:
     """Return what to do where the first answers are all right, or all wrong."""
+    first = f"of the first {len(pairs)} answers {IN_WORDS[setting]}"
     if is_right:
         return (
-            f"warning: all of the first {len(pairs)} answers are right; a probe needs "
-            "wrong ones too: stop (Ctrl-C) and give harder questions, unless some are "
-            "still to come"
+            f"warning: all {first} are right; a probe needs wrong ones too: stop "
+            "(Ctrl-C) and give harder questions, unless some are still to come"
         )
     shown = "; ".join(
         f"{q.question!r}: {a.text!r}, expected {q.golds[0]!r}" for a, q in pairs[:3]
     )
     return (
-        f"warning: none of the first {len(pairs)} answers is right ({shown}). If these "
+        f"warning: none {first} is right ({shown}). If these "
         "should count, stop (Ctrl-C): add what the model writes to the golds, or label "
         "the answers yourself and give them with --labelled; if they are wrong, give "
         "easier questions, unless some are still to come"
@@ -168,21 +267,26 @@ def _class_advice(pairs: Sequence[tuple[Answer, Example]], is_right: bool) -> st
 
 
 def read_given(
-    model: Any, rows: Sequence[tuple[str, str, bool]], note: Callable[[str], None]
-) -> Labelled:
+    model: Any,
+    rows: Sequence[tuple["AnswerToScore", bool]],
+    note: Callable[[str], None],
+) -> Parts:
     """Read the signals of answers that somebody has labelled."""
-    from beatrice.pgir.given import AnswerToScore, prepare
-
-    tokenizer, template = model.backbone.tokenizer, model.prompt.prompt_template()
-    answers = []
-    for number, (question, answer, _) in enumerate(rows):
-        given = AnswerToScore(question=question, answer=answer)
-        prepared = prepare(tokenizer, template, given, example_id=str(number))
-        answers.append(prepared.answer)
-    labels, texts = np.array([row[2] for row in rows]), [row[0] for row in rows]
-    splits = split_answers(labels, texts)
-    _forecast(model.read, answers, note)
-    return Labelled(texts, answers, model.read(answers), labels, splits)
+    parts: Parts = {}
+    for setting in SETTINGS:
+        is_here = [bool(x.context) == (setting == "with_context") for x, _ in rows]
+        if not any(is_here):
+            continue
+        ids = [str(number) for number in np.flatnonzero(is_here)]
+        given, labels = zip(*itertools.compress(rows, is_here), strict=True)
+        texts, contexts = [x.question for x in given], [x.context for x in given]
+        answers = model.as_answers(given, ids=ids)
+        parts[setting] = Labelled(texts, contexts, answers, None, np.array(labels))
+    parts = in_parts(parts, note)  # before they are read, which takes longer
+    for setting, part in parts.items():
+        _forecast(model.read, part.answers, setting, note)
+        parts[setting] = part._replace(signals=model.read(part.answers))
+    return parts
 
 
 def text_scores(labelled: Labelled) -> np.ndarray:
@@ -198,7 +302,9 @@ def text_scores(labelled: Labelled) -> np.ndarray:
     return fit_tfidf(*rows).predict_proba(texts)[:, 1]
 
 
-def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[str]]:
+def compare(
+    probe: Any, labelled: Labelled, setting: Setting
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Compare a probe with its baselines on the answers that were held back.
 
     Returns:
@@ -214,7 +320,11 @@ def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[
     order = {key: at for at, key in enumerate(signals.store.spec.keys)}
     at = [order[answer.key] for answer in labelled.answers]
     log_probs = answer_log_probs(signals.store)[at]
-    lines = [f"{len(labels)} answers held back, {int(labels.sum())} of them right:"]
+    head = _HEADS[setting]
+    lines = [
+        f"{len(labels)} answers {IN_WORDS[setting]} held back, {int(labels.sum())} of "
+        "them right:"
+    ]
     rows = []
     for name, scores in (
         ("probe", p_correct),
@@ -225,10 +335,14 @@ def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[
         low, high = auroc_interval(scores, labels)
         value = auroc(scores, labels).value
         lines.append(f"  {name:<14}AUROC {value:.3f} [{low:.3f}, {high:.3f}]")
-        row = {"head": "closed_book", "split": "test", "metric": f"auroc of {name}"}
+        row = {"head": head, "split": "test", "metric": f"auroc of {name}"}
         interval = {"value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
-    metrics = {r["metric"]: r["value"] for r in probe.rows if r["split"] == "test"}
+    metrics = {
+        row["metric"]: row["value"]
+        for row in probe.rows
+        if (row["head"], row["split"]) == (head, "test")
+    }
     base = labels.mean() * (1 - labels.mean())
     lines.append(
         f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
@@ -237,18 +351,28 @@ def compare(probe: Any, labelled: Labelled) -> tuple[list[dict[str, Any]], list[
     return rows[1:], lines
 
 
-def examples_of(probe: Any, labelled: Labelled) -> list[dict[str, str]]:
+def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
     """Return some held-back answers that `Probe.save` can score, for a self-test."""
     from beatrice.probe import MOST_EXAMPLES
 
-    where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
-    rows = [
-        {"question": labelled.questions[i], "answer": labelled.answers[i].text}
-        for i in where
-    ]
-    scores = probe.score_many(rows)
-    pairs = zip(rows, scores, strict=True)
-    return [row for row, score in pairs if score.p_correct is not None][:MOST_EXAMPLES]
+    rows = []
+    for labelled in parts.values():
+        where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
+        given = [
+            {
+                "question": labelled.questions[i],
+                "answer": labelled.answers[i].text,
+                "context": [
+                    {"title": passage.title, "text": passage.text}
+                    for passage in labelled.contexts[i]
+                ],
+            }
+            for i in where
+        ]
+        scored = zip(given, probe.score_many(given), strict=True)
+        rows.append([row for row, score in scored if score.p_correct is not None])
+    in_turn = itertools.chain(*itertools.zip_longest(*rows))
+    return list(itertools.islice(filter(None, in_turn), MOST_EXAMPLES))
 
 
 def check_folder(path: Path) -> None:
@@ -293,18 +417,18 @@ def fit_own(
     note, work = Progress().note, folder.with_name(f"{folder.name}.work")
     language_model, began = LanguageModel(model), time.monotonic()
     if is_labelled:
-        data = read_given(language_model, rows, note)
-        _fit_and_save(data, folder, began, untrustworthy, say)
+        parts = read_given(language_model, rows, note)
+        _fit_and_save(parts, folder, began, untrustworthy, say)
         return
     with locked(work):
         check_folder(folder)  # another that was waited for may have written it
-        data = answer_and_label(language_model, rows, work, note)
-        _fit_and_save(data, folder, began, untrustworthy, say)
+        parts = answer_and_label(language_model, rows, work, note)
+        _fit_and_save(parts, folder, began, untrustworthy, say)
         clear_work(work)  # the probe is all that is needed
 
 
 def _fit_and_save(
-    data: Labelled,
+    parts: Parts,
     folder: Path,
     began: float,
     untrustworthy: bool,
@@ -315,15 +439,22 @@ def _fit_and_save(
     from beatrice.fitting import fit as fit_probe
 
     probe = fit_probe(
-        data.signals, data.labels.tolist(), splits=data.splits.tolist(), progress=False
+        {setting: part.signals for setting, part in parts.items()},
+        {setting: part.labels.tolist() for setting, part in parts.items()},
+        splits={setting: part.splits.tolist() for setting, part in parts.items()},
+        progress=False,
     )
-    baselines, lines = compare(probe, data)
-    say("\n".join(lines))
+    baselines = []
+    for setting, part in parts.items():
+        rows, lines = compare(probe, part, setting)
+        baselines += rows
+        say("\n".join(lines))
     took = [(b - a) / 60 for a, b in ((began, answered), (answered, time.monotonic()))]
     say(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
-    n_right, n = int(data.labels.sum()), len(data.labels)
     doubts = probe.detector.doubts
     if doubts and not untrustworthy:
+        labels = np.concatenate([part.labels for part in parts.values()])
+        n_right, n = int(labels.sum()), len(labels)
         share = min(n_right, n - n_right) / n
         raise ValueError(
             f"{doubts[0]}; of {n_right} right and {n - n_right} wrong answers in all, "
@@ -331,7 +462,7 @@ def _fit_and_save(
             "questions; nothing is saved (--untrustworthy saves it, and each of its "
             "scores says so)"
         )
-    examples = examples_of(probe, data)
+    examples = examples_of(probe, parts)
     probe = probe.with_report([*probe.rows, *baselines])
     probe.save(folder, examples=examples, untrustworthy=untrustworthy)
     say(f"{folder}: load it with beatrice.load({str(folder)!r})")

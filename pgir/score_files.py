@@ -20,7 +20,12 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 
-from beatrice.extract.datasets.fields import Question, Record
+from beatrice.extract.datasets.fields import (
+    Question,
+    Record,
+    any_passages,
+    passage_field,
+)
 from beatrice.extract.datasets.readers import recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
 from beatrice.extract.records import Answer, Passage
@@ -112,10 +117,15 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
         return _of_log(record, known.read(record)), ()
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _of_flashrag(record), ()
-    unread = tuple(name for name in record if name not in (*ARGUMENTS, "id"))
     arguments = {name: record[name] for name in ARGUMENTS if name in record}
     if arguments.get("context") == "":  # an empty cell of a table is no passage
         del arguments["context"]
+    known_fields = {*ARGUMENTS, "id"}
+    if "context" not in arguments and (field := passage_field(record)) is not None:
+        passages = any_passages(record)
+        arguments["context"] = [p for p in passages if p.text.strip()]
+        known_fields.add(field)
+    unread = tuple(name for name in record if name not in known_fields)
     if arguments.keys() <= {"question", "context"}:
         raise ValueError(
             f"no 'answer'; expected the fields {', '.join(ARGUMENTS[:3])} (or prompt, "

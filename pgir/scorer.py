@@ -329,8 +329,8 @@ class Scorer(AnswerScorer):
         if _HEADS[setting] not in heads:
             known = next(name for name, head in _HEADS.items() if head in heads)
             raise ValueError(
-                f"this answer is {setting}, and the run was trained on {known} answers "
-                "alone: score one of those, or make a run with both settings"
+                f"this answer is {setting}, and the probe was fitted on {known} "
+                "answers alone: score one of those, or fit a probe on both settings"
             )
 
     def _score_inputs(

@@ -44,8 +44,8 @@ _MARKS = ("is_supporting", "isgold")
 # A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
 _IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
 # Names under which a record keeps passages, whoever wrote it.
-_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
-            "positive_ctxs", "positive_passages")  # fmt: skip
+_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "retrieved_contexts",
+            "passages", "documents", "positive_ctxs", "positive_passages")  # fmt: skip
 
 
 def kind_of(value: Any) -> str:
@@ -303,15 +303,21 @@ def _unfolded(value: Any, name: str) -> Any:
     return [value] if value.strip() else []
 
 
-def any_passages(record: Record) -> tuple[Passage, ...]:
-    """Return the passages under whichever of their names holds texts."""
+def passage_field(record: Record) -> str | None:
+    """Return under which of their names a record has passages."""
     for name in _HOLDERS:
         value = _unfolded(record.get(name), name)
         first = value[0] if isinstance(value, list) and value else None
         has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
         if has_text or isinstance(first, str):
-            return read_passages(value, name)
-    return ()
+            return name
+    return None
+
+
+def any_passages(record: Record) -> tuple[Passage, ...]:
+    """Return the passages under whichever of their names holds texts."""
+    name = passage_field(record)
+    return () if name is None else read_passages(record[name], name)
 
 
 def check_no_passages(record: Record, *, within: str = "") -> None:

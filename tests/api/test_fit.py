@@ -23,7 +23,14 @@ from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
-from beatrice.own_model import clear_work, fit_own, read_labelled, split_answers
+from beatrice.own_model import (
+    Labelled,
+    clear_work,
+    fit_own,
+    in_parts,
+    read_labelled,
+    split_answers,
+)
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
 
@@ -530,6 +537,64 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
         assert score.decision == "unknown" and "trust" in score.warnings[0]
 
 
+def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_judged(
+    smoke_run, tmp_path
+):
+    examples = read_examples(RunDir(smoke_run))
+    rows = [
+        {
+            "question": e.question,
+            "golds": list(e.golds),
+            "passages": [{"title": p.title, "text": p.text} for p in e.passages],
+        }
+        for e in examples
+    ]
+    path = write_lines(tmp_path / "questions.jsonl", rows)
+    done = called("embedded", path, tmp_path / "probe", "--untrustworthy")
+    assert done.exit_code == 0, done.output
+    assert f"{len(rows)} of {len(rows)} questions have passages" in done.output
+    assert "from memory held back" in done.output
+    assert "with passages held back" in done.output
+    probe = beatrice.load(tmp_path / "probe")
+    assert {*probe.report["head"]} == {"closed_book", "with_context", "single_pass"}
+    saved = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
+    assert {bool(json.loads(line).get("context")) for line in saved} == {True, False}
+    question, golds, passages = rows[0].values()
+    assert 0 < probe.score(question, golds[0], passages).p_correct < 1
+
+    some = [{**row, "passages": row["passages"][: i < 4]} for i, row in enumerate(rows)]
+    write_lines(path, some)
+    done = called("embedded", path, tmp_path / "other", "--untrustworthy")
+    assert "warning: " in done.output and "with passages to 4 questions" in done.output
+    assert "the probe judges answers from memory alone" in done.output
+    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+        beatrice.load(tmp_path / "other").score(question, golds[0], passages)
+
+
+def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
+    smoke_run, tmp_path
+):
+    rows = [
+        {
+            "question": e.question,
+            "answer": answer,
+            "context": [p.text for p in e.passages],
+            "label": answer == e.golds[0],
+        }
+        for e in read_examples(RunDir(smoke_run))
+        for answer in (e.golds[0], "Guzolt Falls")
+    ]
+    path = write_lines(tmp_path / "labelled.jsonl", rows[:300])
+    done = called("embedded", "--labelled", path, tmp_path / "probe", "--untrustworthy")
+    assert done.exit_code == 0 and "fields not read" not in done.output, done.output
+    probe = beatrice.load(tmp_path / "probe")
+    question, answer, context, _ = rows[0].values()
+    right, wrong = (probe.score(question, x, context) for x in (answer, "Guzolt Falls"))
+    assert right.p_correct > wrong.p_correct
+    with pytest.raises(ValueError, match="was fitted on with_context answers alone"):
+        probe.score(question, answer)
+
+
 def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tmp_path):
     lines = [
         {"question": f"where is place {i}?", "answer": "here", "label": i < 5}
@@ -552,7 +617,7 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     write_lines(questions, rows[:60])
     done = called("embedded", questions, tmp_path / "probe")
     assert done.exit_code == 1
-    assert "none of the first 50 answers is right ('" in done.output
+    assert "none of the first 50 answers from memory is right ('" in done.output
     assert "expected 'nothing like it'" in done.output and "--labelled" in done.output
 
 
@@ -638,15 +703,17 @@ def test_whoever_fits_a_probe_waits_for_the_other_and_then_finds_it(tmp_path):
 def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
     text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
     row = {"question": "where?", "answer": text, "label": True}
-    lines = [row, {**row, "label": False, "context": ["It lies in Guzolt."]}]
+    lines = [row, {**row, "label": False, "passages": ["Guzolt.", " "], "p": 0.5}]
     path, notes = tmp_path / "labelled.jsonl", []
     content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     path.write_text(f"\ufeff{content}\n")
-    expected = [("where?", text, True), ("where?", text, False)]
-    assert read_labelled(path, notes.append) == expected
-    assert notes == [
-        "fields not read: 'context' (1); every answer is taken as given from memory"
+    read = read_labelled(path, notes.append)
+    assert [(x.question, x.answer, label) for x, label in read] == [
+        ("where?", text, True),
+        ("where?", text, False),
     ]
+    assert [[p.text for p in x.context] for x, _ in read] == [[], ["Guzolt."]]
+    assert notes == ["fields not read: 'p' (1)"]
     path.write_bytes(b'{"question": "\xff"}')
     with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
         read_labelled(path, notes.append)
@@ -663,5 +730,23 @@ def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart
     splits = split_answers(labels, questions)
     assert {len(set(splits[k::80])) for k in range(80)} == {1}
     assert set(splits) == {"train", "validation", "test"}
-    with pytest.raises(ValueError, match="160 right and 240 wrong answers to 2 quest"):
-        split_answers(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
+
+
+def answered(labels, questions):
+    return Labelled(questions, [()] * len(questions), [], None, np.asarray(labels))
+
+
+def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
+    two = answered(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
+    expected = "160 right and 240 wrong answers from memory to 2 questions"
+    with pytest.raises(ValueError, match=expected):
+        in_parts({"closed_book": two}, print)
+    names, notes = [str(i) for i in range(200)], []
+    enough = answered(np.arange(200) % 2 == 0, names)
+    both = {"closed_book": enough, "with_context": answered([True] * 200, names)}
+    parts = in_parts(both, notes.append)
+    assert list(parts) == ["closed_book"] and len(notes) == 1
+    assert "200 right and 0 wrong answers with passages" in notes[0]
+    parts = in_parts({"closed_book": enough, "with_context": enough}, notes.append)
+    assert (parts["closed_book"].splits == parts["with_context"].splits).all()
+    assert len(notes) == 1

@@ -65,6 +65,17 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
     assert tally.bad[0].startswith("line 2: ")
 
 
+@pytest.mark.parametrize("name", ["passages", "contexts", "retrieved_contexts", "ctxs"])
+def test_passages_are_read_under_every_name_that_question_files_have(name, tmp_path):
+    for value in ([PASSAGE, ""], [{"title": "", "text": PASSAGE}], PASSAGE):
+        path = write_lines(tmp_path / "a.jsonl", [{**ROW, name: value, "p": 1}])
+        (row,) = read_rows(path)
+        assert [x.text for x in row.given.context] == [PASSAGE]
+        assert row.unread == ("p",)
+    (row,) = read_rows(write_lines(path, [{**ROW, "context": "It.", name: [PASSAGE]}]))
+    assert [x.text for x in row.given.context] == ["It."] and row.unread == (name,)
+
+
 def test_a_result_has_the_id_of_its_row(tmp_path):
     ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # a table with gaps has 7.0 for 7
     rows = read_rows(write_lines(tmp_path / "a.jsonl", [{**ROW, "id": x} for x in ids]))
