@@ -55,11 +55,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from beatrice.extract.backbone.names import MOST_LAYERS, locked
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
+    replaced_folder,
     sha256_of_model,
-    sync_folder,
     user_cache,
     verify_checksums,
-    write_checksums,
 )
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
@@ -551,20 +550,12 @@ def unpacked(name: str) -> str:
 
 def _unpack(weights: Weights, header: Header, target: Path) -> None:
     """Write a model's folder beside its target, and move it there."""
-    for left in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
-        shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{target.name}.", dir=target.parent
-    ) as beside:
-        folder = Path(beside) / "model"
-        folder.mkdir()
-        with Progress().stage(f"unpack {header.path.name}") as update:
-            _write_outline(header, folder)
-            _write_weights(weights, folder / "model.safetensors", update)
-            write_checksums(folder)
-        shutil.rmtree(target, ignore_errors=True)
-        folder.rename(target)
-        sync_folder(target.parent)
+    with (
+        Progress().stage(f"unpack {header.path.name}") as update,
+        replaced_folder(target) as folder,
+    ):
+        _write_outline(header, folder)
+        _write_weights(weights, folder / "model.safetensors", update)
 
 
 @contextlib.contextmanager

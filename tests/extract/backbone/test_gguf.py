@@ -400,7 +400,7 @@ def test_an_interrupted_unpacking_leaves_nothing(llama_file, cache):
             raise KeyboardInterrupt
 
     header = read_header(llama_file)
-    killed = cache / ".model.left"
+    killed = cache / ".model.0123abcd"
     killed.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         _unpack(Interrupted(header, config_of(header)), header, cache / "model")
