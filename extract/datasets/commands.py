@@ -120,33 +120,27 @@ class _Size(click.IntRange):
 _SIZE, _CONTEXT = _Size(min=1), click.Choice(get_args(Context))
 
 
+@dataclasses.dataclass(frozen=True)
 class NamedValue(click.ParamType):
     """A value of a kind of one question set, `NAME=VALUE`; perhaps of all, `VALUE`."""
 
     name = "value"
-
-    def __init__(
-        self,
-        kind: click.ParamType,
-        *,
-        has_name: bool = True,
-        example: str = "questions.jsonl",
-    ) -> None:
-        """Read values of a kind; where no name has to stand before, one may."""
-        self._kind, self._has_name, self._example = kind, has_name, example
+    kind: click.ParamType  # of the value
+    has_name: bool = True  # a name has to stand before; else one may
+    example: str = "questions.jsonl"  # of a value, for the message
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the name, or None for all sets, and the value."""
         name, equals, rest = value.partition("=")
-        if not self._has_name and not equals:
-            return None, self._kind.convert(value, param, ctx)
+        if not self.has_name and not equals:
+            return None, self.kind.convert(value, param, ctx)
         if not (equals and rest and is_safe_name(name)):
-            example = rest or ("" if equals else name) or self._example
+            example = rest or ("" if equals else name) or self.example
             self.fail(
                 f"expected NAME=VALUE, such as mine={example}, with {A_NAME}; found "
                 f"{value!r}"
             )
-        return name, self._kind.convert(rest, param, ctx)
+        return name, self.kind.convert(rest, param, ctx)
 
 
 def _by_set(

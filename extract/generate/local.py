@@ -287,53 +287,37 @@ class Watch(Protocol):
         """Take the ids of all columns after a step, and which rows are done."""
 
 
+@dataclasses.dataclass(eq=False)
 class RowsDone(StoppingCriteria):
     """Ends a run when half of its rows are done, so that the others go on alone.
 
     A row is done at a stop token, at its longest, or when its text holds a stop string;
     texts are decoded, since one string is many tokens: a line feed ends hundreds.
-
-    Attributes:
-      rows: `[n_rows]`, whether each is done.
-
-    Args:
-      tokenizer: that decodes.
-      edges: tokens of the prompts with their padding, and with the longest text.
-      stop: strings.
-      stops: ids.
-      watch: is told what was chosen, and which rows are done.
-      least_done: share of rows that are done when a run ends; 0 is a token a run.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        edges: tuple[int, int],
-        stop: Sequence[str],
-        stops: Sequence[int],
-        watch: Watch | None,
-        *,
-        least_done: float,
-    ) -> None:
-        """Begin with no row done."""
-        self._tokenizer, self._edges, self._stop = tokenizer, edges, stop
-        self._stops, self._watch, self._least_done = list(stops), watch, least_done
-        self.rows = torch.zeros(0, dtype=torch.bool)  # `[n_rows]`, whether each is done
+    tokenizer: Any  # that decodes
+    edges: tuple[int, int]  # tokens of the prompts, padded, and with the longest text
+    stop: Sequence[str]  # strings
+    stop_ids: tuple[int, ...]
+    watch: Watch | None  # is told what was chosen, and which rows are done
+    least_done: float  # share of rows that are done when a run ends; 0 is a token a run
+    # `[n_rows]` bool, whether each is done; there from the first call on.
+    rows: torch.Tensor = dataclasses.field(init=False, repr=False)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Return `[n_rows]`, all true where the batch is to end."""
-        start, stop = self._edges
-        stops = torch.tensor(self._stops, device=input_ids.device)
+        start, stop = self.edges
+        stops = torch.tensor(self.stop_ids, device=input_ids.device)
         is_done = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
-        if self._stop:
+        if self.stop:
             rows = input_ids[:, start:].tolist()
-            texts = (decode_ids(self._tokenizer, row) for row in rows)
-            ended = [find_stop(text, self._stop) is not None for text in texts]
+            texts = (decode_ids(self.tokenizer, row) for row in rows)
+            ended = [find_stop(text, self.stop) is not None for text in texts]
             is_done |= torch.tensor(ended, device=input_ids.device)
         self.rows = is_done
-        if self._watch is not None:
-            self._watch.on_choice(input_ids, is_done)
-        return is_done | (int(is_done.sum()) >= self._least_done * len(is_done))
+        if self.watch is not None:
+            self.watch.on_choice(input_ids, is_done)
+        return is_done | (int(is_done.sum()) >= self.least_done * len(is_done))
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
@@ -512,9 +496,7 @@ class TransformersGenerator:
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
         while rows:
             n_read = ids.shape[1]
-            done = RowsDone(
-                tokenizer, edges, config.stop, stops, watch, least_done=least_done
-            )
+            done = RowsDone(tokenizer, edges, config.stop, stops, watch, least_done)
             watching = contextlib.nullcontext()
             if watch is not None:
                 watching = watch.watching(rows, n_cached)

@@ -1,6 +1,7 @@
 """What a person sees while a verb runs: bars on a terminal, plain lines elsewhere."""
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import os
@@ -84,6 +85,7 @@ def in_words(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
+@dataclasses.dataclass
 class Estimate:
     """How far a stage is, which never falls, and how many seconds are left.
 
@@ -91,23 +93,21 @@ class Estimate:
     work, or was compiling and loading.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count."""
-        self._clock = clock
-        self._first: tuple[float, float] | None = None  # time and share
-        self.share = 0.0
+    clock: Callable[[], float] = time.monotonic
+    share: float = 0.0
+    _first: tuple[float, float] | None = None  # time and share
 
     def add(self, done: int, total: int) -> None:
         """Take in what was counted."""
         self.share = max(self.share, min(done / total, 1.0) if total else 0.0)
         if self._first is None:
-            self._first = self._clock(), self.share
+            self._first = self.clock(), self.share
 
     @property
     def left(self) -> float | None:
         """Seconds that are left at the speed so far; None where nothing is known."""
         began, first = self._first or (0.0, self.share)
-        gained, elapsed = self.share - first, self._clock() - began
+        gained, elapsed = self.share - first, self.clock() - began
         if not gained or elapsed < 1.0:  # what comes in one batch is counted at once
             return None
         return elapsed * (1 - self.share) / gained

@@ -120,24 +120,17 @@ def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor
     )
 
 
+@dataclasses.dataclass(eq=False)
 class StreamReading:
     """Hidden states and contribution scalars, filled as the layers run."""
 
-    def __init__(
-        self,
-        hidden_layers: tuple[int, ...],
-        rows: Rows,
-        lens: LogitLens,
-        copies: HostCopies,
-    ) -> None:
-        """Begin a batch; `rows` are those whose hidden states are kept."""
-        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
-        self._hidden: torch.Tensor | None = None
-        self._missing = set(hidden_layers)
-        self.resid: list[torch.Tensor] = []
-        self.rows = rows
-        self.lens = lens
-        self.copies = copies
+    hidden_layers: tuple[int, ...]  # entries of the resid axis that are kept
+    rows: Rows  # those whose hidden states are kept
+    lens: LogitLens
+    copies: HostCopies
+    resid: list[torch.Tensor] = dataclasses.field(default_factory=list)  # by layer
+    _hidden: torch.Tensor | None = None
+    _seen: set[int] = dataclasses.field(default_factory=set)  # of `hidden_layers`
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Read one layer."""
@@ -147,22 +140,23 @@ class StreamReading:
         self.resid.append(contribution_scalars(layer_pass, self.lens))
 
     def _copy(self, entry: int, states: torch.Tensor) -> None:
-        if entry not in self.slots:
+        if entry not in self.hidden_layers:
             return
         if self._hidden is None:
             # One block in the stream's dtype: half the bytes of float32 where that is
             # bf16, and equal to it.
-            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
+            shape = (len(self.hidden_layers), self.rows.stops[-1], states.shape[-1])
             self._hidden = self.copies.host_buffer(shape, states.dtype)
-        out = self._hidden[self.slots[entry]]
+        out = self._hidden[self.hidden_layers.index(entry)]
         self.copies.copy_rows(states.flatten(0, 1), self.rows.index, out)
-        self._missing.discard(entry)
+        self._seen.add(entry)
 
     def states(self) -> torch.Tensor:
         """Return the kept entries, `[n_entries, n_rows, d_model]`."""
-        if self._missing or self._hidden is None:
+        missing = sorted({*self.hidden_layers} - self._seen)
+        if missing or self._hidden is None:
             raise ValueError(
-                f"unknown residual layout: entries {sorted(self._missing)} of the "
-                "stream were not seen"
+                f"unknown residual layout: entries {missing} of the stream were not "
+                "seen"
             )
         return self._hidden
