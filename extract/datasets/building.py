@@ -62,9 +62,7 @@ def open_source(source: Source, config: BuildConfig) -> DatasetFile:
     return open_dataset(source.path, dataset=source.dataset, evidence=config.evidence)
 
 
-def with_contexts_of_files(
-    sources: Sequence[Source], config: BuildConfig
-) -> BuildConfig:
+def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
     """Choose the context of every set that is none of the published ones.
 
     Where nothing else is asked for: its supporting passages if any are marked (of the
@@ -73,12 +71,12 @@ def with_contexts_of_files(
     if config.context is not None:
         return config
     contexts = dict(config.contexts)
-    for dataset in dict.fromkeys(source.dataset for source in sources):
+    for dataset in dict.fromkeys(source.dataset for source in config.sources):
         if dataset in DATASETS or dataset in contexts:
             continue
         marks = [
             passage.is_supporting
-            for source in sources
+            for source in config.sources
             if source.dataset == dataset
             for row in itertools.islice(open_source(source, config).read(), 256)
             if isinstance(row, Loaded)
@@ -164,12 +162,12 @@ def _read_pool(
 
 
 def _read_pools(
-    sources: Sequence[Source], config: BuildConfig, note: Callable[[str], None]
+    config: BuildConfig, note: Callable[[str], None]
 ) -> tuple[Pools, list[Report]]:
     """Read every file once; returns what may be drawn, and what each file gave."""
     pools: Pools = {}
     reports = []
-    for source in sources:
+    for source in config.sources:
         pool = pools.setdefault((source.dataset, source.role), {})
         report = _read_pool(source, config, pool)
         reports.append(report)
@@ -190,15 +188,12 @@ class _Row(NamedTuple):
 
 
 def _drawn_rows(
-    dataset: str,
-    sources: Sequence[Source],
-    config: BuildConfig,
-    order: Mapping[str, Split],
+    dataset: str, config: BuildConfig, order: Mapping[str, Split]
 ) -> dict[str, _Row]:
     """Return by id the drawn questions of one set; `order` names their splits."""
     rows: dict[str, _Row] = {}
     context = config.context_of(dataset)
-    for source in sources:
+    for source in config.sources:
         if source.dataset != dataset:
             continue
         for row in open_source(source, config).read():
@@ -223,10 +218,8 @@ def _drawn_rows(
 
 def _write_examples(
     folder: Path,
-    sources: Sequence[Source],
     splits: Mapping[Split, Mapping[str, Sequence[str]]],
     config: BuildConfig,
-    fixed: Path | None,
 ) -> dict[str, dict[str, str]]:
     """Write examples and passages, or nothing; returns digests of each split."""
     digests: dict[str, dict[str, str]] = {}
@@ -235,14 +228,14 @@ def _write_examples(
         write_stream_atomic(folder / _FILES[1], is_new=True) as passages,
         write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
     ):
-        for dataset in dict.fromkeys(source.dataset for source in sources):
+        for dataset in dict.fromkeys(source.dataset for source in config.sources):
             names: dict[Split, Sequence[str]] = {
                 split: sets.get(dataset, ()) for split, sets in splits.items()
             }
             order: dict[str, Split] = {
                 name: split for split, ids in names.items() for name in ids
             }
-            rows = _drawn_rows(dataset, sources, config, order)
+            rows = _drawn_rows(dataset, config, order)
             for name in order:
                 examples.write(f"{rows[name].line}\n".encode())
                 for line in rows[name].passages:
@@ -253,21 +246,18 @@ def _write_examples(
             for split, ids in names.items():
                 keys = ((name, rows[name].text_key) for name in ids)
                 digests.setdefault(split, {})[dataset] = questions_digest(keys)
-        if fixed is not None:
-            _check_texts(fixed, digests)
+        if config.fixed is not None:
+            _check_texts(config.fixed, digests)
     return digests
 
 
 def build_examples(
     folder: Path,
-    sources: Sequence[Source],
     config: BuildConfig,
-    *,
-    fixed: Path | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; returns the last."""
-    settings = data_config(sources, config, fixed).as_json()
+    settings = data_config(config).as_json()
     if (folder / "splits.json").exists():
         before = check_folder(folder)
         differ = [key for key in settings if before["config"].get(key) != settings[key]]
@@ -277,9 +267,9 @@ def build_examples(
                 "directory"
             )
         return before
-    pools, reports = _read_pools(sources, config, note)
-    drawn = _drawn(pools, config, fixed)
-    digests = _write_examples(folder, sources, drawn.splits, config, fixed)
+    pools, reports = _read_pools(config, note)
+    drawn = _drawn(pools, config)
+    digests = _write_examples(folder, drawn.splits, config)
     manifest = seal(
         {
             "format": "beatrice-splits",
@@ -301,10 +291,9 @@ def build_examples(
     return manifest
 
 
-def data_config(
-    sources: Sequence[Source], config: BuildConfig, fixed: Path | None
-) -> DataConfig:
-    """Return what a build of some files depends on, see `build_examples`."""
+def data_config(config: BuildConfig) -> DataConfig:
+    """Return what a build depends on, see `build_examples`."""
+    sources, fixed = config.sources, config.fixed
     n_held_out = dict(config.splits.n_held_out.items() - HELD_OUT_SIZES.items())
     for option, values, roles, kind in (
         ("--context", config.contexts, get_args(Role), "file"),
@@ -333,8 +322,8 @@ def data_config(
     )
 
 
-def _drawn(pools: Pools, config: BuildConfig, fixed: Path | None) -> DrawnSplits:
-    if fixed is None:
+def _drawn(pools: Pools, config: BuildConfig) -> DrawnSplits:
+    if (fixed := config.fixed) is None:
         return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
     datasets, splits = {dataset for dataset, _ in pools}, read_splits(fixed)["splits"]
     if absent := datasets.difference(*splits.values()):

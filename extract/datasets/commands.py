@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -69,26 +69,18 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def make_data_run(
-    path: Path,
-    sources: Sequence[Source],
-    build: BuildConfig,
-    new_run: NewRun,
-    progress: Progress,
-    *,
-    fixed: Path | None = None,
+    path: Path, build: BuildConfig, new_run: NewRun, progress: Progress
 ) -> dict[str, Any]:
     """Make a run directory of published questions, or continue making it.
 
-    The run's section `data` says the same of the files as `sources`; `fixed` is a
-    manifest whose splits are used instead of drawing. Returns the splits' manifest.
+    The run's section `data` says the same of the files. Returns the splits' manifest.
     """
     from beatrice.extract.datasets import building
 
     with _removed_on_failure(path), RunDir.open(path, new_run) as run:
 
         def work(update: Update) -> None:
-            note = progress.note
-            building.build_examples(run.path, sources, build, fixed=fixed, note=note)
+            building.build_examples(run.path, build, progress.note)
             try:
                 progress.note(f"data: {settings_in_words(run)}")
             except ValueError:  # not with these questions, of which nothing is left
@@ -98,8 +90,7 @@ def make_data_run(
 
         current_inputs(run, "data")  # what a person has changed is not replaced
         inputs: dict[str, str] = {}
-        config = building.data_config(sources, build, fixed)
-        for dataset, role, digest in config.sources:
+        for dataset, role, digest in building.data_config(build).sources:
             name = f"{dataset} {role}"  # of one file or of several
             inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
@@ -222,12 +213,14 @@ class QuestionOptions:
             for name, path in getattr(self, role.replace("-", "_"))
         ]
 
-    def build_config(self, seed: int) -> BuildConfig:
-        """Return what is to be built."""
+    def build_config(self, sources: Iterable[Source], seed: int) -> BuildConfig:
+        """Return what is to be built of some files."""
         n_train, n_train_of = _by_set("--n-train", self.n_train, SplitConfig.n_train)
         context, contexts = _by_set("--context", self.context, None)
         _, n_held_out = _by_set("--n-held-out", self.n_held_out, None)
         return BuildConfig(
+            sources=tuple(sources),
+            fixed=self.splits,
             splits=SplitConfig(
                 seed=seed,
                 n_train=n_train,
@@ -486,8 +479,8 @@ def make_run(
             "directory, a GGUF file or a Hub id such as Qwen/Qwen3-0.6B (--model "
             "embedded is the small model of the microworld, which knows none of them)"
         )
-    chosen = questions.build_config(run.seed)
-    build = with_contexts_of_files(sources, chosen)
+    chosen = questions.build_config(sources, run.seed)
+    build = with_contexts_of_files(chosen)
     preset = run.preset or "paper"
     dtype = asking.model_dtype or default_dtype(asking.device)
     attention_layers = asking.attention_layers or (
@@ -510,15 +503,12 @@ def make_run(
         prompt=asking.prompt_config(),
         generation=generation,
     )
-    section = data_config(sources, build, questions.splits)
-    stored = storage.fields()
+    section, stored = data_config(build), storage.fields()
     settings = new_run(preset, run.seed, backbone, answer, stored, data=section)
     progress = Progress()
-    for note in _notes_before(sources, chosen, build):
+    for note in _notes_before(chosen, build):
         progress.note(f"data: {note}")
-    manifest = make_data_run(
-        run_dir, sources, build, settings, progress, fixed=questions.splits
-    )
+    manifest = make_data_run(run_dir, build, settings, progress)
     n_train = sum(manifest["sizes"].get("train", {}).values())
     if preset == "paper" and 0 < n_train < _N_TRAIN_ADVISED:
         progress.note(
@@ -528,9 +518,7 @@ def make_run(
     _show_splits(run_dir, manifest, as_json)
 
 
-def _notes_before(
-    sources: Sequence[Source], chosen: BuildConfig, build: BuildConfig
-) -> Iterator[str]:
+def _notes_before(chosen: BuildConfig, build: BuildConfig) -> Iterator[str]:
     """Yield what a person did not choose, and what a run without dev files lacks."""
     for name in build.contexts.keys() - chosen.contexts.keys():
         if (context := build.contexts[name]) != "supporting":
@@ -538,7 +526,7 @@ def _notes_before(
                 f"--context {name}={context}, since no passage in its files is marked "
                 "as supporting"
             )
-    if all(source.role != "dev" for source in sources):
+    if all(source.role != "dev" for source in build.sources):
         yield "without --dev there is nothing to choose and calibrate a detector on"
 
 

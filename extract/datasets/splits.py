@@ -76,9 +76,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """What is built."""
+    """What is built of which files."""
 
+    sources: tuple[Source, ...]
     splits: SplitConfig
+    fixed: Path | None = None  # a manifest whose splits are taken instead of drawing
     # Passages of an example: the supporting ones, as in the paper, the first of these,
     # all that came with it, or none. With `supporting` and `first`, questions without
     # one are left out; with `none`, questions are asked closed-book only. None stands

@@ -208,8 +208,8 @@ def candidates(n, start=0, word="q"):
 def build(folder, sources, fixed=None, note=lambda text: None, **config):
     """Build a folder with the splits of `small`, unless others are given."""
     folder.mkdir(exist_ok=True)  # a run's, which keeps other people's folders
-    config = BuildConfig(**({"splits": small()} | config))
-    return build_examples(folder, sources, config, fixed=fixed, note=note)
+    usual = {"sources": tuple(sources), "fixed": fixed, "splits": small()}
+    return build_examples(folder, BuildConfig(**(usual | config)), note)
 
 
 def source(dataset, role, path):
@@ -405,7 +405,7 @@ def test_one_set_may_do_without_passages_where_the_others_have_theirs(
     for example in read_records(tmp_path / "out" / "examples.jsonl", Example):
         assert bool(example.passages) == (example.dataset != "popqa")
     contexts = {s.dataset: "supporting" for s in mixed}
-    same = BuildConfig(splits=small(), contexts=contexts)
+    same = BuildConfig(sources=(), splits=small(), contexts=contexts)
     assert same.contexts_as_text() == "supporting"  # as a run of before has it
     with pytest.raises(ValueError, match="no file of nq is given"):
         build(tmp_path / "other", mixed, contexts={"nq": "none"})
