@@ -207,17 +207,15 @@ class RewriteConfig:
     template: TemplateName = "paper"  # of the run's prompts: how contexts are shown
 
 
-def rewrite_prompt(
-    example: Example, *, template: TemplateName = "paper", seed: int = 0
-) -> str:
+def rewrite_prompt(example: Example, config: RewriteConfig = RewriteConfig()) -> str:
     """Return the prompt that asks for one rewritten context.
 
     The words and their order are the paper's; the delimiters are added, since a passage
     from the web may hold instructions.
     """
-    context = TEMPLATES[template].context_text(example.passages)
+    context = TEMPLATES[config.template].context_text(example.passages)
     fields = {"question": example.question, "context": context}
-    marker, (question, context) = delimit(fields, salt=f"rewrite {seed}")
+    marker, (question, context) = delimit(fields, salt=f"rewrite {config.seed}")
     return (
         f"{_OPENING}\n{_RULES}\n{_OUTPUT}\n\n{_DELIMITERS.format(marker=marker)}\n\n"
         f"Question:\n{question}\nContext:\n{context}"
@@ -230,7 +228,7 @@ def _failed(example: Example, reason: str) -> Rewrite:
 
 
 def read_rewrite(
-    example: Example, reply: Generated, *, template: TemplateName = "paper"
+    example: Example, reply: Generated, config: RewriteConfig = RewriteConfig()
 ) -> Rewrite:
     """Return the rewrite of one reply.
 
@@ -243,7 +241,7 @@ def read_rewrite(
     text = (reply.text[cue.end() :] if cue else reply.text).strip()
     if not text:
         return _failed(example, "the rewrite was empty")
-    source = TEMPLATES[template].context_text(example.passages)
+    source = TEMPLATES[config.template].context_text(example.passages)
     added = find_additions(text, source, example.question)
     return Rewrite(
         example_id=example.id,
@@ -267,8 +265,7 @@ def rewrite_contexts(
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}
     for example in wanted:
-        text = rewrite_prompt(example, template=config.template, seed=config.seed)
-        prompt = GeneratorPrompt(text=text, is_chat=True)
+        prompt = GeneratorPrompt(text=rewrite_prompt(example, config), is_chat=True)
         if window is None or (
             (generator.count_tokens(prompt) or 0) + config.max_new_tokens <= window
         ):
@@ -279,7 +276,7 @@ def rewrite_contexts(
         return None
     reply_of = dict(zip(fitting, texts, strict=True))
     return [
-        read_rewrite(example, reply_of[example.id], template=config.template)
+        read_rewrite(example, reply_of[example.id], config)
         if example.id in reply_of
         else _failed(example, OVERLONG)
         for example in wanted

@@ -29,7 +29,7 @@ from beatrice.extract.generate.prompts import (
     render_message,
 )
 from beatrice.extract.generate.server import ServedGenerator
-from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
+from beatrice.extract.label.rewrite import RewriteConfig, read_rewrite, rewrite_prompt
 from beatrice.extract.records import Passage, with_rewrites
 from beatrice.extract.run.directory import read_manifest
 from beatrice.extract.signals.sequence import sequence_of
@@ -108,10 +108,10 @@ def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name, chat
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_context_is_rewritten_as_the_model_reads_it(name):
     original = example("q", question="when?", passages=TITLED)
-    context = TEMPLATES[name].context_text(TITLED)
-    assert f"\n{context}\n" in rewrite_prompt(original, template=name)
+    config, context = RewriteConfig(template=name), TEMPLATES[name].context_text(TITLED)
+    assert f"\n{context}\n" in rewrite_prompt(original, config)
     text = "Sid & Nancy came out in 1986."
-    rewrite = read_rewrite(original, generated(text), template=name)
+    rewrite = read_rewrite(original, generated(text), config)
     # A name that the prompt does not show is an addition of the rewriter's.
     assert ("Nancy" in str(rewrite.added_entities)) == (name == "short")
     (rewritten,) = with_rewrites([original], {"q": rewrite})[0].rewritten
