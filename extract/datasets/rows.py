@@ -286,6 +286,7 @@ def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
     return value, None
 
 
+@dataclasses.dataclass(eq=False)
 class Window:
     """The part of a file that is looked at, and where it lies in the file.
 
@@ -293,11 +294,9 @@ class Window:
     the file; what is not ASCII is decoded again as the UTF-8 that it is.
     """
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        """Begin before the first byte."""
-        self._chunks = chunks
-        self.text = ""
-        self.start = 0  # offset of text[0] in the file
+    chunks: Iterator[bytes]  # of the file
+    text: str = ""
+    start: int = 0  # offset of text[0] in the file
 
     def advance(self, keep: int, n_bytes: int = 1) -> bool:
         """Drop what lies before `keep` and read on; at the end of the file do neither.
@@ -305,7 +304,7 @@ class Window:
         Returns whether there was more: positions in `text` are then smaller by `keep`.
         """
         more: list[str] = []
-        while n_bytes > 0 and (chunk := next(self._chunks, b"")):
+        while n_bytes > 0 and (chunk := next(self.chunks, b"")):
             more.append(chunk.decode("latin-1"))
             n_bytes -= len(chunk)
         if more:

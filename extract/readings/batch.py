@@ -113,7 +113,8 @@ def begin(
         return behind
     device = layout.head.weight.device
     ids = torch.tensor([list(sequences[0][n_behind:n_tokens])], device=device)
-    reading = CallReading(n_tokens, layout.attention_layers, 0, lambda _, call: call)
+    layers_read = layout.attention_layers
+    reading = CallReading(n_tokens, layers_read, 0, see=lambda _, call: call)
     on_layer = keep if is_seen else None
     final = run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
     is_plain = is_whole(cache, n_tokens) and all(

@@ -381,7 +381,7 @@ def _read_batch(
         first = max(0, min(part.first_row() for part in readers))
         show = functools.partial(_show_weights, batch, readers, first)
         n_tokens, budget = batch.ids.shape[1], batch.budget.n_attention_weights
-        reading = CallReading(n_tokens, layout.attention_layers, budget, show)
+        reading = CallReading(n_tokens, layout.attention_layers, budget, see=show)
     final = final_states(layout, batch.ids, begun, on_layer, reading)
     readings: dict[str, list[torch.Tensor]] = {}
     for part in parts:

@@ -327,7 +327,7 @@ def _at(name: str, text: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunDir:
+class RunDir(contextlib.AbstractContextManager["RunDir"]):
     """Paths of one experiment; one that `RunDir.open` returns is held until `close`."""
 
     path: Path  # of the directory
@@ -472,10 +472,6 @@ class RunDir:
         if self._lock is not None and not self._lock.closed:
             self._lock.truncate(0)
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        """Return the run itself."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Let go of the directory."""

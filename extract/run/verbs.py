@@ -164,28 +164,27 @@ def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Co
     return click.option(*flag.split(" "), field.name, type=kind, **settings)
 
 
+@dataclasses.dataclass(eq=False)
 class _Settings(click.ParamType):
     """`NAME=VALUE` of a rare option."""
 
     name = "setting"
-
-    def __init__(self, kinds: dict[str, click.ParamType]) -> None:
-        self._kinds = kinds
+    kinds: dict[str, click.ParamType]  # of the values, by name
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str):
             return value
         name, equals, text = value.partition("=")
         name = name.strip().replace("-", "_")
-        if not equals or name not in self._kinds:
+        if not equals or name not in self.kinds:
             self.fail(
-                f"expected NAME=VALUE with a NAME of {', '.join(self._kinds)}, found "
-                f"{value!r}{did_you_mean(name, self._kinds)}"
+                f"expected NAME=VALUE with a NAME of {', '.join(self.kinds)}, found "
+                f"{value!r}{did_you_mean(name, self.kinds)}"
             )
-        if not text and self._kinds[name] is click.BOOL:
+        if not text and self.kinds[name] is click.BOOL:
             self.fail(f"{name}: expected true or false, found nothing")
         try:
-            return name, self._kinds[name].convert(text, param, ctx)
+            return name, self.kinds[name].convert(text, param, ctx)
         except click.BadParameter as error:
             self.fail(f"{name}: {error.message}")
 

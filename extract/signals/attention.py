@@ -18,6 +18,7 @@ memory.
 import abc
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -43,28 +44,22 @@ from beatrice.extract.signals.span_sums import (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class AttentionReading(abc.ABC):
-    """What one forward's attention is reduced to, filled layer by layer."""
+    """What one forward of a padded batch is reduced to, filled layer by layer."""
 
+    n_tokens: int
+    attention_layers: tuple[int, ...]  # that are read
+    budget: int  # most weights that are alive at once
+    passed_over: tuple[int, ...] = ()  # layers that attend too, and are not read
     # `[start, stop)`, up to the last, whose attention output `reduce` gives, if it
     # gives any; the model's own kernel attends for the others.
     rows = (0, 0)
     attends_on_gpus = False  # gives them there, too, where that kernel is faster
 
-    def __init__(
-        self,
-        n_tokens: int,
-        attention_layers: tuple[int, ...],
-        budget: int,
-        passed_over: tuple[int, ...] = (),
-    ) -> None:
-        """Begin a padded batch; `budget` is the most weights that are alive at once.
-
-        Layers that are passed over attend too, and are not read.
-        """
-        self.n_tokens, self.budget = n_tokens, budget
-        self.layers: dict[int, Any] = dict.fromkeys(attention_layers)
-        self.passed_over = passed_over
+    def __post_init__(self) -> None:
+        """Begin with no layer read."""
+        self.layers: dict[int, Any] = dict.fromkeys(self.attention_layers)
 
     @abc.abstractmethod
     def reduce(
@@ -113,25 +108,18 @@ class AttentionReading(abc.ABC):
         return list(self.layers.values())
 
 
+@dataclasses.dataclass(eq=False)
 class CallReading(AttentionReading):
     """What a function makes of each layer's call; the model's own kernel attends."""
 
-    def __init__(
-        self,
-        n_tokens: int,
-        attention_layers: tuple[int, ...],
-        budget: int,
-        see: Callable[[int, Attention], Any],
-    ) -> None:
-        """Begin a reading; `see` is given a layer's index and call."""
-        super().__init__(n_tokens, attention_layers, budget)
-        self._see = see
+    # Is given a layer's index and call.
+    see: Callable[[int, Attention], Any] = dataclasses.field(kw_only=True)
 
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, None]:
         """Return what the function returns; True stands for None."""
-        seen = self._see(layer, call)
+        seen = self.see(layer, call)
         return (True if seen is None else seen), None
 
 

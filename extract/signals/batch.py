@@ -79,6 +79,7 @@ class ModelLock:
 os.register_at_fork(after_in_child=ModelLock.begin_in_child)
 
 
+@dataclasses.dataclass(eq=False)
 class Halves:
     """Does batches of rows, in halves where the device cannot hold them whole.
 
@@ -86,12 +87,10 @@ class Halves:
     moves values by rounding alone.
     """
 
-    def __init__(self) -> None:
-        """Begin with a device that may hold anything."""
-        self._too_many = math.inf  # tokens of a batch, padding included
-        # Of the model that does them: hooks see every pass of it, whoever runs it, and
-        # its tokenizer keeps settings of its last call.
-        self.lock = ModelLock()
+    # Of the model that does them: hooks see every pass of it, whoever runs it, and its
+    # tokenizer keeps settings of its last call.
+    lock: ModelLock = dataclasses.field(default_factory=ModelLock)
+    _too_many: float = math.inf  # tokens of a batch, padding included
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Begin anew in a copy, and in another process: a lock is not sent."""

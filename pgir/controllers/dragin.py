@@ -64,7 +64,7 @@ def last_attention(
         rows = [np.array(sequences[i], np.int64) for i in batch]
         ids = pad_batch(rows, backbone.device)
         budget = budget_for(backbone.device).n_attention_weights
-        reading = CallReading(ids.shape[1], layers, budget, last_weights)
+        reading = CallReading(ids.shape[1], layers, budget, see=last_weights)
         run_decoder(backbone.layout, ids, reading=reading)
         weights = reading.per_layer()[-1].numpy()
         for row, i in enumerate(batch):
