@@ -35,7 +35,7 @@ from beatrice.extract.records import (
     text_key,
 )
 from beatrice.extract.run.console import Update
-from beatrice.extract.run.directory import Preset
+from beatrice.extract.run.directory import PRESETS, Preset
 from beatrice.extract.run.files import from_json, sha256_json
 
 Match = Literal["exact", "containment"]
@@ -57,9 +57,7 @@ class LabelConfig:
     match: Match = "exact"  # or "containment": a gold somewhere in the answer will do
 
 
-LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
-    get_args(Preset), LabelConfig()
-)
+LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(PRESETS, LabelConfig())
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
