@@ -13,6 +13,7 @@ more than chance (`jaxprobe.metrics.is_gain`), is dropped.
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +35,8 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 
-class LinearFit(NamedTuple):
-    """A fitted regression, and the validation AUROC by which it was chosen."""
-
-    regression: LogisticRegression | LinearSVC
-    valid_auroc: float
+Regression = LogisticRegression | LinearSVC
+Folds = list[tuple[np.ndarray, np.ndarray]]  # each fold's seen and unseen rows
 
 
 def logistic_regression(inverse_penalty: float) -> LogisticRegression:
@@ -51,10 +49,8 @@ def fit_linear(
     labels: Sequence[bool] | np.ndarray,
     valid: np.ndarray | spmatrix,
     valid_labels: Sequence[bool] | np.ndarray,
-    regression_of: Callable[
-        [float], LogisticRegression | LinearSVC
-    ] = logistic_regression,
-) -> LinearFit:
+    regression_of: Callable[[float], Regression] = logistic_regression,
+) -> Regression:
     """Fit on training answers; validation AUROC chooses the penalty.
 
     Of equals, the strongest penalty.
@@ -69,12 +65,11 @@ def fit_linear(
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
 
-    def fit(inverse_penalty: float) -> LinearFit:
-        regression = regression_of(inverse_penalty).fit(train, is_correct)
-        scores = regression.decision_function(valid)
-        return LinearFit(regression, auroc(scores, is_valid_correct).value)
+    def valid_auroc(regression: Regression) -> float:
+        return auroc(regression.decision_function(valid), is_valid_correct).value
 
-    return max(map(fit, INVERSE_PENALTIES), key=lambda fit: fit.valid_auroc)
+    regressions = map(regression_of, INVERSE_PENALTIES)
+    return max((x.fit(train, is_correct) for x in regressions), key=valid_auroc)
 
 
 # What to subtract from the features of a block, and what to divide by, `[n_features]`.
@@ -117,7 +112,7 @@ def score_blocks(
         mean, scale = block_scale(block[train])
         block -= mean
         block /= scale
-    fit, _ = fit_linear(features[train], labels[train], features[valid], labels[valid])
+    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
     return fit.decision_function(features).astype(np.float64), fit.C
 
 
@@ -184,10 +179,8 @@ def _scaled(
     return [(x - m) / d for x, (m, d) in zip(families, scales, strict=True)]
 
 
-def _folds(
-    labels: np.ndarray, questions: np.ndarray
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each fold's seen and unseen rows; the rarer class is spread."""
+def _folds(labels: np.ndarray, questions: np.ndarray) -> Folds:
+    """Return folds of questions; the rarer class is spread."""
     names, question = np.unique(questions, return_inverse=True)
     right, wrong = (np.bincount(question, x) > 0 for x in (labels, ~labels))
     if min(right.sum(), wrong.sum()) < 2:
@@ -205,6 +198,17 @@ def _folds(
     return [
         (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(n_folds)
     ]
+
+
+def _unseen_logits(
+    x: np.ndarray, labels: np.ndarray, folds: Folds, inverse_penalty: float
+) -> np.ndarray:
+    """Return logits `[n_rows]`, each of a regression that has not seen its fold."""
+    logits = np.zeros(len(x))
+    for seen, unseen in folds:
+        fold = logistic_regression(inverse_penalty).fit(x[seen], labels[seen])
+        logits[unseen] = fold.decision_function(x[unseen])
+    return logits
 
 
 def fit_linear_parts(
@@ -237,13 +241,11 @@ def fit_linear_parts(
     def fit_subset(subset: int) -> None:
         read = np.flatnonzero(masks[subset])
         x, y = (np.concatenate([rows[f] for f in read], axis=1) for rows in scaled)
-        best = fit_linear(x, train.labels, y, valid.labels).regression
+        best = fit_linear(x, train.labels, y, valid.labels)
         grid.inverse_penalty[subset] = best.C
         grid.fitted[subset] = best.decision_function(x)
         grid.valid[subset] = best.decision_function(y)
-        for seen, unseen in folds:
-            fold = logistic_regression(best.C).fit(x[seen], train.labels[seen])
-            grid.train[subset, unseen] = fold.decision_function(x[unseen])
+        grid.train[subset] = _unseen_logits(x, train.labels, folds, best.C)
         kernels = _linear_weights(best, {f: scales[f] for f in read.tolist()})
         for name, values in kernels.items():
             grid.parts[name][subset] = values
@@ -281,17 +283,10 @@ def fit_ridge(
     x, labels = np.concatenate(_scaled(train.families, scales), axis=1), train.labels
     folds = _folds(labels, questions)
     _, question = np.unique(questions, return_inverse=True)
-
-    def unseen_logits(inverse_penalty: float) -> np.ndarray:
-        logits = np.zeros(len(x))
-        for seen, unseen in folds:
-            fold = logistic_regression(inverse_penalty).fit(x[seen], labels[seen])
-            logits[unseen] = fold.decision_function(x[unseen])
-        return logits
-
     use_one_blas_thread()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        logits = np.stack(list(pool.map(unseen_logits, INVERSE_PENALTIES)))
+        fit = partial(_unseen_logits, x, labels, folds)
+        logits = np.stack(list(pool.map(fit, INVERSE_PENALTIES)))
     losses = np.logaddexp(0.0, np.where(labels, -logits, logits))
     by_question = np.stack([np.bincount(question, row) for row in losses])
     excess = by_question - by_question[by_question.sum(axis=1).argmin()]

@@ -156,7 +156,7 @@ def fit_tfidf(
     vectorizer = word_pairs()
     train = csr_matrix(vectorizer.fit_transform(texts))
     valid = csr_matrix(vectorizer.transform(valid_texts))
-    regression, _ = fit_linear(train, labels, valid, valid_labels)
+    regression = fit_linear(train, labels, valid, valid_labels)
     return make_pipeline(vectorizer, regression)
 
 

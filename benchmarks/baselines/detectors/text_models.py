@@ -39,7 +39,7 @@ def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
     matrix = _tfidf(texts, rows)
     train, valid = rows.where("train"), rows.where("validation")
     labels = rows.labels[train], rows.labels[valid]
-    svm, _ = fit_linear(matrix[train], labels[0], matrix[valid], labels[1], _svm)
+    svm = fit_linear(matrix[train], labels[0], matrix[valid], labels[1], _svm)
     chosen = chosen_row(rows, "tfidf_svm", "inverse_penalty", svm.C)
     return DetectorOutput(svm.decision_function(matrix)[None], (chosen,))
 
