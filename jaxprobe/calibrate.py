@@ -430,18 +430,13 @@ def run_selection(
     return tree, msgspec.to_builtins(summary)
 
 
-def run_pool(
-    run: RunDir,
-    setting: Setting,
-    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
-) -> Pool:
-    """Return a setting's pool; None takes the outputs of the run's own encoders."""
-    outputs_of = outputs_of or partial(run_outputs, run)
+def run_pool(run: RunDir, setting: Setting) -> Pool:
+    """Return a setting's pool, of the outputs of the run's own encoders."""
     passes: list[Setting] = [setting]
     if setting == "with_context" and "closed_book" in settings_of(run):
         passes.append("closed_book")
     return pool_of(
-        {where: outputs_of(where) for where in passes},
+        {where: run_outputs(run, where) for where in passes},
         {where: open_rows(run, where)[1] for where in passes},
         setting,
         grid_config(run).train.n_seeds,

@@ -22,6 +22,7 @@ LEAST_TO_CHOOSE = 200  # answers from which on maps are compared
 LEAST_OF_RARER = 20  # right, and wrong, answers from which on maps are compared
 STANDARD_ERRORS = 2.0  # by which a simpler map may lose and still be taken
 _N_FOLDS = 10
+_N_DRAWS = 1000  # of right and wrong, by which chance is told
 _TIE = 0.02  # share of the raw score in a centred map, which keeps answers apart
 
 
@@ -277,11 +278,7 @@ def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
 
 
 def ece_by_chance(
-    p_correct: np.ndarray,
-    questions: np.ndarray,
-    n_bins: int = 15,
-    n_draws: int = 1000,
-    seed: int = 0,
+    p_correct: np.ndarray, questions: np.ndarray, n_bins: int = 15, seed: int = 0
 ) -> float:
     """Return what the calibration error stays below in 39 of 40 draws where P is right.
 
@@ -292,11 +289,10 @@ def ece_by_chance(
       p_correct: `[n]` probabilities, at least one.
       questions: `[n]` names.
       n_bins: as of `ece`.
-      n_draws: of right and wrong.
       seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)
-    draws = (rng.random(len(names))[question] < p_correct for _ in range(n_draws))
+    draws = (rng.random(len(names))[question] < p_correct for _ in range(_N_DRAWS))
     errors = [ece(p_correct, is_right, n_bins) for is_right in draws]
     return float(np.quantile(errors, 0.975))

@@ -141,20 +141,15 @@ class Sizes:
             n_valid=n_valid,
             valid_widths=valid_widths,
             device_dtypes=device_dtypes,
-            n_devices=jax.local_device_count(),
+            n_devices=1 if config.stream else jax.local_device_count(),
+            is_streamed=config.stream is not None,
         )
-        if config.stream is not None:
-            # Two groups: one is read while one is used, by one device. One of them is a
-            # step's own argument; validation groups may be the larger ones.
+        resident = sum(rows_bytes(sizes, *group) for split in groups for group in split)
+        if sizes.is_streamed:
+            # Two groups: one is read while one is used. Those of validation may be the
+            # larger ones.
             resident = 2 * rows_bytes(sizes, max(n_train, n_valid))
-            resident -= rows_bytes(sizes, n_train)
-            return dataclasses.replace(
-                sizes, resident=resident, n_devices=1, is_streamed=True
-            )
-        in_memory = sum(
-            rows_bytes(sizes, *group) for split in groups for group in split
-        )
-        resident = in_memory - rows_bytes(sizes, n_train)
+        resident -= rows_bytes(sizes, n_train)  # a step's own argument
         return dataclasses.replace(sizes, resident=resident)
 
 

@@ -169,6 +169,10 @@ class ProbedBackbone:
         start = request.prompt.question_start
         return sequence_of(answer, answer_span=self.answer_span, question_start=start)
 
+    def sequences(self, answers: Sequence[Answer]) -> list[TokenSequence]:
+        """Return answers as the model reads them again."""
+        return [sequence_of(a, answer_span=self.answer_span) for a in answers]
+
     def reading(
         self,
         signals: Sequence[AnswerSignals],
@@ -184,9 +188,7 @@ class ProbedBackbone:
 
     def read(self, answers: Sequence[Answer]) -> Reading:
         """Return the signals of answers, one forward pass per batch."""
-        return self.read_sequences(
-            [sequence_of(a, answer_span=self.answer_span) for a in answers]
-        )
+        return self.read_sequences(self.sequences(answers))
 
     def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
         """Return the signals of sequences, one forward pass per batch."""

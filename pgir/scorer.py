@@ -262,12 +262,7 @@ class Scorer(AnswerScorer):
         for prompt in prompts[:1]:
             self._require_head(prompt.setting)
         return prompts, [
-            Request(
-                example_id=str(i),
-                setting=prompt.setting,
-                variant="original",
-                prompt=prompt,
-            )
+            Request(str(i), prompt.setting, "original", prompt)
             for i, prompt in enumerate(prompts)
         ]
 

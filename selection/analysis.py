@@ -146,15 +146,8 @@ def attributed(
     """Return attributions that sum to the differences of logits within `TOLERANCE`.
 
     Steps are doubled until they do: an encoder has kinks, on which the error falls like
-    one over the steps (.2 to 1 % at 64), or until there are 1,024.
-
-    Args:
-      params: of one encoder.
-      family_mask: `[n_families]` bool.
-      start: the baseline.
-      end: the signals.
-      encoder: the module.
-      n: leading examples that count.
+    one over the steps (.2 to 1 % at 64), or until there are 1,024. Arguments are those
+    of `path_gradients`; the leading `n` examples count.
 
     Returns:
       Per family `[n_tokens, n, d_family]`, and the differences `[n]`.

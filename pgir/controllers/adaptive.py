@@ -197,11 +197,7 @@ def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]
       right: `[n_questions]` bool of every strategy.
     """
     order: tuple[Strategy, ...] = ("A", "B", "C")
-    rows = zip(*(right[name] for name in order), strict=True)
-    return [
-        next((name for name, ok in zip(order, row, strict=True) if ok), None)
-        for row in rows
-    ]
+    return np.select([right[name] for name in order], order, None).tolist()
 
 
 def biased(

@@ -39,7 +39,7 @@ from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import TokenSequence, sequence_of
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading, emissions
 from beatrice.pgir.controllers.loop import (
@@ -469,7 +469,7 @@ class Answering(Service):
         slot = layers.index(self.probed.trained.layer)
         for answer, read in zip(answers, signals, strict=True):
             if read is None:  # its stop string is several tokens
-                (read,) = self._reader.read(self._sequences([answer]))
+                (read,) = self._reader.read(self.probed.sequences([answer]))
             hidden = read.hidden
             if slots:
                 start, stop = written_tokens(answer)
@@ -500,11 +500,7 @@ class Answering(Service):
             return self.probed.read(answers)
         self._rewrite(calls, self._signals)
         signals = [self._signals[answer.prompt_ids] for answer in answers]
-        return self.probed.reading(signals, self._sequences(answers))
-
-    def _sequences(self, answers: Sequence[Answer]) -> list[TokenSequence]:
-        span = self.probed.answer_span
-        return [sequence_of(answer, answer_span=span) for answer in answers]
+        return self.probed.reading(signals, self.probed.sequences(answers))
 
     def states_of(self, calls: Sequence[Call]) -> np.ndarray:
         """Return `[n, n_layers, d_model]`, the mean states of answers' tokens."""
@@ -515,7 +511,9 @@ class Answering(Service):
                 self._rewrite(calls[rows], self._states)
             else:
                 some = answers[rows]
-                batches = self.probed.read_batches(self._reader, self._sequences(some))
+                batches = self.probed.read_batches(
+                    self._reader, self.probed.sequences(some)
+                )
                 for batch, signals in batches:
                     self._keep([some[i] for i in batch], signals)
             self._trim()
