@@ -131,6 +131,8 @@ def query_words(
 class Wording(BatchedService):
     """Serves "words" and "attended", a pass over bare text each."""
 
+    price = Cost(forwards=1)
+
     def __init__(self, answering: Answering) -> None:
         """Take what made the answers."""
         self._answering = answering
@@ -203,10 +205,6 @@ class Wording(BatchedService):
                 rows.append(tuple(row.tolist()))
             attended.append(Attended(tuple(words), tuple(rows)))
         return attended
-
-    def cost(self, call: Call, value: Words | Attended) -> Cost:
-        """Return what it costs: one pass over the bare text."""
-        return Cost(forwards=1)
 
 
 def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:

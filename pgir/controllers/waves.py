@@ -71,6 +71,8 @@ class Failed(msgspec.Struct, frozen=True):
 class Service(abc.ABC):
     """Serves the calls of one kind."""
 
+    price = Cost()  # of each call, seconds apart
+
     @abc.abstractmethod
     def batches(
         self, calls: Sequence[Call], done: Collection[int]
@@ -79,7 +81,7 @@ class Service(abc.ABC):
 
     def cost(self, call: Call, value: Any) -> Cost:
         """Return what a call costs, seconds apart."""
-        return Cost()
+        return self.price
 
 
 class BatchedService(Service):
@@ -300,7 +302,7 @@ class Waves:
 class Searching(BatchedService):
     """Serves "search": rankings of queries, which fail alone if theirs fails."""
 
-    is_joint = False
+    price, is_joint = Cost(retrievals=1), False
 
     def __init__(self, retriever: Retriever) -> None:
         """Take the retriever."""
@@ -322,10 +324,6 @@ class Searching(BatchedService):
             Failed(reasons[n]) if n in reasons else tuple(map(int, rankings[n]))
             for n in range(len(texts))
         ]
-
-    def cost(self, call: Call, value: tuple[int, ...]) -> Cost:
-        """Return the cost of a search."""
-        return Cost(retrievals=1)
 
 
 class Answering(Service):

@@ -11,7 +11,7 @@ from beatrice.jaxprobe.config import FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, Standardizer
-from beatrice.jaxprobe.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, head_inputs
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 from beatrice.jaxprobe.tokens import split_families
@@ -95,6 +95,21 @@ def identity_of(dims):
 
 
 N_SEEDS = 2
+
+
+def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
+    """Six encoders, of which some know different, independent parts of the answer."""
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n_examples) < 0.5
+    logits = rng.standard_normal((N_SEEDS, 6, n_examples))
+    for k in knowing:
+        logits[:, k] = 1.5 * labels + rng.standard_normal(n_examples)
+    pooled = np.repeat(logits[..., None], 4, axis=-1) * 0.3
+    if permute:
+        labels = rng.permutation(labels)
+    arrays = (jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels))
+    pooled, logits, labels = arrays
+    return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
 
 
 def ragged_features(setting, dims, n=7, seed=0):

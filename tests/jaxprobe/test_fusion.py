@@ -9,28 +9,12 @@ from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.metrics import auroc
+from tests.jaxprobe.samples import N_SEEDS, random_codes
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=6)
-N_SEEDS, N_POOL, D_POOLED = 2, 5, 6
-
-
-def random_codes(n_examples, seed):
-    """A pool in which encoder 2 knows the answer and the others do not."""
-    rng = np.random.default_rng(seed)
-    labels = rng.random(n_examples) < 0.5
-    shape = (N_SEEDS, N_POOL, n_examples)
-    logits = rng.standard_normal(shape).astype(np.float32)
-    logits[:, 2] += 2 * labels
-    pooled = rng.standard_normal((*shape, D_POOLED)).astype(np.float32)
-    pooled[..., 0] = logits
-    ones = jnp.ones(n_examples)
-    outputs = fusion.head_inputs(jnp.asarray(pooled), jnp.asarray(logits))
-    return fusion.PoolOutputs(outputs, jnp.asarray(labels, jnp.float32), ones)
-
-
 SLOTS, EVERY = jnp.arange(3), jnp.ones(3, bool)
 HEAD = fusion.FusionHead(FusionConfig(hidden=8, n_slots=3))
-CODES = random_codes(200, 0), random_codes(100, 1)
+CODES = random_codes(200, 0, [2]), random_codes(100, 1, [2])  # encoder 2 knows
 
 
 def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, **config):
@@ -81,7 +65,7 @@ def test_a_head_that_is_done_stands_still_while_others_go_on():
 
 def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
     sets = [(0, 1), (0, 1, 2)]  # noise; noise and the encoder that knows
-    codes = random_codes(800, 0), random_codes(800, 1)
+    codes = random_codes(800, 0, [2]), random_codes(800, 1, [2])
     _, free = train(sets, codes=codes)
     params, info = train(sets, codes=codes, is_mean_first=True)
     output = np.abs(params["params"]["out_kernel"]).sum(axis=-1)

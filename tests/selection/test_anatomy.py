@@ -33,14 +33,12 @@ from beatrice.selection.anatomy import ANALYSES, AnatomyConfig, chosen_analyses
 from beatrice.selection.decisions import (
     Grounded,
     boundary,
-    counts_along,
     flip_ratios,
     grounding_ratios,
     kinds_of,
     mistakes,
     surest_questions,
 )
-from beatrice.selection.exhaustive import Ranking, all_sets
 from beatrice.selection.places import (
     TokenAttribution,
     channels_of_heads,
@@ -245,16 +243,6 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     assert [value("share", position=k) for k in (1, 2, 3)] == [0.0, 1.0, 0.0]
     assert value("share", kind="last") == 0.0
     assert value("even_share", position=1) == pytest.approx(1 / 3)
-
-
-def test_sets_with_one_closed_book_encoder_are_found_at_the_top():
-    sets = all_sets(6, 3)
-    is_closed_book = np.arange(6) >= 3
-    n_closed = is_closed_book[sets].sum(axis=1)
-    aurocs = np.where(n_closed == 1, 0.9, 0.7 - 0.1 * n_closed)[:, None]
-    shares = counts_along(Ranking(sets, aurocs.astype(np.float32)), is_closed_book, 4)
-    np.testing.assert_allclose(shares.sum(axis=0), 1.0)
-    assert shares[1, 0] == 1.0 and shares[3, -1] > 0
 
 
 def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():

@@ -33,9 +33,9 @@ from beatrice.selection.exhaustive import (
     carried,
     traits,
 )
-from tests.jaxprobe.samples import rows_like
+from tests.jaxprobe.samples import random_codes, rows_like
 from tests.records import flip_bit
-from tests.selection.test_greedy import FUSION, TRAIN, random_codes, search, trainer
+from tests.selection.test_greedy import FUSION, TRAIN, search, trainer
 
 KNOWING = (0, 2, 5)
 CODES = random_codes(600, 0, KNOWING), random_codes(500, 1, KNOWING)

@@ -9,7 +9,7 @@ from beatrice.jaxprobe.calibrate import Pool, pool_of
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import N_SUBSETS
-from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs, pool_outputs, train_heads
+from beatrice.jaxprobe.fusion import pool_outputs, train_heads
 from beatrice.selection.greedy import (
     HeadTrainer,
     _gap_rows,
@@ -20,28 +20,11 @@ from beatrice.selection.greedy import (
     select_heads,
     slots_for,
 )
-from tests.jaxprobe.samples import rows_like
+from tests.jaxprobe.samples import N_SEEDS, random_codes, rows_like
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
 FUSION = FusionConfig(hidden=8, n_slots=4)
-N_SEEDS, N_POOL, D_POOLED = 2, 6, 4
-
-
-def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
-    """Encoders that know different, independent parts of the answer."""
-    rng = np.random.default_rng(seed)
-    labels = rng.random(n_examples) < 0.5
-    shape = (N_SEEDS, N_POOL, n_examples)
-    logits = rng.standard_normal(shape)
-    for k in knowing:
-        logits[:, k] = 1.5 * labels + rng.standard_normal(n_examples)
-    pooled = np.repeat(logits[..., None], D_POOLED, axis=-1) * 0.3
-    if permute:
-        labels = rng.permutation(labels)
-    pooled, logits, labels = (
-        jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels)
-    )
-    return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
+N_POOL, D_POOLED = 6, 4
 
 
 SEARCH = SelectConfig(head=FUSION, train=TRAIN)
