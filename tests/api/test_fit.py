@@ -193,14 +193,6 @@ def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_
     assert "1 right and 17 wrong validation answers" in again.detector.doubts[1]
 
 
-def test_the_current_folder_is_no_folder_to_replace(rng, working_folder):
-    signals, labels = planted_signals(rng, 60)
-    probe = beatrice.fit(signals, labels, progress=False)
-    with pytest.raises(ValueError, match="is the current folder"):
-        probe.save(".", untrustworthy=True)
-    assert working_folder.exists()
-
-
 def test_a_group_in_two_splits_is_refused(rng):
     signals, labels = planted_signals(rng, 60)
     splits = ["train"] * 40 + ["validation"] * 20

@@ -247,12 +247,18 @@ def test_what_is_no_probe_and_no_run_is_refused(working_folder, path, named):
     assert not any(working_folder.iterdir())
 
 
-def test_a_probe_is_not_saved_over_something_else(probe, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else"):
-        probe.save(tmp_path)
-    with pytest.raises(ValueError, match="note.txt is a file"):
-        probe.save(tmp_path / "note.txt")
+def test_a_probe_is_not_saved_over_something_else(probe, working_folder):
+    note = working_folder / "mine" / "note.txt"
+    note.parent.mkdir()
+    note.write_text("mine")
+    for path, named in (
+        (note.parent, "holds something else"),
+        (note, "note.txt is a file"),
+        (".", "is the current folder"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            probe.save(path)
+    assert note.exists()
 
 
 def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
