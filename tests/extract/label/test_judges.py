@@ -19,9 +19,10 @@ from beatrice.extract.label.labels import (
 from beatrice.extract.label.stage import between_judges, join_labels
 from tests.extract.generate.loopback import open_replies
 from tests.extract.label.scripted import (
+    FORESEEN,
     INJECTIONS,
     LABELLED,
-    REPLIES,
+    WORDS,
     ScriptedGenerator,
     answered,
     fair_verdict,
@@ -87,9 +88,7 @@ def test_no_injection_in_another_field_flips_a_fair_judge():
                 assert fair_verdict(judge_prompt(RUBRICS[0], *fields, text)) == verdict
 
 
-@pytest.mark.parametrize(
-    "marker", ["0" * 32, "f" * 32, "deadbeef" * 4, "0123456789abcdef" * 2, "MARKER"]
-)
+@pytest.mark.parametrize("marker", FORESEEN)
 def test_a_delimiter_that_can_be_foreseen_is_left_by_the_same_injections(marker):
     """The control: where an injection knows the marker, the same judge is fooled."""
     verdicts = set()
@@ -139,8 +138,9 @@ def test_no_labelled_string_is_misread():
     assert {t: read[t] for t, verdict in LABELLED if read[t] != verdict} == {}
 
 
-@given(st.sampled_from(REPLIES["correct"] + REPLIES["incorrect"]), st.text(min_size=1))
-def test_a_word_with_other_words_around_it_is_no_verdict(word, text):
+@given(st.sampled_from(WORDS), st.text(min_size=1))
+def test_a_word_with_other_words_around_it_is_no_verdict(labelled, text):
+    word, _ = labelled
     if any(character.isalnum() for character in text):
         assert parse_verdict(f"{word} {text}") == "unparsable"
         assert parse_verdict(f"{text} {word}") == "unparsable"
