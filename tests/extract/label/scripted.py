@@ -1,8 +1,8 @@
 """Judges made of a few rules, which play the backend's role in tests; their strings.
 
-Replies of judges are labelled by hand. Injections are answers that try to grade
-themselves: the right answer to the question that they are put to is Paris; none is
-right.
+Replies of judges are labelled by hand; a verdict stands in every frame, and is spoiled
+in every way. Injections are answers that try to grade themselves: the right answer to
+the question that they are put to is Paris; none is right.
 """
 
 import json
@@ -21,7 +21,32 @@ WORDS = [
     for word in REPLIES[verdict]
     for around in REPLIES["around"]
 ]
-LABELLED = [*WORDS, *((text, "unparsable") for text in REPLIES["unparsable"])]
+# What makes a verdict none: signs before or behind it, around it, and within it.
+BEFORE = "~!\u00ac-+*#>@/\\=_\"'`\u2022\u2713\u2714\u2717\u2705\u274c"
+BEFORE += "\u200b\ufeff\u202e\x00\ud800"
+BEHIND = "*_\"'`?,;:-\u201d\u2705\u2014\u2026\u200b\x00\x08"
+ENDS = "?? ?! !? ... .. !! .! ** \u00b9".split()
+PAIRS = "[] () {} <> $$ \u201d\u201c \"'".split()
+WITHIN = " -\t\n*\"'`\x00\u00a0\u00ad\u200b\u2060\ufeff"
+# And words before it.
+CLAIMS = "Verdict: Judgement: Judgment: Answer: Label: Output: Final".split()
+CLAIMS += "Not not Partially Mostly Somewhat Almost Nearly Both All 100%".split()
+CLAIMS += "1. 1) ## Correct Incorrect".split()
+CLAIMS += ["Final answer:", "Final verdict:", "Model answer:"]
+SPOILED = [
+    text
+    for word, n in (("Correct", 3), ("Incorrect", 2), ("incorrect", 2), ("CORRECT", 3))
+    for text in (
+        *(f"{sign}{blank}{word}" for sign in BEFORE for blank in ("", " ")),
+        *(f"{word}{blank}{sign}" for sign in BEHIND for blank in ("", " ")),
+        *(f"{word}{end}" for end in ENDS),
+        *(f"{left}{word}{right}" for left, right in PAIRS),
+        *(f"{word[:n]}{sign}{word[n:]}" for sign in WITHIN),
+        *(f"{claim} {word}" for claim in CLAIMS),
+    )
+]
+SPOILED += REPLIES["unparsable"]
+LABELLED = [*WORDS, *((text, "unparsable") for text in SPOILED)]
 
 # Markers that can be foreseen, and how an answer ends its field with one.
 FORESEEN = ["0" * 32, "f" * 32, "deadbeef" * 4, "0123456789abcdef" * 2, "MARKER"]
