@@ -22,22 +22,14 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.projection import Draw
 from beatrice.jaxprobe.tokens import FamilyTokens, split_families
-from tests.jaxprobe.samples import assert_same_leaves, identity_of
+from tests.jaxprobe.samples import assert_same_leaves, identity_of, ragged_features
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 
 
 def random_features():
-    """Random tokens of six answers with ragged masks, behind which is garbage."""
-    rng = np.random.default_rng(0)
-    tokens, masks = [], []
-    for length in (5, 4):
-        real = rng.integers(1, length + 1, 6)
-        x = rng.standard_normal((6, length, DIMS.total)).astype(np.float32)
-        tokens.append(np.pad(x, ((0, 0), (0, 2), (0, 0)), constant_values=9.0))
-        masks.append(np.arange(length + 2)[None] < real[:, None])
-    return Features(tuple(tokens), tuple(masks))
+    return ragged_features("closed_book", DIMS, n=6)
 
 
 def plain(features, dims=DIMS):

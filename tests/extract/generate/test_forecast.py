@@ -23,6 +23,7 @@ from beatrice.extract.store.spec import model_shapes, stored_bytes
 from beatrice.extract.store.store import open_store
 from tests.extract.generate.loopback import open_replies
 from tests.extract.label.scripted import ScriptedGenerator
+from tests.extract.signals.readers import files_under
 from tests.extract.small_run import beatrice, make_run, smoke
 
 GREEDY = SamplingConfig(max_new_tokens=4)
@@ -31,14 +32,6 @@ GREEDY = SamplingConfig(max_new_tokens=4)
 def prompts(n):
     sizes = range(1, n + 1)
     return [GeneratorPrompt(text="x" * i, ids=tuple(range(i))) for i in sizes]
-
-
-def files_of(run):
-    return {
-        path.relative_to(run): path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and path.name != "lock"
-    }
 
 
 def numbers_of(text):
@@ -50,14 +43,14 @@ def numbers_of(text):
 def test_texts_that_are_there_or_come_twice_are_not_counted(tmp_path):
     generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
     open_replies(run.replies("judge")).generate(generator, prompts(30), GREEDY)
-    before, n_generated = files_of(tmp_path), len(generator.prompts)
+    before, n_generated = files_under(tmp_path), len(generator.prompts)
     counting = CountedReplies(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None
     forecast = counting.forecast
     assert forecast.n_requests == forecast.n_rows == 3
     assert forecast.n_prompt_tokens == 31 + 32 + 33
     assert forecast.n_new_tokens == 3 * 4
-    assert files_of(tmp_path) == before and len(generator.prompts) == n_generated
+    assert files_under(tmp_path) == before and len(generator.prompts) == n_generated
 
 
 def test_prompt_tokens_that_only_a_server_can_count_are_unknown():
@@ -137,9 +130,9 @@ def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
         ("sample", run, "--n-samples", 2, "--split", "test"),
     ):
         with RunDir.open(run):  # counting is reading, and may go on beside a writer
-            before = files_of(run)
+            before = files_under(run)
             numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
-            assert files_of(run) == before, line[0]
+            assert files_under(run) == before, line[0]
         beatrice(*line)
         counts = numbers["rows"], numbers["prompt tokens"]
         assert counts == done_by(run, line[0]), line[0]
