@@ -253,24 +253,12 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
 
 
 @pytest.mark.parametrize(
-    ("questions", "contexts", "named"),
+    ("given", "named"),
     [
-        ("where?", None, "questions"),
-        (["where?", " "], None, r"questions\[1\]"),
-        (["where?"], [[3]], r"contexts\[0\]"),
-        (["where?"], [beatrice.Passage(title="", text=3)], r"contexts\[0\]"),
-    ],
-)
-def test_what_is_no_question_or_context_is_one_sentence(
-    model, questions, contexts, named
-):
-    with pytest.raises(ValueError, match=named):
-        model.answer(questions, contexts)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+        ({"questions": "where?"}, "questions"),
+        ({"questions": ["where?", " "]}, r"questions\[1\]"),
+        ({"contexts": [[3]]}, r"contexts\[0\]"),
+        ({"contexts": [beatrice.Passage(title="", text=3)]}, r"contexts\[0\]"),
         ({"max_new_tokens": None}, "max_new_tokens: expected a whole number"),
         ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number"),
         ({"stop": "Falls"}, "stop: expected a list of texts"),  # not letter by letter
@@ -282,9 +270,9 @@ def test_what_is_no_question_or_context_is_one_sentence(
         ({"read": True, "layers": [2.5]}, "layers: expected numbers"),
     ],
 )
-def test_what_answers_cannot_be_given_by_is_one_sentence(model, options, named):
+def test_what_cannot_be_answered_or_kept_so_is_one_sentence(model, given, named):
     with pytest.raises(ValueError, match=named):
-        model.answer(["where was Skiband Rugrond born?"], **options)
+        model.answer(**{"questions": ["where?"], **given})
 
 
 def test_only_answers_are_read_in_layers_that_the_model_has(model):

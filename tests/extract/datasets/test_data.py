@@ -257,20 +257,24 @@ def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
 
 
 @pytest.mark.parametrize(
-    ("options", "choice"),
+    ("options", "field", "value"),
     [
-        ((), "full"),
-        (("--set", "attention_layers=all"), "all"),
-        (("--preset", "demo"), "all"),
+        ((), "attention_layers", "full"),  # as in the paper, under its preset
+        (("--set", "attention_layers=all"), "attention_layers", "all"),
+        (("--preset", "demo"), "attention_layers", "all"),
+        ((), "dtype", "float32"),
+        (("--device", "cuda"), "dtype", "bfloat16"),
+        (("--device", "cuda", "--model-dtype", "float32"), "dtype", "float32"),
+        (("--model-dtype", "bfloat16"), "dtype", "bfloat16"),
     ],
 )
-def test_attention_is_read_of_the_papers_layers_under_its_preset(
-    source, tmp_path, options, choice
+def test_a_runs_manifest_says_how_its_model_is_held_and_which_attention_is_read(
+    source, tmp_path, options, field, value
 ):
     line = ("--train", f"mine={source}", "--n-train", "all", *EMBEDDED)
     beatrice("data", tmp_path / "run", *line, *options)
     backbone = read_manifest(tmp_path / "run")["sections"]["backbone"]
-    assert backbone["attention_layers"] == choice
+    assert backbone[field] == value
 
 
 # What a person wrote or changed is neither replaced nor read in silence.

@@ -43,8 +43,7 @@ from beatrice.extract.generate.server import (
     ServedGenerator,
     SpendingCapReached,
 )
-from beatrice.extract.run.directory import RunDir, read_manifest
-from tests.extract.datasets import published as pub
+from beatrice.extract.run.directory import RunDir
 from tests.extract.generate.loopback import (
     GREEDY,
     open_replies,
@@ -52,7 +51,7 @@ from tests.extract.generate.loopback import (
     served,
     texts,
 )
-from tests.extract.small_run import beatrice, questions, smoke
+from tests.extract.small_run import questions, smoke
 
 QUESTION = GeneratorPrompt(text="Question: who? Answer:")
 THREE_IDS = GeneratorPrompt(text="x", ids=(3, 4, 5))
@@ -408,22 +407,6 @@ def test_five_hundred_questions_are_answered_alike_by_transformers_serve(local):
 SERVED = BackendOptions(
     server="http://x/v1", revision="r", concurrency=1, retries=0, timeout=1.0
 )
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ((), "float32"),
-        (("--device", "cuda"), "bfloat16"),
-        (("--device", "cuda", "--model-dtype", "float32"), "float32"),
-        (("--model-dtype", "bfloat16"), "bfloat16"),
-    ],
-)
-def test_a_runs_manifest_says_how_its_weights_are_held(tmp_path, options, dtype):
-    path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
-    line = ("data", tmp_path / "run", "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
-    beatrice(*line, "--model", "embedded", "--preset", "smoke", *options)
-    assert read_manifest(tmp_path / "run")["sections"]["backbone"]["dtype"] == dtype
 
 
 @pytest.mark.parametrize(
