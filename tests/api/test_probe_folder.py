@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import runpy
 import shutil
 import site
@@ -277,14 +276,11 @@ def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
     assert "busy" in done.stderr and os.listdir(tmp_path) == ["disk"]
 
 
-def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            probe.save(tmp_path / "probe", untrustworthy=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(
+    probe, tmp_path, little_room
+):
+    with pytest.raises(OSError, match="too large"):
+        probe.save(tmp_path / "probe", untrustworthy=True)
     assert not any(tmp_path.iterdir())
 
 

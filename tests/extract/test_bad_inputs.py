@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from functools import partial
 
 import numpy as np
@@ -139,15 +138,6 @@ def test_a_billion_samples_are_refused_before_anything_is_made(tmp_path):
     options = ("--n-samples", 1_000_000_000, "--dry-run")
     done = beatrice("sample", tmp_path / "run", *options, code=2)
     assert "1000000000 is not in the range 1<=x<=1000" in done.output
-
-
-@pytest.fixture
-def little_room():
-    """Let no file grow beyond 64 KiB, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, little_room):
