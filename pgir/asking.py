@@ -214,9 +214,10 @@ class AnswerScorer(abc.ABC):
           question_range: likewise of the question. See `AnswerToScore` for all.
 
         Raises:
-          ValueError: an argument is of another type, a text is empty or holds control
-            tokens, or is not where it is said to be; or the detector was trained on
-            arrays or in another setting.
+          ValueError: an argument is of another type, a text is empty, holds control
+            tokens that the model would read as such, or is not where it is said to be;
+            the answer begins or ends with the text of a special token; or the detector
+            was trained on arrays or in another setting.
         """
         given = AnswerToScore(
             question=question,

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.generate.prompts import (
@@ -20,6 +20,7 @@ from beatrice.extract.generate.prompts import (
     control_tokens,
     encode_any,
     encode_text,
+    special_texts,
     token_span,
 )
 from beatrice.extract.records import Answer, AnswerSpan, Passage, Setting
@@ -138,14 +139,25 @@ def as_answer(row: Any) -> AnswerToScore:
     )
 
 
+class Part(NamedTuple):
+    """A text in a prompt, or the answer."""
+
+    what: str  # in words, such as "the question"
+    text: str
+    ids: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTokens(Prompt):
     """What the model had read when it began to answer."""
 
     is_templates: bool  # whether the run's own template makes the same ids
-    # What is in the prompt, in words, and its ids.
-    parts: list[tuple[str, tuple[int, ...]]]
-    words: str  # what was asked, without the template's words where that asked
+    parts: list[Part]  # without the template's words where that asked
+
+    @property
+    def words(self) -> str:
+        """What was asked."""
+        return " ".join(part.text for part in self.parts)
 
     @property
     def setting(self) -> Setting:
@@ -164,9 +176,10 @@ class ScoringInput:
     sequence: TokenSequence  # prompt and answer with their spans
 
     @property
-    def parts(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What is in prompt and answer, in words, and its ids."""
-        return [*self.prompt.parts, ("the answer", self.answer.token_ids)]
+    def parts(self) -> list[Part]:
+        """The texts in prompt and answer; the answer is the last."""
+        answer = Part("the answer", self.answer.text, self.answer.token_ids)
+        return [*self.prompt.parts, answer]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,8 +318,7 @@ def _prompt_as_given(
         text=prompt.text,
         question_start=None if start is None else max(start, span[1]),
         is_templates=False,
-        parts=[("the prompt", prompt.ids)],
-        words=prompt.text,
+        parts=[Part("the prompt", prompt.text, prompt.ids)],
     )
 
 
@@ -323,8 +335,10 @@ def _prompt_from_template(
     return PromptTokens(
         **vars(prompt),
         is_templates=True,
-        parts=[(what, _continue(tokenizer, f" {text}")[0]) for what, text in texts],
-        words=" ".join(text for _, text in texts),
+        parts=[
+            Part(what, text, _continue(tokenizer, f" {text}")[0])
+            for what, text in texts
+        ],
     )
 
 
@@ -358,6 +372,22 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _check_ends(tokenizer: Any, answer: str) -> None:
+    """Check that an answer neither begins nor ends with the text of a special token.
+
+    The model would read its letters, which it never writes, and P would mean nothing.
+    """
+    words = answer.strip()
+    for token in special_texts(tokenizer, len(tokenizer)):
+        is_first = words.startswith(token)
+        if is_first or words.endswith(token):
+            raise ValueError(
+                f"the answer {'begins' if is_first else 'ends'} with {token!r}, a "
+                "special token of the model; take it off, as decoding with "
+                "skip_special_tokens=True does"
+            )
+
+
 def _answer_tokens(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore, stop: int | None
 ) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
@@ -365,6 +395,7 @@ def _answer_tokens(
     if given.answer_ids is None:
         text = str(given.answer)
         check_text(text, "the answer")
+        _check_ends(tokenizer, text)
         if given.uses_template:  # as the run's own begin; a chat's begins a line
             text = ("" if template.chat else " ") + text.strip()
         return (*_continue(tokenizer, text), stop)

@@ -11,6 +11,7 @@ import torch
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.generate.prompts import special_texts
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector, Provenance
@@ -36,6 +37,9 @@ WARNINGS = {
     "probe's prompt, or fit a probe under yours",
     "unknown_tokens": "unknown words: {n} of {of} tokens of {what} are unknown to the "
     f"model; {_LESS}: write them in words that the model knows",
+    "special_token": "special token: {what} spells {token}, which {model} reads here "
+    f"as plain text; {_LESS}: take it out, as decoding with skip_special_tokens=True "
+    "does",
     "long": "long input: the {what} has {n} tokens, in training at most {most}; "
     f"{_LESS}: give a shorter one",
     "cut": "cut answer: it has {n} tokens and no end, and P was fitted on answers that "
@@ -65,7 +69,7 @@ def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
     n_tokens, most = len(prepared.sequence.ids), model.max_length
     if most is not None and n_tokens > most:
         return REASONS["too_long"].format(n=n_tokens, model=model.name, most=most)
-    for what, ids in prepared.parts:
+    for what, _, ids in prepared.parts:
         n_unknown = ids.count(model.tokenizer.unk_token_id)  # 0 where it is None
         if n_unknown > MOST_UNKNOWN * len(ids):
             return REASONS["mostly_unknown"].format(
@@ -146,11 +150,20 @@ def warn_before(
             )
         )
     unknown = model.tokenizer.unk_token_id
-    for what, ids in prepared.parts:
+    for what, _, ids in prepared.parts:
         if n_unknown := ids.count(unknown):
             warnings.append(
                 WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
             )
+    # Those of a prompt as it was sent are read as what they are.
+    for what, text, _ in prepared.parts[0 if prompt.is_templates else -1 :]:
+        warnings += [
+            WARNINGS["special_token"].format(
+                what=what, token=repr(token), model=model.name
+            )
+            for token in special_texts(model.tokenizer, len(model.tokenizer))
+            if token in text
+        ]
     longest = detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]
     for span, most in zip(SPANS[prompt.setting], longest, strict=True):

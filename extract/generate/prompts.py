@@ -313,10 +313,21 @@ def _check_control_tokens(
         # Where one token means both unknown and end, it may stand for other text.
         if text[start:stop].strip() == control[token].strip() != "":
             raise ValueError(
-                f"the text holds {control[token]!r}, which {type(tokenizer).__name__} "
-                "reads as a control token of the model; take it out of the question, "
-                "its passages or the answer"
+                f"the text holds {control[token]!r}, which the model reads as a "
+                "control token; take it out of the question, its passages or the "
+                "answer"
             )
+
+
+@functools.lru_cache(maxsize=8)
+def special_texts(tokenizer: Any, n_words: int) -> tuple[str, ...]:
+    """Return the texts of a tokenizer's special tokens, the unknown one's included.
+
+    Those of letters alone are left out: they stand in words.
+    """
+    named = control_tokens(tokenizer, n_words).values(), tokenizer.all_special_tokens
+    texts = dict.fromkeys(text.strip() for texts in named for text in texts)
+    return tuple(text for text in texts if text and not text.isalnum())
 
 
 def escape_control_tokens(tokenizer: Any, text: str) -> str:

@@ -118,6 +118,47 @@ def test_a_few_unknown_words_are_a_warning(scorer):
     assert "1 of" in warning
 
 
+def with_end_token(tokenizer):
+    """A tokenizer that has an end as a token, which it splits in a text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken("<end>", special=True)], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("Paris<end>\n", "the answer ends with '<end>'"),
+        (" <end> Paris", "the answer begins with '<end>'"),
+        ("<end>", "the answer begins with '<end>'"),
+    ],
+)
+def test_an_answer_decoded_with_special_tokens_at_its_ends_is_refused(answer, words):
+    tokenizer = with_end_token(byte_fallback())
+    template = PromptConfig().prompt_template()
+    with pytest.raises(ValueError, match=words):
+        prepare(tokenizer, template, AnswerToScore(question=QUESTION, answer=answer))
+    anothers = AnswerToScore(question=QUESTION, answer="Paris<|im_end|>")
+    assert prepare(tokenizer, template, anothers).answer.text == " Paris<|im_end|>"
+
+
+def test_a_special_token_spelled_inside_a_text_is_a_warning_that_names_it(probed):
+    tokenizer = with_end_token(probed.backbone.tokenizer)
+    backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
+    scorer = Scorer(backbone, probed.detector)
+    texts = {"question": QUESTION, "answer": f"{ANSWER} {ANSWER}", "context": PASSAGE}
+    whats = {"question": "the question", "answer": "the answer", "context": "passage 1"}
+    assert not any("special" in w for w in scorer.score(**texts).warnings)
+    for name, what in whats.items():
+        spelled = texts[name].replace(" ", " <end> ", 1)
+        warnings = scorer.score(**{**texts, name: spelled}).warnings
+        assert sum(f"{what} spells '<end>'" in w for w in warnings) == 1
+        assert sum("special" in w for w in warnings) == 1
+    # In a prompt as it was sent it is read as what it is.
+    score = scorer.score(prompt=f"<s> {PROMPT}", answer=ANSWER)
+    assert not any("special" in warning for warning in score.warnings)
+
+
 @pytest.mark.parametrize(
     ("context", "reason"),
     [
@@ -205,8 +246,8 @@ def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
 
 def test_a_control_token_without_a_name_ends_an_answer_that_is_told_by_its_ids():
     """As Gemma's end of a turn."""
-    tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
-    tokenizer.add_tokens([AddedToken("<end>", special=True)], special_tokens=True)
+    tokenizer = with_end_token(byte_fallback())
+    template = PromptConfig().prompt_template()
     ids, end = tokenizer(" Paris")["input_ids"], len(tokenizer) - 1
     assert end not in tokenizer.all_special_ids
     given = AnswerToScore(question=QUESTION, answer_ids=[*ids, end])
