@@ -32,11 +32,14 @@ from beatrice.pgir.arguments import (
 )
 from beatrice.pgir.asking import AnswerScorer, Score
 from beatrice.pgir.controllers.loop import (
+    Accept,
+    Call,
     ControllerConfig,
     Judge,
     Policy,
     Query,
     Trace,
+    TracedDraft,
     decide,
     detector_judge,
     drafts,
@@ -348,13 +351,13 @@ class RagAnswer:
 
     Attributes:
       question: as it was asked.
-      answer: of the draft that is returned; None where a search failed, or a prompt
-        does not fit the model's window.
-      p_correct: in [0, 1], of that draft; None likewise.
+      answer: of the draft that is returned; None where nothing was written.
+      p_correct: in [0, 1], of that draft; None likewise, or where its judge failed.
       is_trusted: whether it reaches the threshold; else it is the best of all drafts.
       passages: that the model was shown; none for a closed-book draft.
       n_generations: drafts that were written.
-      error: why there is no answer.
+      error: why no further draft was written or judged: a search or a judge failed, or
+        a prompt does not fit the model's window.
     """
 
     question: str
@@ -410,19 +413,39 @@ def run_pgir(
     draft_judge: Judge = detector_judge
     if judge is not None:
         draft_judge = waves.add_judge("judge", judge)
-    plans = [drafts(text, config, draft_judge, policy.accepts) for text in texts]
+    traces: list[list[TracedDraft]] = [[] for _ in texts]
+    plans = [
+        drafts(text, config, draft_judge, _recording(trace, policy.accepts))
+        for text, trace in zip(texts, traces, strict=True)
+    ]
+    results = waves.run("pgir", plans)
     return [
-        RagAnswer(question=text, error=result.reason)
-        if isinstance(result, Failed)
-        else _answer_of(text, result.value, policy, cached.passages)
-        for text, result in zip(texts, waves.run("pgir", plans), strict=True)
+        dataclasses.replace(
+            _answer_of(text, tuple(trace), policy, answering),
+            n_generations=int(result.cost.generations),
+            error=result.reason if isinstance(result, Failed) else None,
+        )
+        for text, trace, result in zip(texts, traces, results, strict=True)
     ]
 
 
+def _recording(trace: list[TracedDraft], accept: Accept) -> Accept:
+    """Add each draft to a trace, of which a failed question returns the best."""
+
+    def accept_and_record(draft: TracedDraft) -> bool:
+        trace.append(draft)
+        return accept(draft)
+
+    return accept_and_record
+
+
 def _answer_of(
-    question: str, trace: Trace, policy: Policy, passages: Sequence[Passage]
+    question: str, trace: Trace, policy: Policy, answering: Answering
 ) -> RagAnswer:
     """Return what a policy takes of a question's drafts."""
+    if not trace:  # the first was not judged, or not written
+        first = answering.journal.find(Call("answer", question))
+        return RagAnswer(question=question, answer=first and first.value.text)
     decision = decide(trace, policy)
     draft = decision.draft
     return RagAnswer(
@@ -430,6 +453,5 @@ def _answer_of(
         answer=draft.answer,
         p_correct=draft.p_correct,
         is_trusted=decision.is_accepted,
-        passages=tuple(passages[index] for index in draft.passages),
-        n_generations=decision.n_generations,
+        passages=tuple(answering.passages[index] for index in draft.passages),
     )

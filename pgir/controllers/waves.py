@@ -66,6 +66,7 @@ class Failed(msgspec.Struct, frozen=True):
     """A call, or its question, that could not be made; the next run tries it again."""
 
     reason: str
+    cost: Cost = Cost()  # of a question: what it had cost until then
 
 
 class Service(abc.ABC):
@@ -271,7 +272,7 @@ class Waves:
                 call = waiting.pop(i)
                 entry = self.journal.find(call)
                 if entry is None:
-                    results[i] = Failed(self.failed[call])
+                    results[i] = Failed(self.failed[call], costs[i])
                     plans[i].close()
                     continue
                 cost = self.services[kind].cost(call, entry.value)

@@ -278,15 +278,35 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     questions = [QUESTION, "bad?", "worse?"]
     good, bad, worse = run_pgir(scorer, questions, Fixed(give), **DOUBTING)
     assert good.answer and good.error is None
-    assert bad.answer is None and bad.error == "bad? is down"
-    assert worse.answer is None and worse.error == "worse? is down"
+    assert (bad.error, worse.error) == ("bad? is down", "worse? is down")
+    drafts = strict(scorer).draft(questions[1:])
+    assert [(x.answer, x.n_generations) for x in (bad, worse)] == [
+        (draft.answer, 1) for draft in drafts
+    ]
 
 
-def test_a_passage_that_fits_no_window_fails_its_question_alone(scorer):
+def test_a_passage_that_fits_no_window_costs_its_question_no_draft(scorer):
     long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
     bad, good = run_pgir(scorer, [QUESTION, OTHER], long, **DOUBTING)
     assert good.error is None and good.n_generations == 2
-    assert bad.answer is None and "has a window of 512; give shorter pass" in bad.error
+    assert "has a window of 512; give shorter passages" in bad.error
+    (draft,) = strict(scorer).draft([QUESTION])
+    assert (bad.answer, bad.n_generations, bad.is_trusted) == (draft.answer, 1, False)
+    assert bad.p_correct == pytest.approx(draft.p_correct, abs=1e-5)
+
+
+def test_what_was_written_is_returned_though_its_judge_is_away(scorer):
+    def away(question, answer, passages):
+        raise ConnectionError("no judge there")
+
+    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
+    questions = [QUESTION, QUESTION * 90]
+    judged, long = run_pgir(scorer, questions, retriever, threshold=0.5, judge=away)
+    assert (judged.answer, judged.p_correct) == (scorer.answer(QUESTION).text, None)
+    assert (judged.error, judged.n_generations) == ("no judge there", 1)
+    # Only where nothing was written is there no answer.
+    assert (long.answer, long.n_generations) == (None, 0)
+    assert "has a window of 512" in long.error
 
 
 class NoIdentity:

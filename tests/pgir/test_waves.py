@@ -162,10 +162,12 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
     runner = waves(path)
     runner.services["search"] = Down("search")
     results = run(runner)
-    assert [i for i, done in enumerate(results) if done == Failed("no route")] == [3]
+    failed = {i: done for i, done in enumerate(results) if isinstance(done, Failed)}
+    assert {i: done.reason for i, done in failed.items()} == {3: "no route"}
+    assert failed[3].cost.generations == 1  # what it had written until then
     assert set(runner.failed.values()) == {"no route"}
     mended = waves(path)
-    assert Failed("no route") not in run(mended)
+    assert not any(isinstance(done, Failed) for done in run(mended))
     answered = [c for batch in mended.services["answer"].served for c in batch]
     # With whom it shares a batch, so that it is rounded as it would have been.
     assert {call.text for call in answered} == set(QUESTIONS[2:4])
