@@ -89,12 +89,17 @@ class Kept:
       is_grounded: whether it is the one written with passages.
       decision: as of a `Draft`; where it is not "trust", the answer is only the better
         of two.
+      reason: why the grounded answer could not be read, as of its `Score`, whichever is
+        kept; None where it has a P, and is kept or not for that.
+      warnings: of the grounded answer's score.
     """
 
     answer: str
     p_correct: float | None
     is_grounded: bool
     decision: Decision
+    reason: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_trusted(self) -> bool:
@@ -202,7 +207,7 @@ class Gate:
         if not isinstance(draft, Draft):
             raise argument_error("draft", "a Draft, which `draft` makes", draft)
         context = as_passages(passages, "passages")
-        score = Score()
+        score = Score(reason="the grounded answer is empty; give at least one word")
         if as_text(grounded, "grounded").strip():
             score = self.scorer.score(draft.question, grounded, context)
         decision = self._decide(score)
@@ -213,6 +218,8 @@ class Gate:
             p_correct=score.p_correct if is_grounded else draft.p_correct,
             is_grounded=is_grounded,
             decision=decision if is_grounded else draft.decision,
+            reason=score.reason if score.p_correct is None else None,
+            warnings=score.warnings,
         )
 
     def _decide(self, score: Score) -> Decision:
@@ -275,6 +282,7 @@ class _GraphState(TypedDict, total=False):
     draft: Draft
     answer: str
     p_correct: float | None
+    reason: str | None
     passages: Sequence[Any]
 
 
@@ -291,7 +299,8 @@ def langgraph_app(
       generate: an answer to a question with passages.
 
     Returns:
-      `app.invoke({"question": ...})` gives `answer`, `p_correct` and `passages`.
+      `app.invoke({"question": ...})` gives `answer`, `p_correct`, and where it was
+      retrieved for `passages` and the `reason` of `Kept`.
     """
     from langgraph.graph import END, START, StateGraph
 
@@ -304,7 +313,7 @@ def langgraph_app(
         grounded = generate(state["question"], passages)
         best = gate.keep(state["draft"], grounded, passages)
         answer = {"answer": best.answer, "p_correct": best.p_correct}
-        return {"passages": passages, **answer}
+        return {"passages": passages, "reason": best.reason, **answer}
 
     graph = StateGraph(_GraphState)
     graph.add_node("write", draft)
@@ -322,7 +331,8 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
 
     Args:
       gate: an open one.
-      engine: any query engine; its answer is kept if it scores better.
+      engine: any query engine; its answer is kept if it scores better. Where it could
+        not be read, the metadata has the `reason` of `Kept`.
     """
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
@@ -339,7 +349,11 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
             return Response(
                 response=best.answer,
                 source_nodes=reply.source_nodes if best.is_grounded else [],
-                metadata={"p_correct": best.p_correct, "is_grounded": best.is_grounded},
+                metadata={
+                    "p_correct": best.p_correct,
+                    "is_grounded": best.is_grounded,
+                    "reason": best.reason,
+                },
             )
 
     return GatedEngine()

@@ -91,6 +91,21 @@ def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer)
 def test_a_grounded_answer_without_a_word_is_never_kept(scorer, p_correct):
     best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
     assert (best.answer, best.p_correct, best.is_grounded) == ("own", p_correct, False)
+    assert "the grounded answer is empty" in best.reason
+
+
+def test_a_grounded_answer_that_is_worse_is_told_from_one_that_could_not_be_read(
+    scorer,
+):
+    gate = strict(scorer)
+    long, worse = (
+        gate.keep(draft(1.0), ANSWER, [passage])
+        for passage in (PASSAGE * 90, PASSAGE + " xyzzy")
+    )
+    assert (long.answer, worse.answer) == ("own", "own")
+    assert "has a window of 512" in long.reason and worse.reason is None
+    score = scorer.score(QUESTION, ANSWER, [PASSAGE + " xyzzy"])
+    assert worse.warnings == score.warnings != ()
 
 
 def test_without_a_threshold_the_probes_own_decisions_hold():
@@ -150,7 +165,7 @@ def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
     (drafted,) = gate.draft([QUESTION])
     best = gate.keep(drafted, ANSWER, [PASSAGE])
     assert (state["answer"], state["p_correct"]) == (best.answer, best.p_correct)
-    assert state["passages"] == [PASSAGE]
+    assert state["passages"] == [PASSAGE] and state["reason"] is None
 
 
 @needs("llama_index.core")
@@ -177,6 +192,7 @@ def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
     assert engine.n_queries == 1 and str(response) == best.answer
     assert response.metadata["p_correct"] == best.p_correct
     assert bool(response.source_nodes) == best.is_grounded
+    assert response.metadata["reason"] is None
 
 
 @pytest.fixture
