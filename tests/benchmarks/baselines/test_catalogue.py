@@ -201,6 +201,13 @@ def test_what_is_wrong_is_said(name):
     assert any(words in fault for fault in faults), faults
 
 
+def test_a_random_detector_is_not_said_to_read_labels_or_other_answers():
+    random = np.random.default_rng(5)
+    noisy = baseline_of(lambda e: signal(e)[None] + random.normal(size=N))
+    faults = violations(noisy, signals())
+    assert faults == ["the same inputs give other scores the second time"]
+
+
 def test_a_score_of_chance_is_not_blamed_for_its_sign():
     noise = np.random.default_rng(3).normal(size=(1, N))
     assert violations(baseline_of(lambda e: noise, reads=()), signals()) == []
