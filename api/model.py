@@ -468,10 +468,10 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     asked through it in the paper's words. A base model sees worked examples first: of a
     bare question it writes on as if it were a web page.
     """
-    from beatrice.extract.backbone.names import WEIGHTS
+    from beatrice.extract.backbone.names import EMBEDDED
     from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 
-    if backbone.name == str(WEIGHTS):
+    if backbone.name == EMBEDDED:
         return PromptConfig()
     if getattr(backbone.tokenizer, "chat_template", None) is not None:
         return PromptConfig(template="paper", chat=True)

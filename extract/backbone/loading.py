@@ -30,6 +30,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
+    EMBEDDED,
     MOST_LAYERS,
     WEIGHTS_INDEX,
     AttentionLayers,
@@ -38,6 +39,7 @@ from beatrice.extract.backbone.names import (
     ModelHashes,
     check_name,
     check_weights,
+    given_name,
     own_device,
     unreachable_hub,
 )
@@ -363,7 +365,7 @@ class Backbone:
 
     model: Any  # in evaluation mode, no parameter requires a gradient
     tokenizer: Any  # None where a model in memory has no tokenizer
-    name: str  # the path or Hub id it was loaded from
+    name: str  # by which a person gives it: "embedded", "smollm2", a path or Hub id
     # The Hub's commit hash; else the SHA-256 of the GGUF file or of weights and config.
     revision: str
     n_layers: int  # decoder layers; a resid axis has `n_layers + 1` entries
@@ -408,7 +410,8 @@ class Backbone:
         config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
         find = functools.partial(_hash_tokenizer, self.tokenizer)
         with self.halves.lock:
-            if Path(self.name).is_dir():  # whose revision is not of the tokenizer
+            # A directory's revision is not of the tokenizer.
+            if self.name == EMBEDDED or Path(self.name).is_dir():
                 return ModelHashes(config=config, **find())
             return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
 
@@ -611,7 +614,11 @@ def load_backbone(
     model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype))
     revision = _hash_files(local) if local.exists() else commit
     return Backbone.from_model(
-        model.to(device), tokenizer, name=name, revision=revision, is_of_files=True
+        model.to(device),
+        tokenizer,
+        name=given_name(name),
+        revision=revision,
+        is_of_files=True,
     )
 
 

@@ -114,6 +114,13 @@ def model_path(name: str) -> str:
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
+def given_name(path: str) -> str:
+    """Return the name for which `model_path` returns a path; of others the path."""
+    folder = user_cache("models")
+    names = {str(folder / model.path): name for name, model in MODELS.items()}
+    return {**names, str(WEIGHTS): EMBEDDED}.get(path, path)
+
+
 def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the Hub's address if nobody answers there, or None.
 

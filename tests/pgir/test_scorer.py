@@ -162,8 +162,8 @@ def test_a_special_token_spelled_inside_a_text_is_a_warning_that_names_it(probed
 @pytest.mark.parametrize(
     ("context", "reason"),
     [
-        ("وُلد في المدينة القديمة", "are unknown to"),
-        (" ".join([PASSAGE] * 90), "of 512"),
+        ("وُلد في المدينة القديمة", "are unknown to embedded"),
+        (" ".join([PASSAGE] * 90), "embedded has a window of 512"),
     ],
 )
 def test_what_cannot_be_read_is_unknown_with_its_reason(scorer, context, reason):

