@@ -336,7 +336,10 @@ class DataOptions:
 _N_TRAIN_ADVISED = 1000  # training questions; the paper has 10,000 of each set
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
-    ("repeated_questions", "questions whose text occurred before"),
+    (
+        "repeated_questions",
+        "questions like an earlier one without case, marks and articles",
+    ),
     ("golds_without_words", "answers of which normalising leaves nothing"),
     ("empty_passages", "passages without text, left out"),
     ("missing_titles", "questions with a gold title that has no paragraph"),
@@ -538,9 +541,9 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
     for split, sets in manifest["sizes"].items():
         click.echo(f"{split}: {', '.join(f'{name} {n}' for name, n in sets.items())}")
     click.echo(
-        f"{len(manifest['passed_over'])} questions passed over for a text or an id in "
-        f"another split, {len(manifest['repeated_within_a_split'])} repeated within a "
-        "split"
+        f"{len(manifest['passed_over'])} questions passed over for an id or a text "
+        "(without case, marks and articles) in another split, "
+        f"{len(manifest['repeated_within_a_split'])} repeated so within a split"
     )
     click.echo(str(run_dir / "splits.json"))
 

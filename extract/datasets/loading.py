@@ -33,7 +33,13 @@ from beatrice.extract.datasets.readers import (
 )
 from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
 from beatrice.extract.datasets.splits import A_NAME, Context
-from beatrice.extract.records import Example, check_id, is_safe_name, normalise
+from beatrice.extract.records import (
+    Example,
+    check_id,
+    is_safe_name,
+    normalise,
+    text_key,
+)
 from beatrice.extract.run.files import sha256_file
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
@@ -402,9 +408,8 @@ def _container(file_type: FileType) -> dict[str, Any]:
 def _counts_of(question: Question, texts: set[bytes]) -> collections.Counter[str]:
     """Return what is counted of one question; `texts` grows by its digest."""
     n_gold = sum(passage.is_supporting for passage in question.passages)
-    text = normalise(question.question).encode()
     n_before = len(texts)
-    texts.add(hashlib.blake2b(text, digest_size=12).digest())
+    texts.add(text_key(question.question))
     return collections.Counter(
         loaded=1,
         with_passages=bool(question.passages),

@@ -226,8 +226,8 @@ def _shortage(
     return ValueError(
         f"{dataset}: {' + '.join([str(size)] * len(splits))} questions are asked for "
         f"{' and '.join(splits)}, the {role} files have {n} that can be used "
-        f"({n_passed} of them with a text or an id that another split has); give "
-        f"larger files, or {advice}"
+        f"({n_passed} of them with an id or, without case, marks and articles, a text "
+        f"that another split has); give larger files, or {advice}"
     )
 
 

@@ -111,8 +111,9 @@ def read_questions(run: RunDir) -> list[Example]:
         if first.split != example.split:
             raise ValueError(
                 f"{where} question {example.question[:80]!r} is in the split "
-                f"{example.split}, and as {first.id!r} in {first.split} too; leave one "
-                f"of the two out, or let the splits be drawn: {MAKE_A_RUN}"
+                f"{example.split}, and as {first.id!r} in {first.split} too (without "
+                "case, marks and articles); leave one of the two out, or let the "
+                f"splits be drawn: {MAKE_A_RUN}"
             )
     return examples
 

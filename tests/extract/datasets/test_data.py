@@ -57,6 +57,19 @@ def test_inspect_says_what_a_file_is(hotpot):
     assert "HotpotQA; json array" in beatrice("data", "--inspect", hotpot).stdout
 
 
+def test_questions_that_differ_in_marks_alone_are_not_called_the_same(tmp_path):
+    texts = [f"what is {a}{sign}{b}?" for a in "35" for b in "42" for sign in "+-"]
+    lines = [LINES[0] | {"question": text} for text in [*texts, "???", "!!"]]
+    path = pub.write_lines(tmp_path / "sums", lines)
+    shown = beatrice("data", "--inspect", path).stdout
+    alike = "like an earlier one without case, marks and articles"
+    assert f"4      questions {alike}" in " ".join(shown.splitlines()), shown
+    run = tmp_path / "run"
+    size = ("--n-train", "all", "--n-evaluation", "2")
+    done = build(run, ("train", path), ("dev", path), sizes=size)
+    assert "a text (without case, marks and articles) in another split" in done.stdout
+
+
 def test_a_refused_record_is_named_and_skip_bad_tolerates_it(tmp_path):
     records = [pub.hotpot(i) for i in range(30)]
     for record in records[2:27]:
