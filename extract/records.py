@@ -91,7 +91,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Passage(Record, frozen=True, kw_only=True):
-    """One retrieved or supplied passage.
+    """One retrieved or supplied passage, `Passage(title="Bern", text="On the Aare.")`.
 
     Attributes:
       title: may be empty.
