@@ -226,27 +226,23 @@ class LanguageModel:
             extract(written, answers, url, config, about=self._about(answers))
         return answers, Signals(open_store(url), model=self)
 
-    def as_answers(
-        self, rows: Iterable[Any], *, ids: Sequence[str] | None = None
-    ) -> list[Answer]:
+    def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
         """Return answers that exist as records, which `read` takes.
+
+        Each has the number of its row as its id: where several answer one question,
+        give `fit` the questions as `groups`.
 
         Args:
           rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
             this order, or a data frame. The model's own template asks.
-          ids: of their questions; None numbers the rows.
 
         Raises:
           ValueError: a row is something else, or has a prompt of its own.
         """
         from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
 
-        given = as_rows(rows, ARGUMENTS)
-        names = [*map(str, range(len(given)))] if ids is None else as_texts(ids, "ids")
-        if len(names) != len(given):
-            raise ValueError(f"ids: expected {len(given)}, found {len(names)}")
         template, answers = self.prompt.prompt_template(), []
-        for number, (name, row) in enumerate(zip(names, given, strict=True)):
+        for number, row in enumerate(as_rows(rows, ARGUMENTS)):
             try:
                 answer = as_answer(row)
                 if not answer.uses_template:
@@ -256,7 +252,10 @@ class LanguageModel:
                     )
                 with self.backbone.halves.lock:
                     prepared = prepare(
-                        self.backbone.tokenizer, template, answer, example_id=name
+                        self.backbone.tokenizer,
+                        template,
+                        answer,
+                        example_id=str(number),
                     )
             except ValueError as error:
                 raise ValueError(f"rows[{number}]: {error}") from None

@@ -272,16 +272,15 @@ def read_given(
     note: Callable[[str], None],
 ) -> Parts:
     """Read the signals of answers that somebody has labelled."""
-    parts: Parts = {}
+    answers, parts = model.as_answers([given for given, _ in rows]), Parts()
     for setting in SETTINGS:
-        is_here = [bool(x.context) == (setting == "with_context") for x, _ in rows]
+        is_here = [answer.setting == setting for answer in answers]
         if not any(is_here):
             continue
-        ids = [str(number) for number in np.flatnonzero(is_here)]
         given, labels = zip(*itertools.compress(rows, is_here), strict=True)
         texts, contexts = [x.question for x in given], [x.context for x in given]
-        answers = model.as_answers(given, ids=ids)
-        parts[setting] = Labelled(texts, contexts, answers, None, np.array(labels))
+        here = list(itertools.compress(answers, is_here))
+        parts[setting] = Labelled(texts, contexts, here, None, np.array(labels))
     parts = in_parts(parts, note)  # before they are read, which takes longer
     for setting, part in parts.items():
         _forecast(model.read, part.answers, setting, note)

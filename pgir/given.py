@@ -377,15 +377,16 @@ def _check_ends(tokenizer: Any, answer: str) -> None:
 
     The model would read its letters, which it never writes, and P would mean nothing.
     """
-    words = answer.strip()
-    for token in special_texts(tokenizer, len(tokenizer)):
-        is_first = words.startswith(token)
-        if is_first or words.endswith(token):
-            raise ValueError(
-                f"the answer {'begins' if is_first else 'ends'} with {token!r}, a "
-                "special token of the model; take it off, as decoding with "
-                "skip_special_tokens=True does"
-            )
+    words, texts = answer.strip(), special_texts(tokenizer, len(tokenizer))
+    is_first = words.startswith(texts)
+    if is_first or words.endswith(texts):
+        meets = words.startswith if is_first else words.endswith
+        token = max(filter(meets, texts), key=len)
+        raise ValueError(
+            f"the answer {'begins' if is_first else 'ends'} with {token!r}, a special "
+            "token of the model; take it off, as decoding with "
+            "skip_special_tokens=True does"
+        )
 
 
 def _answer_tokens(

@@ -169,8 +169,8 @@ def count_rows(path: Path) -> int:
     if all(isinstance(row.given, str) for row in itertools.chain([first], rows)):
         raise ValueError(
             f"{path}: none of its {n} rows holds an answer that can be scored (the "
-            f"first, {first.at}: {first.given}); add each question's answer, or let "
-            "the model answer with --question, or with Probe.answer in Python"
+            f"first, {first.at}: {first.given}); expected records with an answer each; "
+            "the model answers itself with --question, or with Probe.answer in Python"
         )
     return n
 

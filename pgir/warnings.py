@@ -11,7 +11,7 @@ import torch
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import ModelHashes
-from beatrice.extract.generate.prompts import special_texts
+from beatrice.extract.generate.prompts import special_pattern
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector, Provenance
@@ -155,14 +155,14 @@ def warn_before(
             warnings.append(
                 WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
             )
+    specials = special_pattern(model.tokenizer, len(model.tokenizer))
     # Those of a prompt as it was sent are read as what they are.
     for what, text, _ in prepared.parts[0 if prompt.is_templates else -1 :]:
         warnings += [
             WARNINGS["special_token"].format(
                 what=what, token=repr(token), model=model.name
             )
-            for token in special_texts(model.tokenizer, len(model.tokenizer))
-            if token in text
+            for token in dict.fromkeys(specials.findall(text))
         ]
     longest = detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]

@@ -330,6 +330,13 @@ def special_texts(tokenizer: Any, n_words: int) -> tuple[str, ...]:
     return tuple(text for text in texts if text and not text.isalnum())
 
 
+@functools.lru_cache(maxsize=8)
+def special_pattern(tokenizer: Any, n_words: int) -> re.Pattern[str]:
+    """Return what finds special tokens in a text, where there may be thousands."""
+    texts = sorted(special_texts(tokenizer, n_words), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
 def escape_control_tokens(tokenizer: Any, text: str) -> str:
     """Return a text in which a blank parts every word that is a control token.
 

@@ -29,6 +29,7 @@ can be compared under one threshold.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -197,7 +198,8 @@ def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]
       right: `[n_questions]` bool of every strategy.
     """
     order: tuple[Strategy, ...] = ("A", "B", "C")
-    return np.select([right[name] for name in order], order, None).tolist()
+    rows = zip(*(right[name] for name in order), strict=True)
+    return [next(itertools.compress(order, row), None) for row in rows]
 
 
 def biased(
