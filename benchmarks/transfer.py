@@ -195,16 +195,17 @@ def with_passages(
         ranked, reasons = dict(rows), {}
     except RetrievalFailed as error:
         ranked, reasons = error.rankings, error.reasons
+    empty = {i: "the search found none" for i, row in ranked.items() if not len(row)}
 
     examples = []
-    for i in sorted(ranked):
+    for i in sorted(ranked.keys() - empty.keys()):
         every = (retrieval.passages[int(number)] for number in ranked[i])
         passages = [Passage(title=p.title, text=p.text) for p in every]
         if prompts is not None:
             passages = showable(*prompts, queries[i], passages)
         replaced = msgspec.structs.replace(questions[i], passages=tuple(passages))
         examples.append(replaced)
-    return examples, {questions[i].id: why for i, why in reasons.items()}
+    return examples, {questions[i].id: why for i, why in (reasons | empty).items()}
 
 
 _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves

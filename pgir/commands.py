@@ -243,7 +243,7 @@ def _search(
             shown = [{"title": p.title, "text": p.text} for p in passages]
             click.echo(json.dumps({"question": text, "passages": shown}))
         else:
-            click.echo(text)
+            click.echo(text if passages else f"{text}\n  no passage has a word of it")
             for rank, passage in enumerate(passages, start=1):
                 click.echo(printable(f"  {rank}. {passage.title}: {passage.text}"))
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import mmap
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, overload
@@ -44,7 +45,13 @@ from beatrice.pgir.arguments import from_document
 # nothing says which paragraph holds the answer.
 MOST_WORDS = 1000
 DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is judged
-_WORDS = re.compile(r"\W+")
+# In what two wordings of one passage may differ, beside case: blanks, quotes, brackets;
+# sentence marks that end a word (those of "3.5" and "!=" count); dashes, unless a word
+# begins with one ("-5"). All else counts: "C++" is not "C#", a vowel sign is a letter.
+_BLANKS = r"""\s"'`´‘’‚“”„«»‹›()\[\]{}"""
+_BETWEEN = re.compile(
+    rf"[{_BLANKS}]|[.,;:!?…]+(?=[{_BLANKS}]|$)|(?<=\w)[-‐‑–—]+|[-‐‑–—]+(?![-‐‑–—\w])"
+)
 _AGAIN = "build the corpus again in another folder"
 _FILES = ("passages.jsonl", "gold.jsonl", "lines.npy")
 # What is counted of a file, and in words.
@@ -71,6 +78,9 @@ class Gold(Record, frozen=True, kw_only=True):
 
 class Corpus(Sequence[Passage]):
     """The passages of a finished corpus, read from disk one by one.
+
+    Passages are one where they differ in case, blanks, quotes, brackets, dashes and the
+    marks that end sentences alone; the first wording stays.
 
     `sources` of its facts, `corpus.json`, counts the passages of every file, those that
     no earlier file had, and those left out for more than `MOST_WORDS` words or without
@@ -131,8 +141,9 @@ def as_document(passage: Passage) -> str:
 
 
 def _key(passage: Passage) -> int:
-    """Return eight bytes of the letters and digits: one clash in 21e6 is 1.2e-5."""
-    words = _WORDS.sub(" ", f"{passage.title} {passage.text}".casefold()).strip()
+    """Return eight bytes of the bare wording: one clash in 21e6 is 1.2e-5."""
+    text = unicodedata.normalize("NFC", f"{passage.title} {passage.text}").casefold()
+    words = " ".join(_BETWEEN.sub(" ", text).split())
     digest = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest)
 
@@ -342,12 +353,14 @@ def has_answer(
 
 
 def measure(
-    rankings: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
+    rankings: Sequence[np.ndarray] | np.ndarray,
+    passages: Sequence[Passage],
+    golds: Sequence[Gold],
 ) -> tuple[Measured, dict[str, int]]:
     """Return recall and has-answer per question set, and how many questions each has.
 
     Args:
-      rankings: `[n_questions, n]` indices, best first.
+      rankings: of each question, `[n]` indices, best first.
       passages: what the indices mean.
       golds: the questions, with their gold passages.
     """

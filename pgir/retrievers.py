@@ -9,17 +9,22 @@ answers `[[{"id", "contents"}, …], …]`.
 What a server or a person's own retriever returned is kept on disk, so that a passage
 keeps its index over restarts and nothing is searched twice. A server that is gone, slow
 or talks nonsense fails the questions concerned; the others are kept, and the same call
-again searches only for the rest.
+again searches only for the rest. A server that has found something may find nothing for
+a question; one that never has is taken for broken, and soon asked no more.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
 import http.client
 import itertools
 import json
 import logging
+import re
+import sys
 import threading
 import time
+import unicodedata
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -53,8 +58,10 @@ PLUGS = "beatrice.retrievers"  # the group of entry points
 # Their value; it was not tuned.
 RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
+_BM25 = "bm25, marks and single characters in words"  # part of a ranking's identity
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _BATCH = 32  # questions in a request
+_N_TRIED = 3  # questions of a batch that failed, where none was answered before
 _MOST_REPLY_BYTES = 64 << 20
 Note = Callable[[str], None]
 
@@ -67,43 +74,67 @@ class Retriever(Protocol):
 
     def search(
         self, queries: Sequence[str], depth: int
-    ) -> Sequence[Sequence[int]] | np.ndarray:
+    ) -> Sequence[Sequence[int] | np.ndarray] | np.ndarray:
         """Return the indices of at most `depth` passages of each query, best first."""
         ...
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant) by `bm25s`; no stop words, no stemming."""
+    """BM25 (Lucene's variant) by `bm25s`; see `_words` for what is a word."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         """Index the corpus."""
-        if not passages:
-            raise ValueError("retrieval needs at least one passage, found none")
         import bm25s  # runs a JAX function when imported, which fixes JAX's options
 
         # It sets its logger to the lowest level when imported.
         logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._n = len(passages)
         self._index = bm25s.BM25(method="lucene")
-        texts = [f"{passage.title} {passage.text}" for passage in passages]
-        self._index.index(_words(texts), show_progress=False)
+        words = _words([f"{passage.title} {passage.text}" for passage in passages])
+        if not any(words):
+            raise ValueError("BM25 needs at least one passage with a word, found none")
+        self._index.index(words, show_progress=False)
 
-    def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
-        """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
-        indices, _ = self._index.retrieve(
+    def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
+        """Return at most `depth` indices of each query, best first.
+
+        Fewer where fewer passages share a word with it: every word that they share
+        adds to the score, which is 0 without.
+        """
+        rankings, scores = self._index.retrieve(
             _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0
         )
-        return np.asarray(indices)
+        pairs = zip(np.asarray(rankings), np.asarray(scores), strict=True)
+        return [ranking[gains > 0] for ranking, gains in pairs]
 
 
 def _words(texts: Sequence[str]) -> list[list[str]]:
+    """Return the words of texts, lower-cased; no stemming.
+
+    A word is a letter or digit and those that follow with their marks (vowel signs,
+    points, accents), in NFC. It may be one character, but neither the article "a" nor
+    what an apostrophe leaves, "s" and "t"; there are no other stop words.
+    """
     import bm25s
 
     words = bm25s.tokenize(
-        list(texts), stopwords=[], return_ids=False, show_progress=False
+        [unicodedata.normalize("NFC", text) for text in texts],
+        token_pattern=_word_pattern(),
+        stopwords=["a", "s", "t"],
+        return_ids=False,
+        show_progress=False,
     )
     assert isinstance(words, list)  # of `return_ids=False`
     return words
+
+
+@functools.cache
+def _word_pattern() -> str:
+    r"""Return the pattern of a word: `\w` alone has no marks, and splits at each."""
+    kinds = (unicodedata.category(chr(i))[0] for i in range(sys.maxunicode + 1))
+    runs = re.finditer("M+", "".join(kinds))
+    marks = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in runs)
+    return rf"\w[\w{marks}]*"
 
 
 class FusedRetriever:
@@ -116,23 +147,23 @@ class FusedRetriever:
         """Take at least two."""
         self._retrievers = tuple(retrievers)
 
-    def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
-        """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
+    def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
+        """Return at most `depth` indices of each query, best first."""
         deeper = max(LEAST_DEPTH, 2 * depth)
         rankings = [each.search(queries, deeper) for each in self._retrievers]
-        return fuse_all([np.asarray(ranking) for ranking in rankings], depth)
+        return fuse_all(rankings, depth)
 
 
-def fuse_all(rankings: Sequence[np.ndarray], depth: int) -> np.ndarray:
-    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer columns.
+def fuse_all(
+    rankings: Sequence[Sequence[Sequence[int] | np.ndarray] | np.ndarray], depth: int
+) -> list[np.ndarray]:
+    """Return the fused rankings of some queries, each of at most `depth` indices.
 
     Args:
-      rankings: of each retriever, `[n_queries, n]` indices, best first.
+      rankings: of each retriever, of each query, `[n]` indices, best first.
       depth: most passages of a query.
     """
-    width = min(depth, *(ranking.shape[1] for ranking in rankings))
-    rows = [fuse(of_query)[:width] for of_query in zip(*rankings, strict=True)]
-    return np.array(rows, np.int64).reshape(len(rows), width)
+    return [fuse(of_query)[:depth] for of_query in zip(*rankings, strict=True)]
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -144,7 +175,8 @@ def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     Returns:
       `[n_distinct]` indices; of equal scores the lower index first.
     """
-    indices, inverse = np.unique(np.concatenate(rankings), return_inverse=True)
+    ranked = np.concatenate([np.asarray(each, np.int64) for each in rankings])
+    indices, inverse = np.unique(ranked, return_inverse=True)
     gains = [1 / (RANK_CONSTANT + 1 + np.arange(len(each))) for each in rankings]
     scores = np.bincount(inverse, np.concatenate(gains))
     return indices[np.argsort(-scores, kind="stable")]
@@ -169,8 +201,8 @@ class RetrievalFailed(OSError):
         self.reasons, self.rankings = dict(reasons), dict(rankings)
 
 
-class _ServerUnreachable(Exception):
-    """The server cannot be reached; do not retry in this batch."""
+class _ServerFails(Exception):
+    """The server cannot be reached, or answers nothing; the rest is not asked."""
 
 
 class _RequestFailed(Exception):
@@ -194,7 +226,7 @@ class CachedRetriever:
     Args:
       name: of the searcher, for messages.
       fetch: returns the documents of some queries, best first, at most as many as
-        asked for; raises `_RequestFailed` or `_ServerUnreachable`.
+        asked for; raises `_RequestFailed` or `_ServerFails`.
       cache: file of earlier rankings; None keeps them in memory alone.
       note: called with what became of a last line that a killed process left
         unfinished.
@@ -211,6 +243,7 @@ class CachedRetriever:
         self._name, self._fetch = name, fetch
         self.passages: list[Passage] = []
         self.n_empty = 0
+        self._has_answered = False  # any request of this process
         self._places: dict[str, int] = {}
         self._rankings: dict[tuple[str, int], tuple[int, ...]] = {}
         self._journal: Journal[tuple[str, int], _CachedRanking] | None = None
@@ -243,7 +276,7 @@ class CachedRetriever:
         try:
             for start in range(0, len(missing), _BATCH):
                 self._search_batch(missing[start : start + _BATCH], depth, reasons)
-        except _ServerUnreachable as error:
+        except _ServerFails as error:
             left = [q for q in missing if (q, depth) not in self._rankings]
             reasons = dict.fromkeys(left, str(error)) | reasons
         rankings = {
@@ -259,17 +292,26 @@ class CachedRetriever:
     def _search_batch(
         self, queries: list[str], depth: int, reasons: dict[str, str]
     ) -> None:
-        """Search for some questions; those of a request that fails, one by one."""
+        """Search for some questions; those of a request that fails, one by one.
+
+        Unless no request was ever answered and the first few fail alone, too.
+        """
         try:
             self._save(queries, depth, self._fetch(queries, depth))
         except _RequestFailed as error:
             if len(queries) == 1:
                 reasons[queries[0]] = str(error)
                 return
-            for query in queries:  # one of them may be what the server stumbles over
+            # One of them may be what the server stumbles over, several in a row rarely.
+            apart = queries[:: max(1, len(queries) // _N_TRIED)]
+            for n_asked, query in enumerate(dict.fromkeys([*apart, *queries]), start=1):
                 self._search_batch([query], depth, reasons)
+                if n_asked == _N_TRIED and not self._has_answered:
+                    nothing = "none of the first requests was answered, no more is sent"
+                    raise _ServerFails(f"{reasons[query]}; {nothing}") from None
 
     def _save(self, queries: list[str], depth: int, replies: list[list[str]]) -> None:
+        self._has_answered = True
         lines: dict[tuple[str, int], str] = {}
         for query, documents in zip(queries, replies, strict=True):
             new = [d for d in dict.fromkeys(documents) if d not in self._places]
@@ -327,10 +369,13 @@ class ServedRetriever(CachedRetriever):
         for attempt in itertools.count(1):
             try:
                 content = _post_within(self._timeout, self._url, body)
-                return read_reply(json.loads(content), len(queries), depth)
+                documents = read_reply(json.loads(content), len(queries), depth)
+                if not (self._has_answered or any(documents)):
+                    raise ValueError("expected documents for a question, found none")
+                return documents
             except (ValueError, RecursionError) as reason:  # the latter of nested JSON
                 error: Exception = _RequestFailed(f"its reply is no ranking: {reason}")
-            except (_RequestFailed, _ServerUnreachable) as failure:
+            except (_RequestFailed, _ServerFails) as failure:
                 error = failure
             if attempt >= self._n_attempts:
                 raise error
@@ -367,7 +412,7 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
             late = f"no reply came in {seconds:g} seconds"
             raise _RequestFailed(late) from None
         if isinstance(error, urllib.error.URLError):
-            raise _ServerUnreachable(f"it cannot be reached ({reason})") from None
+            raise _ServerFails(f"it cannot be reached ({reason})") from None
         raise _RequestFailed(f"the connection broke ({error!r})") from None
 
 
@@ -381,9 +426,8 @@ def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
         raise ValueError(f"expected {n_queries} rankings, found {len(reply)}")
     documents = []
     for ranking in reply:
-        if not isinstance(ranking, list) or not ranking:
-            n = "none" if isinstance(ranking, list) else "no list"
-            raise ValueError(f"expected documents for a question, found {n}")
+        if not isinstance(ranking, list):
+            raise ValueError("expected documents for a question, found no list")
         documents.append([_contents(document) for document in ranking[:depth]])
         "".join(documents[-1]).encode()  # half of a surrogate pair is no text
     return documents
@@ -578,10 +622,12 @@ def open_retrieval(
         return Retrieval(served, served.passages, identity)
     if config.corpus is None:
         of_run = list(read_records(passages, Passage))
-        identity = sha256_json(["bm25", sha256_file(passages)])
+        identity = sha256_json([_BM25, sha256_file(passages)])
         return Retrieval(Bm25Retriever(of_run), of_run, identity)
     corpus = Corpus(Path(config.corpus))
     encoder, identities = None, [config.retriever, corpus.identity]
+    if config.retriever != "dense":
+        identities.append(_BM25)
     if config.encoder is not None and config.retriever != "bm25":
         options: dict[str, Any] = config.encoder_options
         encoder = TextEncoder(read_encoder_config(Path(config.encoder), **options))

@@ -337,7 +337,7 @@ def _fresh_of_round(
     for text in queries:
         rankings.append((yield Call("search", text, n=config.depth)))
     if query == "fused":
-        rankings = [fuse([np.array(each, np.int64) for each in rankings]).tolist()]
+        rankings = [fuse(rankings).tolist()]
     passages: tuple[int, ...] = ()
     for ranking in rankings:
         passages += fresh_passages(ranking, seen | set(passages), config.n_passages)

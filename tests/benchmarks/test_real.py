@@ -275,13 +275,15 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tm
     assert "1 records are left out" in notes[0] and "line 3" in notes[0]
 
 
-def test_retrieved_passages_carry_no_mark_of_gold():
-    requests = [an_example(id=f"q{i}", question=f"word{i}") for i in range(2)]
+def test_retrieved_passages_carry_no_mark_of_gold_and_none_is_a_failure():
+    texts = ["word0 T0 T1 T2", "word1 T0 T1 T2", "zzzz"]
+    requests = [an_example(id=f"q{i}", question=text) for i, text in enumerate(texts)]
     result = Retrieval(Bm25Retriever(CORPUS), CORPUS, "")
     examples, failed = with_passages(requests, result, 3)
     assert [e.passages[0].title for e in examples] == ["T0", "T1"]
     assert not any(p.is_supporting for e in examples for p in e.passages)
-    assert failed == {} and {len(e.passages) for e in examples} == {3}
+    assert {len(e.passages) for e in examples} == {3}
+    assert failed == {"q2": "the search found none"}
 
 
 def test_questions_that_a_server_failed_are_named_and_the_others_kept():

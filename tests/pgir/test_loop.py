@@ -261,10 +261,28 @@ def test_the_cap_is_a_setting_of_the_run(tmp_path):
 
 def test_bm25_ranks_the_passage_with_the_rare_word_first():
     result = Bm25Retriever(CORPUS).search(["where is word7", "word3"], 3)
-    assert result[:, 0].tolist() == [7, 3]
-    assert result.shape == (2, 3)
-    with pytest.raises(ValueError, match="at least one passage"):
-        Bm25Retriever([])
+    assert [ranking[0] for ranking in result] == [7, 3]
+    for passages in ([], [Passage(title="", text="?!")]):
+        with pytest.raises(ValueError, match="at least one passage with a word"):
+            Bm25Retriever(passages)
+
+
+def test_bm25_finds_words_with_vowel_signs_and_words_of_one_character():
+    texts = ["राम का घर", "राम की भाषा", "बाघ वन का", "vitamin C", "Apollo 5", "it's a"]
+    retriever = Bm25Retriever([Passage(title="", text=text) for text in texts])
+    rankings = retriever.search(["भाषा", "राम", "का", "c", "5"], 6)
+    assert [sorted(r.tolist()) for r in rankings] == [[1], [0, 1], [0, 2], [3], [4]]
+
+
+def test_two_encodings_of_a_letter_are_one_word():
+    retriever = Bm25Retriever([Passage(title="", text="caf\u00e9 \u0958लम")])
+    rankings = retriever.search(["cafe\u0301", "\u0915\u093cलम", "cafe"], 1)
+    assert [ranking.tolist() for ranking in rankings] == [[0], [0], []]
+
+
+def test_a_passage_that_shares_no_word_is_not_found():
+    rankings = Bm25Retriever(CORPUS).search(["zzzz", "?!", "word3 zzzz"], 3)
+    assert [ranking.tolist() for ranking in rankings] == [[], [], [3]]
 
 
 POLICY = Policy(threshold=0.5, budget=2)

@@ -111,14 +111,16 @@ def test_a_port_that_is_taken_is_named():
 
 def test_replies_have_the_shapes_that_the_two_protocols_say():
     with serving(corpus_server()) as url:
-        two = {"queries": ["word3"], "topk": 2}
+        two = {"queries": ["word3 shared"], "topk": 2}
         scored = post(f"{url}/retrieve", two | {"return_scores": True})
         bare = post(f"{url}/retrieve", two)
-        query = {"query": "word3", "top_n": 2, "return_score": False}
+        query = {"query": "word3 shared", "top_n": 2, "return_score": False}
         single = post(f"{url}/search", query)
-        queries = {"query": ["word3"], "top_n": 2, "return_score": True}
+        queries = {"query": ["word3 shared"], "top_n": 2, "return_score": True}
         many = post(f"{url}/batch_search", queries)
-        default = post(f"{url}/retrieve", {"queries": ["word3"]})
+        default = post(f"{url}/retrieve", {"queries": ["word3 shared"]})
+        nothing = {"queries": ["zzzz"], "return_scores": True}
+        assert post(f"{url}/retrieve", nothing) == {"result": [[]]}
     document = {"id": "3", "contents": '"T3"\nword3 shared text'}
     assert scored["result"][0][0] == {"document": document, "score": 1.0}
     assert bare["result"][0][0] == single[0] == many[0][0][0] == document
@@ -243,7 +245,7 @@ def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
         first = client(f"{url}/retrieve", cache)
         result = first.search(QUERIES, 3)
     again = client(f"{url}/retrieve", cache)  # nobody answers there any more
-    np.testing.assert_array_equal(again.search(QUERIES, 3), result)
+    assert again.search(QUERIES, 3) == result
     assert again.passages == first.passages
 
 
@@ -303,7 +305,6 @@ class _Moods(BaseHTTPRequestHandler):
         ("babble", "its reply is no ranking"),
         ("nested", "its reply is no ranking"),
         ("half a pair", "its reply is no ranking"),
-        ("nothing", "expected documents for a question, found none"),
         ("broken", "status 500"),
     ],
 )
@@ -326,6 +327,37 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
         again = client(f"{url}/retrieve", cache, timeout=5)
         assert np.shape(again.search(queries, 2)) == (4, 2)
         assert server.queries == [["poison"]]
+
+
+def test_a_server_that_finds_others_may_find_nothing_for_a_question(tmp_path):
+    cache = tmp_path / "cache.jsonl"
+    with serving(corpus_server()) as url:
+        asking = client(f"{url}/retrieve", cache)
+        assert asking.search(["word3", "zzzz"], 2) == [(0,), ()]
+        assert asking.search(["yyyy"], 2) == [()]
+    assert client(f"{url}/retrieve", cache).search(["zzzz"], 2) == [()]
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("broken", "status 500"),
+        ("babble", "its reply is no ranking"),
+        ("nothing", "expected documents for a question, found none"),
+    ],
+)
+def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, reason):
+    queries = [f"q{i}" for i in range(100)]
+    server = Moody(dict.fromkeys(queries, mood))
+    with serving(server) as url:
+        asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl")
+        with pytest.raises(RetrievalFailed, match="100 of 100") as failed:
+            asking.search(queries, 2)
+        assert all(reason in text for text in failed.value.reasons.values())
+        assert "no more is sent" in failed.value.reasons[99]
+        assert len(server.queries) == 2 * (1 + 3)  # a batch, then three alone
+        server.moods.clear()  # it recovers
+        assert asking.search(queries, 2)[99] == (0, 0)
 
 
 @pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
@@ -400,8 +432,14 @@ def test_fusion_does_not_depend_on_the_order_of_the_retrievers(first, second):
 
 def test_a_passage_that_one_retriever_misses_can_still_be_found():
     fused = FusedRetriever([Fixed([0, 1, 2, 3]), Fixed([9, 0, 8, 7])])
-    assert fused.search(["a", "b"], 2).tolist() == [[0, 9], [0, 9]]
-    assert fused.search([], 2).shape == (0, 2)
+    assert [row.tolist() for row in fused.search(["a", "b"], 2)] == [[0, 9], [0, 9]]
+    assert fused.search([], 2) == []
+
+
+def test_what_one_retriever_does_not_find_the_other_ranks_alone():
+    words, dense = Bm25Retriever(CORPUS), Fixed(range(12))
+    rows = FusedRetriever([words, dense]).search(["zzzz", "word5"], 3)
+    assert [row.tolist() for row in rows] == [[0, 1, 2], [5, 0, 1]]
 
 
 def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
@@ -637,5 +675,7 @@ def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     assert built == {"folder": str(folder), "n_passages": 40, "n_questions": 0}
     done = beatrice("corpus", folder, "--search", "w7 v7 n7", "-k", 1)
     assert "1. Title 7:" in done.stdout
+    done = beatrice("corpus", folder, "--search", "zzzz")
+    assert done.stdout == "zzzz\n  no passage has a word of it\n"
     failed = beatrice("corpus", tmp_path, "--search", "x", code=1)
     assert "no finished corpus" in failed.stderr
