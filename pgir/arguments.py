@@ -6,6 +6,7 @@ raises a ValueError of one sentence that names the argument, what was expected a
 came.
 """
 
+import functools
 import math
 import numbers
 import os
@@ -17,8 +18,8 @@ from typing import Any
 from beatrice.extract.records import Passage
 
 _PASSAGE = (
-    "a text (str), a mapping with a text under 'text' or 'contents', or a document "
-    "with 'page_content'"
+    "a text (str), a mapping with a text under 'text', 'contents' or 'page_content', "
+    "or a document with 'page_content'"
 )
 # The methods by which tables return their rows: polars; pyarrow; pandas.
 _TABLES = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))
@@ -161,22 +162,25 @@ def as_passage(value: Any, name: str) -> Passage:
     """Return a passage; `name` is the argument's, for the message.
 
     A text; a mapping with `text` and perhaps `title`, or with `contents` as FlashRAG
-    and Search-R1 write it (see `from_document`); a document with `page_content` and
-    perhaps a `title` in its `metadata`, as LangChain's; or a `Passage`.
+    and Search-R1 write it (see `from_document`); a document or mapping with
+    `page_content` and perhaps a `title` in its `metadata`, as LangChain's; or a
+    `Passage`.
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
+    is_mapping = isinstance(value, Mapping)
+    get = value.get if is_mapping else functools.partial(getattr, value)
     title: Any = ""
     if isinstance(value, Passage):
         title, text = value.title, value.text
-    elif isinstance(value, Mapping):
-        if isinstance(value.get("contents"), str) and "text" not in value:
-            return from_document(value["contents"])
-        title, text = value.get("title"), value.get("text")
+    elif is_mapping and "text" in value:
+        title, text = value.get("title"), value["text"]
+    elif is_mapping and isinstance(value.get("contents"), str):
+        return from_document(value["contents"])
     else:
-        text = getattr(value, "page_content", None)
-        metadata = getattr(value, "metadata", None)
-        if isinstance(metadata, Mapping):
+        text, metadata = get("page_content", None), get("metadata", None)
+        title = value.get("title") if is_mapping else None
+        if not title and isinstance(metadata, Mapping):
             title = metadata.get("title")
     if not isinstance(text, str):
         raise argument_error(name, _PASSAGE, value)
@@ -185,12 +189,17 @@ def as_passage(value: Any, name: str) -> Passage:
     return Passage(title=title or "", text=text)
 
 
+def is_passage(value: Any) -> bool:
+    """Return whether a value is meant as a single passage."""
+    kinds = (str, Mapping, Passage)
+    return isinstance(value, kinds) or hasattr(value, "page_content")
+
+
 def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     """Return the passages of a context: none of None, one of a single passage."""
     if value is None:
         return ()
-    is_passage = isinstance(value, (str, Mapping, Passage))
-    if is_passage or hasattr(value, "page_content"):
+    if is_passage(value):
         return (as_passage(value, name),)
     if _is_table(value):
         value = _table_rows(value)

@@ -186,12 +186,12 @@ class CorpusOptions(EncoderSettings):
 def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
     """Gather passages into a corpus, index it for dense retrieval, or search it.
 
-    psgs_w100.tsv, JSON lines of wiki18 and HippoRAG's lists are read as published, and
-    so are the contexts of question sets, whose gold passages are then known; each
-    passage is kept once. FOLDER holds everything; the same line again continues, after
-    any kill. An index is of one encoder, whose folder's name it has, and of this
-    corpus. --search, --recall and --serve search what is there; --serve speaks the
-    protocols of Search-R1 (POST /retrieve) and FlashRAG (POST /search and
+    psgs_w100.tsv, JSON lines of wiki18 and HippoRAG's lists are read as published, also
+    texts without a title, and the contexts of question sets, whose gold passages are
+    then known; each passage is kept once. FOLDER holds everything; the same line again
+    continues, after any kill. An index is of one encoder, whose folder's name it has,
+    and of this corpus. --search, --recall and --serve search what is there; --serve
+    speaks the protocols of Search-R1 (POST /retrieve) and FlashRAG (POST /search and
     /batch_search), for whoever has the index elsewhere.
 
     Example: beatrice corpus corpora/wiki --source psgs_w100.tsv --encoder e5-base-v2

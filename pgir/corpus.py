@@ -39,7 +39,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_stream_atomic,
 )
-from beatrice.pgir.arguments import from_document
+from beatrice.pgir.arguments import as_passage
 
 # A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
 # nothing says which paragraph holds the answer.
@@ -51,6 +51,10 @@ DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is judged
 _BLANKS = r"""\s"'`´‘’‚“”„«»‹›()\[\]{}"""
 _BETWEEN = re.compile(
     rf"[{_BLANKS}]|[.,;:!?…]+(?=[{_BLANKS}]|$)|(?<=\w)[-‐‑–—]+|[-‐‑–—]+(?![-‐‑–—\w])"
+)
+_NO_SOURCE = (
+    "left out, neither questions nor passages (records with 'text', 'contents' or "
+    "'page_content')"
 )
 _AGAIN = "build the corpus again in another folder"
 _FILES = ("passages.jsonl", "gold.jsonl", "lines.npy")
@@ -148,16 +152,15 @@ def _key(passage: Passage) -> int:
     return int.from_bytes(digest)
 
 
-def _passage(record: Mapping[str, Any], where: str) -> Passage:
-    contents = record.get("contents")
-    if isinstance(contents, str) and "text" not in record:
-        return from_document(contents)
-    title, text = record.get("title") or "", record.get("text")
-    if not isinstance(text, str) or not isinstance(title, str):
-        raise ValueError(
-            f"{where}: expected a passage with 'title' and 'text', or 'contents'"
-        )
-    return Passage(title=title.strip(), text=text.strip())
+def _has_passages(path: Path, error: FileRefused) -> bool:
+    """Return whether a file without questions is one of passages, by its records."""
+    if error.format is not None:
+        return error.format.startswith("passages")
+    try:
+        record = next(read_raw(path, error.type)).value or {}
+    except (ValueError, StopIteration):
+        return False
+    return any(isinstance(record.get(x), str) for x in ("text", "page_content"))
 
 
 def read_source(
@@ -167,16 +170,18 @@ def read_source(
     try:
         questions = open_dataset(path)
     except FileRefused as error:
-        if not (error.format or "").startswith("passages"):
-            note(f"{path.name}: left out, neither passages nor questions")
+        if not _has_passages(path, error):
+            note(f"{path.name}: {_NO_SOURCE}")
             return
         for raw in read_raw(path, error.type):
             if raw.value is None:
                 raise ValueError(f"{path}, {raw.at}: {raw.problem}") from None
-            yield None, [_passage(raw.value, f"{path}, {raw.at}")]
+            passage = as_passage(raw.value, f"{path}, {raw.at}")
+            title, text = passage.title.strip(), passage.text.strip()
+            yield None, [Passage(title=title, text=text)]
         return
     except ValueError:
-        note(f"{path.name}: left out, neither passages nor questions")
+        note(f"{path.name}: {_NO_SOURCE}")
         return
     refused: list[Refusal] = []
     for row in questions.read():

@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import http.client
+import inspect
 import itertools
 import json
 import logging
@@ -39,7 +40,13 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
-from beatrice.pgir.arguments import as_passages, from_document
+from beatrice.pgir.arguments import (
+    argument_error,
+    as_list,
+    as_passages,
+    from_document,
+    is_passage,
+)
 from beatrice.pgir.corpus import Corpus, as_document
 from beatrice.pgir.index import (
     DenseRetriever,
@@ -470,20 +477,13 @@ class OwnRetriever(CachedRetriever):
 
     def _call(self, queries: list[str], depth: int) -> list[list[str]]:
         try:
-            rankings = self._retriever.search(queries, depth)
-            n = len(rankings) if isinstance(rankings, Sequence) else "no list of"
-            if n != len(queries):
+            found = self._retriever.search(queries, depth)
+            rankings = as_list(found, "passages", "a list of passages a query")
+            if len(rankings) != len(queries):
                 raise ValueError(
-                    f"expected {len(queries)} lists of passages, found {n}"
+                    f"expected {len(queries)} lists of passages, found {len(rankings)}"
                 )
-            return [
-                [
-                    # `from_document` reads the same passage, without a title too.
-                    f'"{" ".join(passage.title.split())}"\n{passage.text}'
-                    for passage in as_passages(ranking, f"passages[{i}]")
-                ]
-                for i, ranking in enumerate(rankings)
-            ]
+            return [_documents(x, f"passages[{i}]") for i, x in enumerate(rankings)]
         except OSError as error:
             raise _RequestFailed(str(error)) from error
         # Whatever a person's own code raises is a mistake in that code.
@@ -491,6 +491,16 @@ class OwnRetriever(CachedRetriever):
             raise ValueError(
                 f"the retriever {self._name} fails ({type(error).__name__}): {error}"
             ) from error
+
+
+def _documents(ranking: Any, name: str) -> list[str]:
+    """Return a person's passages for one query, as `from_document` reads them."""
+    if is_passage(ranking):  # which `as_passages` reads as a context by itself
+        raise argument_error(name, "a list of passages", ranking)
+    return [
+        f'"{" ".join(passage.title.split())}"\n{passage.text}'  # without a title too
+        for passage in as_passages(ranking, name)
+    ]
 
 
 def identity_of(retriever: Any) -> str:
@@ -502,6 +512,11 @@ def identity_of(retriever: Any) -> str:
             f"{type(retriever).__name__} is no retriever: expected a method "
             "search(queries, depth) and a text `identity` of all that its rankings "
             "depend on"
+        )
+    if inspect.iscoroutinefunction(retriever.search):
+        raise ValueError(
+            f"{type(retriever).__name__}.search is async: expected a method that "
+            "returns the passages themselves; let it call asyncio.run on the async one"
         )
     return identity
 

@@ -144,8 +144,10 @@ def test_a_context_is_read_however_it_is_held(context):
 def test_titles_are_read_where_they_are():
     held = [{"title": "T", "text": "a"}, Document("a", {"title": "T"})]
     held += [{"contents": '"T"\na'}, {"contents": "T\na"}]
+    held.append({"page_content": "a", "metadata": {"title": "T"}})
+    held.append({"page_content": "a", "title": "T"})
     passages = as_passages(held, "context")
-    assert passages == (Passage(title="T", text="a"),) * 4
+    assert passages == (Passage(title="T", text="a"),) * 6
 
 
 @pytest.mark.parametrize("row", [(QUESTION, ANSWER), [QUESTION, ANSWER, None], ROW])

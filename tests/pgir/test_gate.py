@@ -271,13 +271,34 @@ def broken(queries, depth):
     [
         (broken, "Fixed fails .KeyError"),
         (lambda queries, depth: [], "expected 1 lists of passages, found 0"),
-        (lambda queries, depth: None, "expected 1 lists of passages, found no list"),
+        (lambda queries, depth: None, "a list of passages a query, found NoneType"),
+        (lambda queries, depth: "a", "a list of passages a query, found 'a'"),
+        (lambda queries, depth: [PASSAGE], r"passages\[0\]: expected a list of pass"),
+        (lambda queries, depth: np.array(["a"]), r"passages\[0\]: expected a list"),
         (lambda queries, depth: [[3]], r"passages\[0\]\[0\]: expected a text"),
     ],
 )
 def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
     with pytest.raises(ValueError, match=message):
         OwnRetriever(Fixed(give)).search(["a"], 2)
+
+
+@pytest.mark.parametrize("held", [tuple, iter, np.array])
+def test_rankings_are_read_however_they_are_held(held):
+    retriever = OwnRetriever(Fixed(lambda queries, depth: held([["x"], ["y"]])))
+    assert retriever.search(["a", "b"], 1) == [(0,), (1,)]
+
+
+class Async:
+    identity = "async"
+
+    async def search(self, queries, depth):
+        return [[PASSAGE] for _ in queries]
+
+
+def test_an_async_search_is_refused_before_it_is_called():
+    with pytest.raises(ValueError, match="Async.search is async: expected a method"):
+        OwnRetriever(Async())
 
 
 DOUBTING = {"threshold": 1.0, "query": "question"}  # every question searches

@@ -603,6 +603,48 @@ def test_published_corpora_are_read_and_each_passage_is_there_once(tmp_path):
     assert notes[1] == "two.json: 2 passages, 1 of them new"
 
 
+BY_CHAIN = {"page_content": "Paged.", "metadata": {"title": "P", "source": "x"}}
+
+
+def test_passages_are_read_without_titles_and_as_langchain_writes_them(tmp_path):
+    texts = "".join(json.dumps({"id": i, "text": f"Text {i}."}) + "\n" for i in "ab")
+    paged = json.dumps(BY_CHAIN) + "\n"
+    other = json.dumps({"body": "x"}) + "\n"
+    files = {"texts__jsonl": texts, "paged__jsonl": paged, "other__jsonl": other}
+    corpus, notes = build(tmp_path, **files, table__csv="id,text\n1,Tabled.\n")
+    found = [(p.title, p.text) for p in corpus]
+    untitled = ("", "Text a."), ("", "Text b.")
+    assert found == [*untitled, ("P", "Paged."), ("", "Tabled.")]
+    expected = "neither questions nor passages (records with 'text', 'contents' or "
+    assert expected in notes[2]
+
+
+SAME = {
+    'He said "no" twice.': "he said “no”  twice",
+    "The 1939-1945 war (born 1970).": "The 1939 – 1945 war ( born 1970 ) .",
+    "caf\u00e9 -- open": "cafe\u0301 — open",
+}
+OTHER = {
+    "राम का घर": "राम की घर",
+    "บาน": "บ้าน",
+    "C++ is a language": "C# is a language",
+    "-5 degrees": "5 degrees",
+    "3.5": "3,5",
+    "a != b": "a = b",
+    "$5": "€5",
+}
+
+
+def test_a_passage_is_there_once_whatever_its_punctuation_but_no_other_is_lost(
+    tmp_path,
+):
+    pairs = SAME | OTHER
+    rows = [{"title": "T", "text": text} for pair in pairs.items() for text in pair]
+    corpus, _ = build(tmp_path, two__json=rows)
+    texts = [*SAME, *(text for pair in OTHER.items() for text in pair)]
+    assert [p.text for p in corpus] == texts
+
+
 def test_contexts_of_questions_are_passages_and_their_gold_ones_are_known(tmp_path):
     question = {**BARE, "context": CONTEXT}
     corpus, _ = build(tmp_path, two__json=TITLES, asked__jsonl=question)
