@@ -21,7 +21,14 @@ from beatrice.benchmarks.results.findings import (
     grids,
     verdicts_in_words,
 )
-from beatrice.benchmarks.results.report import Side, comparison, correlation, run_side
+from beatrice.benchmarks.results.report import (
+    Side,
+    comparison,
+    correlation,
+    read_part,
+    run_side,
+)
+from beatrice.benchmarks.results.shown import ShownSet
 from beatrice.benchmarks.results.tables import decision_table, find, results_of
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.directory import RunDir
@@ -315,6 +322,14 @@ def test_the_ledger_of_a_run_says_what_differs_from_the_paper(smoke_run):
         assert fact in text
     table = beatrice("report", smoke_run, "--print", "detectors").stdout
     assert table.startswith("Detectors") and "BEATRICE" in table
+
+
+def test_answers_to_look_at_are_of_each_test_and_held_out_set_once(smoke_run):
+    shown = read_part(smoke_run / "shown.json", tuple[ShownSet, ...], "evaluate")
+    places = [(x.setting, x.dataset, x.split) for x in shown]
+    assert len({*places}) == len(places)
+    assert {split for *_, split in places} == {"test", "ood"}
+    assert IN_DOMAIN not in {dataset for _, dataset, _ in places}
 
 
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])

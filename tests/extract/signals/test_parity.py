@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.oracle import TOLERANCE
@@ -222,6 +223,20 @@ class Cut(LlamaForCausalLM):
 def refused(model, message):
     with pytest.raises(ValueError, match=f"unknown residual layout: {message}"):
         SignalReader(Backbone.from_model(model))
+
+
+class Skipping(LlamaDecoderLayer):
+    """A layer that attends and has a feed-forward part, which it does not call."""
+
+    def forward(self, hidden_states, **kwargs):
+        mixed, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + mixed
+
+
+def test_a_layer_that_does_not_call_one_of_its_parts_is_refused():
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    model.model.layers[1] = Skipping(model.config, 1)
+    refused(model, r"layer 1 \(Skipping\) did not call its feed-forward part")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
