@@ -477,8 +477,8 @@ class OwnRetriever(CachedRetriever):
 
     def _call(self, queries: list[str], depth: int) -> list[list[str]]:
         try:
-            found = self._retriever.search(queries, depth)
-            rankings = as_list(found, "passages", "a list of passages a query")
+            result = self._retriever.search(queries, depth)
+            rankings = as_list(result, "passages", "a list of passages a query")
             if len(rankings) != len(queries):
                 raise ValueError(
                     f"expected {len(queries)} lists of passages, found {len(rankings)}"
