@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from beatrice.extract.records import Passage
+from beatrice.extract.records import SETTINGS, Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
 from beatrice.jaxprobe.scope import Decision
@@ -408,9 +408,17 @@ def run_pgir(
         and passages that returns P(correct) in [0, 1].
 
     Raises:
-      ValueError: an argument is of another type, or the retriever or judge fails.
+      ValueError: an argument is of another type, the probe was fitted on one setting
+        alone, or the retriever or judge fails.
     """
     probed = _checked(scorer).load_scorer().probed
+    fitted = [x for x in SETTINGS if x in probed.detector.heads]
+    if judge is None and len(fitted) < len(SETTINGS):
+        raise ValueError(
+            f"scorer: the probe was fitted on {' and '.join(fitted)} answers alone, "
+            "and drafts are written without passages and with them; fit one on both "
+            "settings, or give a judge"
+        )
     texts = as_texts(questions, "questions")
     policy = Policy(
         threshold=as_probability(threshold, "threshold"),

@@ -1,5 +1,6 @@
 """The gate, the pipelines of others that it stands in, and what a person plugs in."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -25,6 +26,7 @@ from beatrice.pgir.gate import (
     run_pgir,
 )
 from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriever
+from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice
 from tests.pgir.small import PASSAGE, QUESTION, reply
 from tests.process import ROOT
@@ -355,6 +357,20 @@ class NoIdentity:
 def test_what_is_no_retriever_is_refused(scorer, plug):
     with pytest.raises(ValueError, match="is no retriever: expected a method search"):
         run_pgir(scorer, [QUESTION], plug, threshold=0.5)
+
+
+def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
+    probed = scorer.probed
+    heads = {"closed_book": probed.detector.heads["closed_book"]}
+    banks = {"closed_book": probed.detector.banks["closed_book"]}
+    detector = dataclasses.replace(probed.detector, heads=heads, banks=banks)
+    alone = Scorer(probed.backbone, detector, probed.config)
+    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
+    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+        run_pgir(alone, [QUESTION], retriever, threshold=0.5)
+    options = {"threshold": 0.5, "judge": lambda question, answer, passages: 0.1}
+    (result,) = run_pgir(alone, [QUESTION], retriever, **options)
+    assert result.n_generations == 2 and result.error is None
 
 
 @pytest.mark.parametrize("given", [1.5, -0.1, "0.5", None, float("nan")])
