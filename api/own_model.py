@@ -94,7 +94,7 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     """Return "train", "validation" or "test" of each answer.
 
     Answers to one question stay together: what is held back would else be seen. Parts
-    are alike in questions that are mostly answered right.
+    are alike in questions of which all, some and no answers are right.
 
     Args:
       labels: `[n_answers]` bool.
@@ -102,10 +102,10 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     """
     numbers: dict[str, int] = {}
     group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
-    is_right = 2 * np.bincount(group, labels) >= np.bincount(group)
+    n_right, n = np.bincount(group, labels), np.bincount(group)
     rng, splits = np.random.default_rng(0), np.full(len(numbers), "validation")
-    for of_kind in (np.flatnonzero(is_right), np.flatnonzero(~is_right)):
-        where = rng.permutation(of_kind)
+    for is_kind in (n_right == n, (n_right > 0) & (n_right < n), n_right == 0):
+        where = rng.permutation(np.flatnonzero(is_kind))
         *ends, _ = np.ceil(np.cumsum([*_SHARES.values()]) * len(where)).astype(int)
         for name, part in zip(_SHARES, np.split(where, ends), strict=True):
             splits[part] = name

@@ -722,6 +722,10 @@ def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart
     splits = split_answers(labels, questions)
     assert {len(set(splits[k::80])) for k in range(80)} == {1}
     assert set(splits) == {"train", "validation", "test"}
+    # Of two answers each, one in ten questions has both right, the others have one.
+    labels = np.concatenate([np.arange(400) % 10 == 0, np.ones(400, bool)])
+    splits = split_answers(labels, [str(i) for i in range(400)] * 2)
+    assert (labels[:400] & (splits[:400] == "test")).sum() == 10
 
 
 def answered(labels, questions):
