@@ -300,6 +300,7 @@ def test_an_order_that_our_intervals_show_agrees_or_differs():
     signs = only(known)
     assert signs["Prob", "Qwen3.5-9B"].verdict == "agrees"
     assert signs["Attn", "Qwen3.5-9B"].verdict == "differs"
+    assert signs["Attn", "Qwen3.5-9B"].change == pytest.approx(0.2)
     _, paper, here, verdict = signs["Attn", "Qwen3.5-9B"].cells
     assert paper == ".065 beside .668 (Hidden)" and verdict == "the other way"
     assert here == ".800 [.790, .810] beside .600 [.590, .610]"
