@@ -21,10 +21,10 @@ from beatrice.extract.backbone.names import locked
 from beatrice.extract.records import SETTINGS, Answer, Example, Passage, Setting
 from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
+from beatrice.jaxprobe.detector import OWN_PASS_HEADS
 from beatrice.jaxprobe.scope import LEAST_ANSWERS
 
 if TYPE_CHECKING:
-    from beatrice.jaxprobe.detector import HeadName
     from beatrice.pgir.given import AnswerToScore
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
@@ -47,11 +47,6 @@ class Labelled(NamedTuple):
 
 Parts = dict[Setting, Labelled]
 IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
-# The head that scores answers of a setting, see `pgir.scorer`.
-_HEADS: "dict[Setting, HeadName]" = {
-    "closed_book": "closed_book",
-    "with_context": "single_pass",
-}
 
 
 def read_labelled(
@@ -319,7 +314,7 @@ def compare(
     order = {key: at for at, key in enumerate(signals.store.spec.keys)}
     at = [order[answer.key] for answer in labelled.answers]
     log_probs = answer_log_probs(signals.store)[at]
-    head = _HEADS[setting]
+    head = OWN_PASS_HEADS[setting]
     lines = [
         f"{len(labels)} answers {IN_WORDS[setting]} held back, {int(labels.sum())} of "
         "them right:"

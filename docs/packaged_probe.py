@@ -22,10 +22,10 @@ from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_store
 from beatrice.fitting import metric_rows
+from beatrice.jaxprobe.detector import OWN_PASS_HEADS
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.probe import MOST_EXAMPLES
 
-HEADS = {"closed_book": "closed_book", "with_context": "single_pass"}
 MOST_TOKENS = 16  # of an answer
 
 
@@ -84,7 +84,7 @@ def main(run, name, folder, settings):
             ids = np.array([selected[i].id for i in where])
             report += [
                 {
-                    "head": HEADS[setting],
+                    "head": OWN_PASS_HEADS[setting],
                     "dataset": dataset,
                     "split": "test" if split == "test" else "held out",
                     **row,

@@ -69,6 +69,11 @@ class EncoderBank:
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
 # closed-book"), for a caller who has one answer and one forward pass.
 HeadName = Literal["closed_book", "with_context", "single_pass"]
+# By the setting of an answer, the head that reads its own pass alone.
+OWN_PASS_HEADS: dict[Setting, HeadName] = {
+    "closed_book": "closed_book",
+    "with_context": "single_pass",
+}
 
 
 class Scores(NamedTuple):

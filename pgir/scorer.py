@@ -27,7 +27,7 @@ from beatrice.extract.records import SETTINGS, Answer, Setting
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.jaxprobe.detector import Detector, HeadName, Scores
+from beatrice.jaxprobe.detector import OWN_PASS_HEADS, Detector, Scores
 from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Thresholds
 from beatrice.pgir.arguments import argument_error, as_messages, as_path, as_probability
@@ -56,11 +56,6 @@ from beatrice.pgir.warnings import (
     warn_of_path,
     why_unreadable,
 )
-
-_HEADS: dict[Setting, HeadName] = {
-    "closed_book": "closed_book",
-    "with_context": "single_pass",
-}
 
 
 class Scorer(AnswerScorer):
@@ -158,7 +153,7 @@ class Scorer(AnswerScorer):
         """Return at which P decisions on answers of a setting begin, and how sure."""
         if setting not in SETTINGS:
             raise argument_error("setting", f"one of {', '.join(SETTINGS)}", setting)
-        return self._thresholds.get(_HEADS[setting])
+        return self._thresholds.get(OWN_PASS_HEADS[setting])
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
@@ -321,8 +316,8 @@ class Scorer(AnswerScorer):
 
     def _require_head(self, setting: Setting) -> None:
         heads = self.probed.detector.heads
-        if _HEADS[setting] not in heads:
-            known = next(name for name, head in _HEADS.items() if head in heads)
+        if OWN_PASS_HEADS[setting] not in heads:
+            known = next(name for name, head in OWN_PASS_HEADS.items() if head in heads)
             raise ValueError(
                 f"this answer is {setting}, and the probe was fitted on {known} "
                 "answers alone: score one of those, or fit a probe on both settings"
@@ -338,7 +333,7 @@ class Scorer(AnswerScorer):
             for i, prepared in enumerate(inputs)
             if (unknown := self._unreadable(prepared)) is not None
         }
-        for setting in _HEADS:
+        for setting in OWN_PASS_HEADS:
             rows = [
                 i
                 for i, prepared in enumerate(inputs)
@@ -364,7 +359,7 @@ class Scorer(AnswerScorer):
         if reading is None:
             sequences = [prepared.sequence for prepared in inputs]
             reading = probed.read_sequences(sequences)
-        features, name = reading.features(setting), _HEADS[setting]
+        features, name = reading.features(setting), OWN_PASS_HEADS[setting]
         scores = self._detect(setting, features)
         outside = warn_after(detector, features, len(inputs), setting)
         mixed = warn_of_path(probed.trained, probed.backbone, reading.path)
@@ -418,7 +413,7 @@ class Scorer(AnswerScorer):
     def _detect(self, setting: Setting, features: Features) -> Scores:
         """Return what the detector says of answers from the signals of one pass."""
         passes: dict[Setting, Features] = {setting: features}
-        return self.probed.forward.score(_HEADS[setting], passes)
+        return self.probed.forward.score(OWN_PASS_HEADS[setting], passes)
 
 
 def _loaded(model: Any) -> Backbone:

@@ -612,9 +612,9 @@ def test_passages_are_read_without_titles_and_as_langchain_writes_them(tmp_path)
     other = json.dumps({"body": "x"}) + "\n"
     files = {"texts__jsonl": texts, "paged__jsonl": paged, "other__jsonl": other}
     corpus, notes = build(tmp_path, **files, table__csv="id,text\n1,Tabled.\n")
-    found = [(p.title, p.text) for p in corpus]
+    passages = [(p.title, p.text) for p in corpus]
     untitled = ("", "Text a."), ("", "Text b.")
-    assert found == [*untitled, ("P", "Paged."), ("", "Tabled.")]
+    assert passages == [*untitled, ("P", "Paged."), ("", "Tabled.")]
     expected = "neither questions nor passages (records with 'text', 'contents' or "
     assert expected in notes[2]
 
