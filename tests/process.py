@@ -23,6 +23,8 @@ ENVIRON = {
     ),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # See `filterwarnings` in pyproject.toml: of processes that a test starts.
+    "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     "HF_HUB_OFFLINE": "1",
     # Two workers whose threads wait for each other on two cores take twice as long; and
     # a verb asks for two threads, which wait by spinning unless told to sleep.
