@@ -497,10 +497,20 @@ def _score_file(
     help="Lines with question, answer, label, perhaps context, instead of QUESTIONS.",
 )
 @click.option(
+    "--template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Your words around question and context, a JSON object of closed_book and "
+    "with_context.",
+)
+@click.option(
     "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
 )
 def fit(
-    model: str, places: tuple[Path, ...], labelled: Path | None, untrustworthy: bool
+    model: str,
+    places: tuple[Path, ...],
+    labelled: Path | None,
+    template: Path | None,
+    untrustworthy: bool,
 ) -> None:
     """Fit a probe for a model of your own, from questions or labelled answers.
 
@@ -515,6 +525,7 @@ def fit(
     Example: beatrice fit smollm2 --labelled answers.jsonl probe
     """
     from beatrice.extract.datasets.loading import read_questions
+    from beatrice.extract.generate.prompts import read_words
     from beatrice.own_model import check_folder, fit_own, read_labelled
 
     n_places = 1 if labelled else 2
@@ -523,12 +534,21 @@ def fit(
         raise click.UsageError(f"after the model give {wanted}")
     NewPath().convert(places[-1], None, None)
     check_folder(places[-1])
+    words = read_words(template) if template else None
+    if template and words is None:
+        raise click.BadParameter(
+            f'{template}: expected a JSON object of "closed_book", a text with '
+            '{question}, "with_context", one with {context} and behind it {question}, '
+            "or both",
+            param_hint="--template",
+        )
     note = Progress().note
     fit_own(
         model,
         read_labelled(labelled, note) if labelled else read_questions(places[0]),
         places[-1],
         is_labelled=labelled is not None,
+        words=words and vars(words),
         untrustworthy=untrustworthy,
         say=click.echo,
     )

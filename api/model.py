@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
@@ -53,7 +53,7 @@ class LanguageModel:
         *,
         device: str | None = None,
         dtype: str | None = None,
-        prompt: "PromptConfig | None" = None,
+        prompt: "PromptConfig | Mapping[str, Any] | None" = None,
         attention_layers: AttentionLayers = "all",
     ) -> None:
         """Load a model, or take one that is in memory.
@@ -68,7 +68,11 @@ class LanguageModel:
           dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on a GPU and
             float32 elsewhere. A model in memory stays where it is and as it is.
           prompt: how questions are put; None takes the model's chat template where it
-            has one and worked examples where it has none.
+            has one and worked examples where it has none. Words of your own are a
+            mapping of "closed_book", such as "Q: {question} A:", "with_context", which
+            holds `{context}` and behind it `{question}`, or both, and perhaps of
+            "system", "between" (passages) and "has_titles"; a model with a chat
+            template is asked through it.
           attention_layers: whose attention is read: "all", or "full", those without a
             window (7 of Gemma 4 E4B's 42, which the paper reads).
 
@@ -76,10 +80,10 @@ class LanguageModel:
           ValueError: there is no such model, it is of a kind that cannot be read
             exactly, or a device or type is not to be had.
         """
-        from beatrice.extract.generate.prompts import PromptConfig
+        from beatrice.extract.generate.prompts import PromptConfig, as_words
 
-        if prompt is not None and not isinstance(prompt, PromptConfig):
-            raise argument_error("prompt", "a PromptConfig", prompt)
+        if prompt is not None and not isinstance(prompt, PromptConfig | Mapping):
+            raise argument_error("prompt", "a mapping or a PromptConfig", prompt)
         if attention_layers not in get_args(AttentionLayers):
             raise argument_error(
                 "attention_layers", '"all" or "full"', attention_layers
@@ -89,7 +93,12 @@ class LanguageModel:
             opened, attention=attention_layers
         )
         self.name: str = model if isinstance(model, str) else self.backbone.name
-        self.prompt: PromptConfig = prompt or default_prompt(self.backbone)
+        if prompt is None:
+            prompt = default_prompt(self.backbone)
+        elif not isinstance(prompt, PromptConfig):
+            words, chat = as_words(prompt, "prompt"), has_chat(self.backbone)
+            prompt = PromptConfig(template=words, chat=chat)
+        self.prompt: PromptConfig = prompt
         # Of some choices of layers: what reads them, and why not while it writes.
         self._readers: dict[Any, tuple[SignalReader]] = {}
         self._reasons: dict[Any, tuple[str | None]] = {}
@@ -182,7 +191,7 @@ class LanguageModel:
             requests = make_requests(
                 examples, self.backbone, self.prompt, max_new_tokens, (setting,)
             )
-        stop = usual_stop(self.prompt) if stop is None else as_texts(stop, "stop")
+        stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         if read:
             read_layers = self._layers(layers)
@@ -248,7 +257,7 @@ class LanguageModel:
                 if not answer.uses_template:
                     raise ValueError(
                         "it has a prompt of its own; give question, answer and context "
-                        "alone, which the model's template puts into words"
+                        "alone, which LanguageModel(prompt=…) puts into your words"
                     )
                 with self.backbone.halves.lock:
                     prepared = prepare(
@@ -472,14 +481,14 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
 
     if backbone.name == EMBEDDED:
         return PromptConfig()
-    if getattr(backbone.tokenizer, "chat_template", None) is not None:
+    if has_chat(backbone):
         return PromptConfig(template="paper", chat=True)
     return PromptConfig(template="few-shot", shots=SHOTS)
 
 
-def usual_stop(prompt: "PromptConfig") -> tuple[str, ...]:
-    """Return the texts that end an answer: behind worked examples the line's end."""
-    return ("\n",) if prompt.template == "few-shot" else ()
+def has_chat(backbone: "Backbone") -> bool:
+    """Return whether a model has a chat template."""
+    return getattr(backbone.tokenizer, "chat_template", None) is not None
 
 
 def as_examples(

@@ -11,7 +11,7 @@ import itertools
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,8 +155,9 @@ def answer_and_label(
 ) -> Parts:
     """Answer with signals in one pass, and label by exact match with the golds.
 
-    A question with passages is asked from memory and with them. A chat model sees
-    worked examples of short answers, which a gold can match.
+    A question with passages is asked from memory and with them, if the prompt has words
+    for both. A chat model sees worked examples of short answers, which a gold can
+    match, unless it is asked in words of one's own.
 
     Args:
       model: a `LanguageModel`.
@@ -164,18 +165,29 @@ def answer_and_label(
       work: a folder for answers and signals, where the same call continues.
       note: called with what takes how long, and with what looks wrong.
     """
-    from beatrice.extract.generate.prompts import SHOTS, PromptConfig
+    from beatrice.extract.generate.prompts import SHOTS, PromptConfig, Words
     from beatrice.extract.label.labels import exact_match
 
-    if model.prompt.chat:
+    words = model.prompt.template
+    is_own = isinstance(words, Words)
+    if model.prompt.chat and not is_own:
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     asked: dict[Setting, Sequence[Example]] = {"closed_book": questions}
     if with_passages := [q for q in questions if q.passages]:
         asked["with_context"] = with_passages
+    if isinstance(words, Words):
+        asked = {x: part for x, part in asked.items() if words.of(x)}
+    if not asked:
+        raise ValueError(
+            "no question has passages, and the template has words for those that do "
+            "alone; add closed_book to it"
+        )
+    if with_passages:
+        how = " and ".join(IN_WORDS[setting] for setting in asked)
         note(
-            f"{len(with_passages)} of {len(questions)} questions have passages, and "
-            "are asked from memory and with them"
+            f"{len(with_passages)} of {len(questions)} questions have passages; they "
+            f"are asked {how}"
         )
     is_new = not any(work.glob(_WORK))
     for setting, part in asked.items() if is_new else ():
@@ -393,6 +405,7 @@ def fit_own(
     folder: Path,
     *,
     is_labelled: bool,
+    words: Mapping[str, Any] | None,
     untrustworthy: bool,
     say: Callable[[str], None],
 ) -> None:
@@ -403,13 +416,14 @@ def fit_own(
       rows: questions with golds, or of `read_labelled`.
       folder: of the probe.
       is_labelled: rows are labelled answers.
+      words: of the prompt, see `LanguageModel`; None for the model's usual ones.
       untrustworthy: save a probe that rests on too few answers.
       say: called with each line of what the probe is worth.
     """
     from beatrice.model import LanguageModel
 
     note, work = Progress().note, folder.with_name(f"{folder.name}.work")
-    language_model, began = LanguageModel(model), time.monotonic()
+    language_model, began = LanguageModel(model, prompt=words), time.monotonic()
     if is_labelled:
         parts = read_given(language_model, rows, note)
         _fit_and_save(parts, folder, began, untrustworthy, say)

@@ -422,7 +422,7 @@ def scorer_of(
       identity: SHA-256 of the probe's files.
     """
     from beatrice.extract.generate.prompts import GenerationConfig
-    from beatrice.model import LanguageModel, usual_stop
+    from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Scorer
 
     provenance = detector.provenance
@@ -438,7 +438,7 @@ def scorer_of(
             dtype=provenance.dtype if dtype is None else dtype,
             prompt=provenance.prompt,
         )
-    generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
+    generation = GenerationConfig(max_new_tokens=32, stop=provenance.prompt.usual_stop)
     scorer = Scorer(model, detector, generation, strict=strict, precision=precision)
     if strict and examples:
         _check_examples(scorer, examples, identity)
@@ -763,14 +763,17 @@ def _scope(detector: Detector) -> list[str]:
     lines = [f"* **{doubt}**" for doubt in detector.doubts]
     trained = detector.provenance
     if trained is not None:
-        n_shots = len(trained.prompt.shots)
-        chat = "its chat template" if trained.prompt.chat else "no chat template"
+        prompt = trained.prompt
+        n_shots = len(prompt.shots)
+        chat = "its chat template" if prompt.chat else "no chat template"
+        words = vars(prompt.template) if prompt.template_name == "own" else {}
         lines += [
             f"* It belongs to {trained.model}, revision `{trained.revision}`, in "
             f"{trained.dtype}, and is refused for any other.",
             f"* Hidden states are those behind block {trained.layer} (0: the "
-            f"embedding). Prompts: template {trained.prompt.template!r}, "
-            f"{chat}, {n_shots} worked examples; other prompts give a warning.",
+            f"embedding). Prompts: template {prompt.template_name!r}, {chat}, "
+            f"{n_shots} worked examples; other prompts give a warning.",
+            *(f"* Its {name}: `{json.dumps(text)}`" for name, text in words.items()),
         ]
     lines += [
         "* P holds for questions like those of the fit. On other kinds, and in scripts "

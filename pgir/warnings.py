@@ -145,7 +145,7 @@ def warn_before(
     if not prompt.is_templates:
         warnings.append(
             WARNINGS["other_prompt"].format(
-                template=trained.prompt.template,
+                template=trained.prompt.template_name,
                 chat="with" if trained.prompt.chat else "without",
             )
         )

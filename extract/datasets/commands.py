@@ -33,7 +33,9 @@ from beatrice.extract.generate.prompts import (
     TEMPLATES,
     PromptConfig,
     TemplateName,
+    Words,
     read_shots,
+    read_words,
 )
 from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.console import Progress, Update
@@ -254,8 +256,8 @@ class AskingOptions:
     template: str = option(
         "The prompt's words: paper (appendix A's), short (what the embedded model was "
         "taught), few-shot (four worked examples before the question, which a base "
-        "model needs), or a file of your own worked examples, JSON lines of question, "
-        "answer and context.",
+        "model needs), or a file: worked examples, JSON lines of question, answer and "
+        "context; or words, a JSON object of closed_book and with_context.",
         "paper",
         metavar="NAME|FILE",
     )
@@ -284,33 +286,30 @@ class AskingOptions:
         "Longest answer; default: 32, of the embedded model 10.", min=1
     )
 
-    @property
-    def has_shots(self) -> bool:
-        """Whether worked examples stand before the question."""
-        return self.template not in ("paper", "short")
-
     def prompt_config(self) -> PromptConfig:
         """Return how the questions are put."""
         named: list[TemplateName] = [x for x in TEMPLATES if x == self.template]
-        (template,) = named or ("few-shot",)
-        shots: tuple[Any, ...] = ()
-        if self.has_shots:
-            with checking("--template"):
-                shots = SHOTS if named else read_shots(Path(self.template))
-        return PromptConfig(
-            shots=shots,
-            template=template,
-            chat=self.chat,
-            overlong=self.overlong,
-            window=self.window,
-        )
+        template: TemplateName | Words = named[0] if named else "few-shot"
+        shots: tuple[Any, ...] = SHOTS if template == "few-shot" else ()
+        with checking("--template"):
+            if not named and (words := read_words(Path(self.template))):
+                template, shots = words, ()
+            elif not named:
+                shots = read_shots(Path(self.template))
+            return PromptConfig(
+                shots=shots,
+                template=template,
+                chat=self.chat,
+                overlong=self.overlong,
+                window=self.window,
+            )
 
     def stop_strings(self) -> tuple[str, ...]:
         r"""Return the texts that end an answer; `\n` stands for a line feed."""
         texts = tuple(text.replace(r"\n", "\n") for text in self.stop)
         if not all(texts):
             raise click.BadParameter("expected a text, found none", param_hint="--stop")
-        return texts or (("\n",) if self.has_shots else ())
+        return texts or self.prompt_config().usual_stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

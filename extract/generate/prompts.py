@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import functools
 import html
+import json
 import math
 import re
 import signal
@@ -117,18 +118,42 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptTemplate:
-    """The words around question and context."""
+class Words:
+    """The words around question and context, such as a service's own.
 
-    closed_book: str  # holds `{question}`
-    with_context: str  # holds `{context}` once, before `{question}`
-    between: str  # separates passages
-    # Whether a passage's title stands before its text. Published passages often leave
-    # their subject to the title ("It was released in 1994"), and whoever rewrites a
-    # context reads what the model reads.
-    has_titles: bool
-    chat: bool = False  # send as a user's message through the chat template
-    shots: tuple[Shot, ...] = ()  # stand first, in the same words
+    Attributes:
+      closed_book: holds `{question}`; empty where no question comes without passages.
+      with_context: holds `{context}` once, before `{question}`; empty where none comes
+        with them.
+      between: separates passages.
+      has_titles: whether a passage's title stands before its text. Published passages
+        often leave their subject to the title ("It was released in 1994"), and whoever
+        rewrites a context reads what the model reads.
+      system: a chat's system message; empty for none.
+    """
+
+    closed_book: str = ""
+    with_context: str = ""
+    between: str = "\n\n"
+    has_titles: bool = True
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that question and context have their places."""
+        if not (self.closed_book or self.with_context):
+            raise ValueError("expected closed_book or with_context, found neither")
+        if self.closed_book and "{question}" not in self.closed_book:
+            raise ValueError(f"closed_book has no {{question}}: {self.closed_book!r}")
+        _, *after = self.with_context.split("{context}")
+        if self.with_context and not (len(after) == 1 and "{question}" in after[0]):
+            raise ValueError(
+                "with_context: expected {context} once and {question} behind it, where "
+                f"a probe reads the question, found {self.with_context!r}"
+            )
+
+    def of(self, setting: Setting) -> str:
+        """Return the words of questions in a setting."""
+        return self.closed_book if setting == "closed_book" else self.with_context
 
     def passage_text(self, passage: Passage) -> str:
         """Return one passage as it is shown: "Title: text", or its text alone."""
@@ -140,12 +165,48 @@ class PromptTemplate:
         """Return the context as the model reads it, and as it is rewritten."""
         return self.between.join(map(self.passage_text, passages))
 
+
+def read_words(path: Path) -> Words | None:
+    """Return the words of a file, a JSON object; None where it holds something else."""
+    try:
+        value = json.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    names = {"closed_book", "with_context"}
+    is_words = isinstance(value, dict) and not names.isdisjoint(value)
+    return as_words(value, str(path)) if is_words else None
+
+
+def as_words(value: Mapping[str, Any], where: str) -> Words:
+    """Return a mapping of the fields of `Words` as one; messages begin with `where`."""
+    known = [field.name for field in dataclasses.fields(Words)]
+    if unknown := sorted(map(str, value.keys() - set(known))):
+        raise ValueError(
+            f"{where}: unknown {unknown[0]!r}; known are {', '.join(known)}"
+        )
+    return from_json(Words, json.dumps(dict(value)), where)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptTemplate(Words):
+    """Words, and how they are sent."""
+
+    chat: bool = False  # send as a user's message through the chat template
+    shots: tuple[Shot, ...] = ()  # stand first, in the same words
+
     def render(self, question: str, context: str | None) -> tuple[str, tuple[int, int]]:
         """Return a prompt's text and the characters `[start, stop)` of its context.
 
         Without a context both are where the words around the question begin, behind
         the examples. With one, the examples are those that have a context.
         """
+        setting: Setting = "closed_book" if context is None else "with_context"
+        if not self.of(setting):
+            which = "without" if context is None else "with"
+            raise ValueError(
+                f"the template has no words for questions {which} passages; add "
+                f"{setting} to it"
+            )
         if context is None:
             shown = [(shot, None) for shot in self.shots]
         else:
@@ -208,11 +269,16 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
 }
 
 
+def words_of(template: TemplateName | Words) -> Words:
+    """Return a template's words, by its name or as they are."""
+    return template if isinstance(template, Words) else TEMPLATES[template]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
     """How questions are put."""
 
-    template: TemplateName = "short"  # the words around question and context
+    template: TemplateName | Words = "short"  # the words around question and context
     chat: bool = False  # through the chat template, thinking switched off
     overlong: Literal["refuse", "drop-passages"] = (
         "refuse"  # what happens to a prompt that does not fit
@@ -223,19 +289,44 @@ class PromptConfig:
     def __post_init__(self) -> None:
         """Check the choices."""
         check_choices(self)
+        has_words = isinstance(self.template, Words)
+        if not has_words and self.template not in TEMPLATES:
+            raise ValueError(
+                f"template: expected {', '.join(TEMPLATES)} or words of your own, "
+                f"found {self.template!r}"
+            )
+        if words_of(self.template).system and not self.chat:
+            raise ValueError(
+                "system: a chat alone has a system message; ask through the model's "
+                "chat template, or put the words around the question"
+            )
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
         if (self.template == "few-shot") != bool(self.shots):
             raise ValueError(
-                f"shots: the template {self.template!r} has {len(self.shots)} worked "
-                "examples; the template few-shot needs some, and no other takes any"
+                f"shots: the template {self.template_name!r} has {len(self.shots)} "
+                "worked examples; the template few-shot needs some, and no other takes "
+                "any"
             )
+
+    @property
+    def template_name(self) -> str:
+        """Return the template's name; "own" where the words are."""
+        return "own" if isinstance(self.template, Words) else self.template
+
+    @property
+    def usual_stop(self) -> tuple[str, ...]:
+        """Return the texts that end an answer where nobody says.
+
+        The line's end behind worked examples, and where words of one's own are no chat.
+        """
+        is_line = self.shots or (self.template_name == "own" and not self.chat)
+        return ("\n",) if is_line else ()
 
     def prompt_template(self) -> PromptTemplate:
         """Return the words around question and context."""
-        return dataclasses.replace(
-            TEMPLATES[self.template], chat=self.chat, shots=self.shots
-        )
+        words = vars(words_of(self.template))
+        return PromptTemplate(**words | {"chat": self.chat, "shots": self.shots})
 
 
 @functools.lru_cache(maxsize=8)
@@ -432,13 +523,19 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     return text
 
 
-def render_message(tokenizer: Any, message: str) -> Rendered:
+def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
     """Return a user's message as `apply_template` does, and where it lies."""
     mark = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
+    before = [{"role": "system", "content": system}] if system else []
     marked, text = (
-        apply_template(tokenizer, [{"role": "user", "content": content}])
+        apply_template(tokenizer, [*before, {"role": "user", "content": content}])
         for content in (mark, message)
     )
+    if system.strip() not in marked:
+        raise ValueError(
+            "the chat template leaves the system message out; put its words into those "
+            "around the question"
+        )
     around = marked.split(mark)
     for shown in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(around) == 2 and text == around[0] + shown + around[1]:
@@ -522,7 +619,7 @@ def build_prompt(
     context = template.context_text(passages) if passages else None
     text, characters = template.render(question, context)
     if template.chat:
-        rendered = render_message(tokenizer, text)
+        rendered = render_message(tokenizer, text, template.system)
         start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
         characters = (start + rendered.start, stop + rendered.start)
         text = rendered.text

@@ -21,7 +21,7 @@ from beatrice.extract.generate.generator import (
     Texts,
     TextStage,
 )
-from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
+from beatrice.extract.generate.prompts import TemplateName, Words, words_of
 from beatrice.extract.label.labels import delimit
 from beatrice.extract.records import (
     Example,
@@ -204,7 +204,9 @@ class RewriteConfig:
     max_new_tokens: int = 1024  # longest rewritten context
     seed: int = 0  # of the delimiters' markers
     skip_overlong: bool = False  # count what does not fit as failed, and go on
-    template: TemplateName = "paper"  # of the run's prompts: how contexts are shown
+    template: TemplateName | Words = (
+        "paper"  # of the run's prompts: how contexts are shown
+    )
 
 
 def rewrite_prompt(example: Example, config: RewriteConfig = RewriteConfig()) -> str:
@@ -213,7 +215,7 @@ def rewrite_prompt(example: Example, config: RewriteConfig = RewriteConfig()) ->
     The words and their order are the paper's; the delimiters are added, since a passage
     from the web may hold instructions.
     """
-    context = TEMPLATES[config.template].context_text(example.passages)
+    context = words_of(config.template).context_text(example.passages)
     fields = {"question": example.question, "context": context}
     marker, (question, context) = delimit(fields, salt=f"rewrite {config.seed}")
     return (
@@ -241,7 +243,7 @@ def read_rewrite(
     text = (reply.text[cue.end() :] if cue else reply.text).strip()
     if not text:
         return _failed(example, "the rewrite was empty")
-    source = TEMPLATES[config.template].context_text(example.passages)
+    source = words_of(config.template).context_text(example.passages)
     added = find_additions(text, source, example.question)
     return Rewrite(
         example_id=example.id,

@@ -587,6 +587,59 @@ def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
         probe.score(question, answer)
 
 
+def test_a_probe_of_a_services_words_knows_its_prompts_and_no_others(
+    smoke_run, tmp_path
+):
+    words = {"with_context": "Known: {context} Asked: {question} Answer:"}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    examples = read_examples(RunDir(smoke_run))[:150]
+    rows = [
+        {"question": e.question, "answer": answer, "context": e.passages[0].text}
+        for e in examples
+        for answer in (e.golds[0], "Guzolt Falls")
+    ]
+    golds = {e.question: e.golds[0] for e in examples}
+    given = [{**x, "label": x["answer"] == golds[x["question"]]} for x in rows]
+    path = write_lines(tmp_path / "labelled.jsonl", given)
+    options = ("--template", tmp_path / "words.json", "--untrustworthy")
+    done = called("embedded", "--labelled", path, tmp_path / "probe", *options)
+    assert done.exit_code == 0, done.output
+    probe = beatrice.load(tmp_path / "probe")
+    right, wrong = (probe.score(**row) for row in rows[:2])
+    assert right.p_correct > wrong.p_correct
+    context, question = rows[0]["context"], rows[0]["question"]
+    sent = f"Known: {context} Asked: {question} Answer:"
+    same = probe.score(**rows[0], prompt=sent)
+    assert same.p_correct == right.p_correct
+    assert not any("another prompt" in text for text in same.warnings)
+    other = probe.score(**rows[0], prompt=sent.replace("Known", "Context"))
+    assert any("another prompt" in text and "'own'" in text for text in other.warnings)
+    card = (tmp_path / "probe" / "README.md").read_text()
+    assert json.dumps(words["with_context"]) in card
+
+    model = beatrice.LanguageModel("embedded", prompt=words)
+    (answer,) = model.as_answers(rows[:1])
+    assert answer.prompt_ids == same_ids(model, sent)
+    questions = write_lines(
+        tmp_path / "questions.jsonl",
+        [
+            {"question": e.question, "golds": list(e.golds), "passages": [context]}
+            for e in examples
+        ],
+    )
+    done = called("embedded", questions, tmp_path / "other", *options)
+    assert "they are asked with passages" in done.output
+    write_lines(questions, [{"question": "who?", "golds": ["a"]}])
+    done = called("embedded", questions, tmp_path / "none", *options)
+    assert done.exit_code == 1 and "add closed_book to it" in done.output
+    done = called("embedded", questions, tmp_path / "none", "--template", path)
+    assert done.exit_code == 2 and "expected a JSON object" in done.output
+
+
+def same_ids(model, text):
+    return tuple(model.backbone.tokenizer(text)["input_ids"])
+
+
 def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tmp_path):
     lines = [
         {"question": f"where is place {i}?", "answer": "here", "label": i < 5}

@@ -1,10 +1,12 @@
 """Prompts and requests: words, spans, chats, worked examples, control tokens."""
 
 import dataclasses
+import json
 import signal
 from types import SimpleNamespace
 
 import click
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.datasets.commands import AskingOptions
+from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
@@ -22,16 +25,18 @@ from beatrice.extract.generate.prompts import (
     Request,
     Shot,
     TokenizerOnly,
+    Words,
     build_prompt,
     encode_text,
     make_requests,
     read_shots,
+    read_words,
     render_message,
 )
 from beatrice.extract.generate.server import ServedGenerator
 from beatrice.extract.label.rewrite import RewriteConfig, read_rewrite, rewrite_prompt
 from beatrice.extract.records import Passage, with_rewrites
-from beatrice.extract.run.directory import read_manifest
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
@@ -413,6 +418,97 @@ def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
     answer = read_manifest(tmp_path / "run")["sections"]["answer"]
     assert answer["prompt"]["shots"] == [{**shot, "context": ""}]
     assert answer["generation"]["stop"] == ["\n"]
+
+
+HELP_DESK = {
+    "system": "Be careful.",
+    "closed_book": "You ask: {question} We say:",
+    "with_context": "We know:\n{context}\nYou ask: {question} We say:",
+    "between": " / ",
+    "has_titles": False,
+}
+
+
+def test_words_of_ones_own_ask_as_a_named_template_of_the_same_words(tokenizer):
+    words = Words(**{name: getattr(SHORT, name) for name in vars(Words(**HELP_DESK))})
+    own, named = PromptConfig(template=words), PromptConfig()
+    for context in ((), passages(TEXTS[1], TEXTS[2])):
+        ours, theirs = (
+            build_prompt(tokenizer, config.prompt_template(), TEXTS[0], context)
+            for config in (own, named)
+        )
+        assert ours == theirs
+    assert msgspec.convert(dataclasses.asdict(own), PromptConfig) == own
+    assert msgspec.convert(dataclasses.asdict(named), PromptConfig) == named
+
+
+@pytest.mark.parametrize("context", [(), ("A fact.", "Another.")])
+def test_a_services_words_are_a_chat_behind_its_system_message(bytewise, context):
+    bytewise.chat_template = (
+        "{{ '<s>' }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} "
+        "{% endfor %}[assistant] "
+    )
+    words = Words(**HELP_DESK)
+    template = PromptConfig(template=words, chat=True).prompt_template()
+    prompt = build_prompt(bytewise, template, "why?", passages(*context, title="T"))
+    shown = "We know:\nA fact. / Another.\n" if context else ""
+    text = f"[system] Be careful. [user] {shown}You ask: why? We say: [assistant] "
+    assert bytewise.decode(prompt.ids[1:]) == text
+    assert context_of(bytewise, prompt) == " / ".join(context)
+    assert bytewise.decode(prompt.ids[: prompt.context_span[0]]).endswith(
+        "We know:\n" if context else "[user] "
+    )
+    bytewise.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="leaves the system message out"):
+        build_prompt(bytewise, template, "why?")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"closed_book": "", "with_context": ""}, "found neither"),
+        ({"closed_book": "why?"}, r"closed_book has no \{question\}"),
+        ({"with_context": "{question}"}, r"expected \{context\} once"),
+        ({"with_context": "{question} {context}"}, r"\{question\} behind it"),
+        ({"with_context": "{context} {context} {question}"}, "once"),
+        ({"with_contxt": "{context} {question}"}, "unknown 'with_contxt'; known are"),
+        ({"between": 3}, "field 'between': expected str, found int"),
+    ],
+)
+def test_words_without_a_place_for_what_is_asked_are_refused(
+    tmp_path, changes, message
+):
+    path = tmp_path / "words.json"
+    path.write_text(json.dumps(HELP_DESK | changes))
+    with pytest.raises(ValueError, match=message):
+        read_words(path)
+
+
+def test_words_for_one_setting_alone_ask_in_no_other(tokenizer):
+    words = Words(with_context=SHORT.with_context)
+    template = PromptConfig(template=words).prompt_template()
+    assert build_prompt(tokenizer, template, TEXTS[0], passages(TEXTS[1]))
+    with pytest.raises(ValueError, match="without passages; add closed_book"):
+        build_prompt(tokenizer, template, TEXTS[0])
+    with pytest.raises(ValueError, match="system: a chat alone"):
+        PromptConfig(template=Words(**HELP_DESK))
+
+
+@pytest.mark.parametrize("how", ["--chat", "--plain"])
+def test_words_of_ones_own_are_what_the_run_asks_and_rewrites_with(tmp_path, how):
+    text = json.dumps(HELP_DESK | {"system": ""})
+    (tmp_path / "words.json").write_text(text)
+    lines = [{"question": f"Where is {n}?", "golds": [f"at {n}"]} for n in range(12)]
+    rows = pub.write_lines(tmp_path / "own.jsonl", lines)
+    options = ("--train", f"own={rows}", "--n-train", 4, "--model", "embedded", how)
+    beatrice("data", tmp_path / "run", *options, "--template", tmp_path / "words.json")
+    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
+    assert answer["prompt"]["template"] == json.loads(text)
+    assert answer["generation"]["stop"] == ([] if how == "--chat" else ["\n"])
+    config = answer_config(RunDir(tmp_path / "run"), is_recorded=False)
+    rewriting = RewriteConfig(template=config.prompt.template)
+    original = example(contexts=("One.", "Two."))
+    assert "\nOne. / Two.\n" in rewrite_prompt(original, rewriting)
 
 
 def test_every_setting_and_variant_is_asked_once(tokenizer):
