@@ -525,7 +525,7 @@ def fit(
     Example: beatrice fit smollm2 --labelled answers.jsonl probe
     """
     from beatrice.extract.datasets.loading import read_questions
-    from beatrice.extract.generate.prompts import read_words
+    from beatrice.extract.generate.templates import read_words
     from beatrice.own_model import check_folder, fit_own, read_labelled
 
     n_places = 1 if labelled else 2

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.backbone.names import ModelHashes
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import Preset

@@ -23,11 +23,8 @@ from beatrice.pgir.arguments import (
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.generate.prompts import (
-        GenerationConfig,
-        PromptConfig,
-        Request,
-    )
+    from beatrice.extract.generate.prompts import GenerationConfig, Request
+    from beatrice.extract.generate.templates import PromptConfig
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.signals.reader import SignalReader
     from beatrice.extract.signals.sequence import Reader
@@ -80,7 +77,7 @@ class LanguageModel:
           ValueError: there is no such model, it is of a kind that cannot be read
             exactly, or a device or type is not to be had.
         """
-        from beatrice.extract.generate.prompts import PromptConfig, as_words
+        from beatrice.extract.generate.templates import PromptConfig, as_words
 
         if prompt is not None and not isinstance(prompt, PromptConfig | Mapping):
             raise argument_error("prompt", "a mapping or a PromptConfig", prompt)
@@ -477,7 +474,7 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     bare question it writes on as if it were a web page.
     """
     from beatrice.extract.backbone.names import EMBEDDED
-    from beatrice.extract.generate.prompts import SHOTS, PromptConfig
+    from beatrice.extract.generate.templates import SHOTS, PromptConfig
 
     if backbone.name == EMBEDDED:
         return PromptConfig()

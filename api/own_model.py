@@ -165,7 +165,7 @@ def answer_and_label(
       work: a folder for answers and signals, where the same call continues.
       note: called with what takes how long, and with what looks wrong.
     """
-    from beatrice.extract.generate.prompts import SHOTS, PromptConfig, Words
+    from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
     from beatrice.extract.label.labels import exact_match
 
     words = model.prompt.template
@@ -405,9 +405,9 @@ def fit_own(
     folder: Path,
     *,
     is_labelled: bool,
-    words: Mapping[str, Any] | None,
     untrustworthy: bool,
     say: Callable[[str], None],
+    words: Mapping[str, Any] | None = None,
 ) -> None:
     """Answer and label questions, or read labelled answers; fit, measure and save.
 
@@ -416,9 +416,9 @@ def fit_own(
       rows: questions with golds, or of `read_labelled`.
       folder: of the probe.
       is_labelled: rows are labelled answers.
-      words: of the prompt, see `LanguageModel`; None for the model's usual ones.
       untrustworthy: save a probe that rests on too few answers.
       say: called with each line of what the probe is worth.
+      words: of the prompt, see `LanguageModel`; None for the model's usual ones.
     """
     from beatrice.model import LanguageModel
 

@@ -55,7 +55,7 @@ from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Refusal, open_dataset
 from beatrice.extract.engines import ANSWER
 from beatrice.extract.generate.answers import answer_config, load_tokenizer_only
-from beatrice.extract.generate.prompts import PromptTemplate
+from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.label.stage import LABEL
 from beatrice.extract.records import (

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import beatrice
-from beatrice.extract.generate.prompts import SHOTS, PromptConfig
+from beatrice.extract.generate.templates import SHOTS, PromptConfig
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir

@@ -22,12 +22,12 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.prompts import (
     AnswerConfig,
-    PromptConfig,
     PromptModel,
     Request,
     TokenizerOnly,
     make_requests,
 )
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import EXTRACT_PRESETS, ExtractConfig, extract
 from beatrice.extract.signals.sequence import Reader, TokenSequence

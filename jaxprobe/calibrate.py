@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Record, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from beatrice.extract.backbone.names import AttentionLayers, ModelHashes
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
 from beatrice.extract.store.spec import Dtype, ReadingPath

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.generate.prompts import (
     Prompt,
-    PromptTemplate,
     apply_template,
     build_prompt,
     check_text,
@@ -23,6 +22,7 @@ from beatrice.extract.generate.prompts import (
     special_texts,
     token_span,
 )
+from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Answer, AnswerSpan, Passage, Setting
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.pgir.arguments import (

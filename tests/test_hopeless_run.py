@@ -13,12 +13,8 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.answers import is_hedge, shares_of, summarize_answers
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator
-from beatrice.extract.generate.prompts import (
-    SHOTS,
-    AnswerConfig,
-    GenerationConfig,
-    PromptConfig,
-)
+from beatrice.extract.generate.prompts import AnswerConfig, GenerationConfig
+from beatrice.extract.generate.templates import SHOTS, PromptConfig
 from beatrice.extract.label.labels import shares_in_words, too_few_answers
 from beatrice.extract.records import Label, read_records
 from tests.extract.small_run import beatrice, make_run, questions

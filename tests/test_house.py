@@ -24,7 +24,7 @@ MAY_IMPORT = {
 # directories, stored arrays.
 WITHOUT_TORCH = (
     "extract.backbone.names",
-    "extract.generate.prompts",
+    "extract.generate.templates",
     "extract.label.labels",
     "extract.records",
     "extract.run",

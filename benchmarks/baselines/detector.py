@@ -23,7 +23,7 @@ from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
 from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
-    from beatrice.extract.generate.prompts import PromptTemplate
+    from beatrice.extract.generate.templates import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
     from beatrice.jaxprobe.rows import Rows
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     import pandas
 
     from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.generate.prompts import PromptTemplate
+    from beatrice.extract.generate.templates import PromptTemplate
 
 SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
 _MODELS = "baselines/models.json"  # in the run: those beside the backbone

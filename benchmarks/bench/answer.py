@@ -50,14 +50,16 @@ from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import (
-    SHOTS,
-    TEMPLATES,
     GenerationConfig,
     Prompt,
-    PromptConfig,
-    PromptTemplate,
     Request,
     build_prompt,
+)
+from beatrice.extract.generate.templates import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    PromptTemplate,
 )
 from beatrice.extract.records import SETTINGS, Passage, Setting
 from beatrice.extract.run.console import quiet

@@ -28,7 +28,7 @@ from beatrice.extract.datasets.splits import (
     SplitConfig,
 )
 from beatrice.extract.generate.options import answer_preset, new_run
-from beatrice.extract.generate.prompts import (
+from beatrice.extract.generate.templates import (
     SHOTS,
     TEMPLATES,
     PromptConfig,

@@ -31,13 +31,13 @@ from beatrice.extract.generate.generator import (
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     AnswerConfig,
-    PromptConfig,
     PromptModel,
     Request,
     Requests,
     TokenizerOnly,
     make_requests,
 )
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Answer, Key, Sample, Setting, to_json, write_lines
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (

@@ -21,7 +21,7 @@ from beatrice.extract.generate.generator import (
     Texts,
     TextStage,
 )
-from beatrice.extract.generate.prompts import TemplateName, Words, words_of
+from beatrice.extract.generate.templates import TemplateName, Words, words_of
 from beatrice.extract.label.labels import delimit
 from beatrice.extract.records import (
     Example,

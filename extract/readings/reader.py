@@ -18,12 +18,8 @@ import torch
 from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import continued_by
-from beatrice.extract.generate.prompts import (
-    PromptModel,
-    PromptTemplate,
-    build_prompt,
-    encode_text,
-)
+from beatrice.extract.generate.prompts import PromptModel, build_prompt, encode_text
+from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.readings.batch import (
     Batch,
     Beginning,

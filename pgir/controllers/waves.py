@@ -29,11 +29,11 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import (
-    PromptTemplate,
     Request,
     build_prompt,
     escape_control_tokens,
 )
+from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.local import TransformersGenerator
-from beatrice.extract.generate.prompts import PromptConfig, make_requests
+from beatrice.extract.generate.prompts import make_requests
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.world.facts import make_examples, make_world
 from beatrice.extract.world.stage import WORLD_PRESETS
 

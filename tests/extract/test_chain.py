@@ -13,7 +13,8 @@ import pytest
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.prompts import PromptConfig, build_prompt
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Answer, Example, Label, read_records
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice

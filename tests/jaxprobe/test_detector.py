@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.generate.prompts import PromptConfig, Shot
+from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import forward, fusion
 from beatrice.jaxprobe.calibrate import (

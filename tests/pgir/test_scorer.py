@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers.decoders import Sequence, Strip
 
 import beatrice
-from beatrice.extract.generate.prompts import SHOTS, PromptConfig
+from beatrice.extract.generate.templates import SHOTS, PromptConfig
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.families import Features

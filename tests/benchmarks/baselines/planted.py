@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import DetectorInput
-from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.spec import Family
 from tests.jaxprobe.samples import rows_of, store_like

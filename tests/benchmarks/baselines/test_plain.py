@@ -40,7 +40,8 @@ from beatrice.benchmarks.results.evaluate import (
 )
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
 from beatrice.benchmarks.results.tables import find, results_of
-from beatrice.extract.generate.prompts import LeftOut, PromptConfig
+from beatrice.extract.generate.prompts import LeftOut
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored

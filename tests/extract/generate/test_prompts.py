@@ -19,21 +19,23 @@ from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
-    SHOTS,
-    TEMPLATES,
-    PromptConfig,
     Request,
-    Shot,
     TokenizerOnly,
-    Words,
     build_prompt,
     encode_text,
     make_requests,
-    read_shots,
-    read_words,
     render_message,
 )
 from beatrice.extract.generate.server import ServedGenerator
+from beatrice.extract.generate.templates import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    Shot,
+    Words,
+    read_shots,
+    read_words,
+)
 from beatrice.extract.label.rewrite import RewriteConfig, read_rewrite, rewrite_prompt
 from beatrice.extract.records import Passage, with_rewrites
 from beatrice.extract.run.directory import RunDir, read_manifest

@@ -35,7 +35,6 @@ from beatrice.extract.generate.options import BackendOptions, ServerOptions
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     TEMPLATE_FIELDS,
-    PromptConfig,
     make_requests,
 )
 from beatrice.extract.generate.server import (
@@ -43,6 +42,7 @@ from beatrice.extract.generate.server import (
     ServedGenerator,
     SpendingCapReached,
 )
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.run.directory import RunDir
 from tests.extract.generate.loopback import (
     GREEDY,

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from beatrice.extract.generate.prompts import TEMPLATES, TokenizerOnly, build_prompt
+from beatrice.extract.generate.prompts import TokenizerOnly, build_prompt
+from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.readings.reader import (
     other_passages,
     read,

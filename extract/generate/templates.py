@@ -1,0 +1,304 @@
+"""The words around question and context: templates, worked examples, one's own words.
+
+A base model that sees a bare question continues as if it were a web page; after a few
+worked examples it answers in kind, and ends its answer with a line.
+"""
+
+import dataclasses
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from beatrice.extract.records import Passage, Setting, check_choices
+from beatrice.extract.run.files import from_json
+
+TemplateName = Literal["short", "paper", "few-shot"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shot:
+    """A worked example: a question with its answer, and a context where it has one."""
+
+    question: str
+    answer: str
+    context: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that the example has the form of an answer."""
+        if not (self.question.strip() and self.answer.strip()):
+            raise ValueError("a worked example needs a question and an answer")
+        if "\n" in self.answer.strip():
+            raise ValueError(
+                f"a worked example's answer has several lines ({self.answer!r}); the "
+                "answer ends with its line"
+            )
+
+
+# Facts that no question set asks for in these words. Contexts are short, for every
+# prompt pays for them, and one does not say what is asked in its first words.
+SHOTS = tuple(
+    Shot(question=question, answer=answer, context=context)
+    for question, answer, context in (
+        (
+            "What is the capital city of Portugal?",
+            "Lisbon",
+            "Portugal: Portugal lies on the Atlantic coast of the Iberian Peninsula. "
+            "Its capital and largest city is Lisbon.",
+        ),
+        (
+            "Who painted The Starry Night?",
+            "Vincent van Gogh",
+            "The Starry Night: The Starry Night is an oil painting of June 1889 by "
+            "Vincent van Gogh.",
+        ),
+        (
+            "In what year did the Titanic sink?",
+            "1912",
+            "Titanic: The liner hit an iceberg on its first voyage and sank on 15 "
+            "April 1912.",
+        ),
+        (
+            "Which element has the chemical symbol K?",
+            "potassium",
+            "Potassium: Potassium is a soft metal with the symbol K.",
+        ),
+    )
+)
+
+
+def read_shots(path: Path) -> tuple[Shot, ...]:
+    """Return the worked examples of a file: one JSON object per line.
+
+    Each has "question", "answer" and, where there is one, "context".
+    """
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path}: the worked examples cannot be read: {reason}; expected paper, "
+            "short, few-shot or a file of your own"
+        ) from error
+    expected = 'a worked example is {"question": …, "answer": …, "context": … or none}'
+    shots = [
+        from_json(Shot, line, f"{path}, line {number}", expected)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not shots:
+        raise ValueError(f"{path}: expected at least one worked example, found none")
+    return tuple(shots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words around question and context, such as a service's own.
+
+    Attributes:
+      closed_book: holds `{question}`; empty where no question comes without passages.
+      with_context: holds `{context}` once, before `{question}`; empty where none comes
+        with them.
+      between: separates passages.
+      has_titles: whether a passage's title stands before its text. Published passages
+        often leave their subject to the title ("It was released in 1994"), and whoever
+        rewrites a context reads what the model reads.
+      system: a chat's system message; empty for none.
+    """
+
+    closed_book: str = ""
+    with_context: str = ""
+    between: str = "\n\n"
+    has_titles: bool = True
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that question and context have their places."""
+        if not (self.closed_book or self.with_context):
+            raise ValueError("expected closed_book or with_context, found neither")
+        if self.closed_book and "{question}" not in self.closed_book:
+            raise ValueError(f"closed_book has no {{question}}: {self.closed_book!r}")
+        _, *after = self.with_context.split("{context}")
+        if self.with_context and not (len(after) == 1 and "{question}" in after[0]):
+            raise ValueError(
+                "with_context: expected {context} once and {question} behind it, where "
+                f"a probe reads the question, found {self.with_context!r}"
+            )
+
+    def of(self, setting: Setting) -> str:
+        """Return the words of questions in a setting."""
+        return self.closed_book if setting == "closed_book" else self.with_context
+
+    def passage_text(self, passage: Passage) -> str:
+        """Return one passage as it is shown: "Title: text", or its text alone."""
+        # HotpotQA's titles are escaped HTML, its texts are not.
+        title = html.unescape(passage.title).strip()
+        return f"{title}: {passage.text}" if self.has_titles and title else passage.text
+
+    def context_text(self, passages: Sequence[Passage]) -> str:
+        """Return the context as the model reads it, and as it is rewritten."""
+        return self.between.join(map(self.passage_text, passages))
+
+
+def read_words(path: Path) -> Words | None:
+    """Return the words of a file, a JSON object; None where it holds something else."""
+    try:
+        value = json.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    names = {"closed_book", "with_context"}
+    is_words = isinstance(value, dict) and not names.isdisjoint(value)
+    return as_words(value, str(path)) if is_words else None
+
+
+def as_words(value: Mapping[str, Any], where: str) -> Words:
+    """Return a mapping of the fields of `Words` as one; messages begin with `where`."""
+    known = [field.name for field in dataclasses.fields(Words)]
+    if unknown := sorted(map(str, value.keys() - set(known))):
+        raise ValueError(
+            f"{where}: unknown {unknown[0]!r}; known are {', '.join(known)}"
+        )
+    return from_json(Words, json.dumps(dict(value)), where)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptTemplate(Words):
+    """Words, and how they are sent."""
+
+    chat: bool = False  # send as a user's message through the chat template
+    shots: tuple[Shot, ...] = ()  # stand first, in the same words
+
+    def render(self, question: str, context: str | None) -> tuple[str, tuple[int, int]]:
+        """Return a prompt's text and the characters `[start, stop)` of its context.
+
+        Without a context both are where the words around the question begin, behind
+        the examples. With one, the examples are those that have a context.
+        """
+        setting: Setting = "closed_book" if context is None else "with_context"
+        if not self.of(setting):
+            which = "without" if context is None else "with"
+            raise ValueError(
+                f"the template has no words for questions {which} passages; add "
+                f"{setting} to it"
+            )
+        if context is None:
+            shown = [(shot, None) for shot in self.shots]
+        else:
+            shown = [(shot, shot.context) for shot in self.shots if shot.context]
+            if self.shots and not shown:
+                raise ValueError(
+                    "none of the worked examples has a context; give one to at least "
+                    "one of them (--template FILE), or ask closed-book only"
+                )
+        examples = (
+            f"{self._fill(shot.question, text)[0]} {shot.answer.strip()}\n\n"
+            for shot, text in shown
+        )
+        before = "".join(examples)
+        text, (start, stop) = self._fill(question, context)
+        return before + text, (start + len(before), stop + len(before))
+
+    def _fill(self, question: str, context: str | None) -> tuple[str, tuple[int, int]]:
+        """Return one question in its words, and where its context lies in them."""
+        if context is None:
+            return self.closed_book.replace("{question}", question), (0, 0)
+        before, after = self.with_context.split("{context}")
+        text = before + context + after.replace("{question}", question)
+        return text, (len(before), len(before) + len(context))
+
+
+TEMPLATES: dict[TemplateName, PromptTemplate] = {
+    # What the microworld's model was taught. Every text of it names its subject, which
+    # is its title.
+    "short": PromptTemplate(
+        closed_book="Question: {question} Answer:",
+        with_context="Context: {context} Question: {question} Answer:",
+        between=" ",
+        has_titles=False,
+    ),
+    # Appendix A of the paper, "Answering prompt"; it says "retrieved passage", and
+    # nothing of titles.
+    "paper": PromptTemplate(
+        closed_book=(
+            "Please answer the following question based on your knowledge.\n\n"
+            "Question: {question}\n\nDirectly answer with the final answer without "
+            "any explanation or reasoning process:"
+        ),
+        with_context=(
+            "{context}\n\nPlease answer the following question based on your "
+            "knowledge and the context.\n\nQuestion: {question}\n\nDirectly answer "
+            "with the final answer without any explanation or reasoning process:"
+        ),
+        between="\n",
+        has_titles=True,
+    ),
+    # For base models, which the paper does not use: lines that the examples begin and
+    # end in the same way.
+    "few-shot": PromptTemplate(
+        closed_book="Question: {question}\nAnswer:",
+        with_context="Context: {context}\nQuestion: {question}\nAnswer:",
+        between="\n",
+        has_titles=True,
+    ),
+}
+
+
+def words_of(template: TemplateName | Words) -> Words:
+    """Return a template's words, by its name or as they are."""
+    return template if isinstance(template, Words) else TEMPLATES[template]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """How questions are put."""
+
+    template: TemplateName | Words = "short"  # the words around question and context
+    chat: bool = False  # through the chat template, thinking switched off
+    overlong: Literal["refuse", "drop-passages"] = (
+        "refuse"  # what happens to a prompt that does not fit
+    )
+    window: int | None = None  # most tokens with the answer; None: the model's own
+    shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        check_choices(self)
+        has_words = isinstance(self.template, Words)
+        if not has_words and self.template not in TEMPLATES:
+            raise ValueError(
+                f"template: expected {', '.join(TEMPLATES)} or words of your own, "
+                f"found {self.template!r}"
+            )
+        if words_of(self.template).system and not self.chat:
+            raise ValueError(
+                "system: a chat alone has a system message; ask through the model's "
+                "chat template, or put the words around the question"
+            )
+        if self.window is not None and self.window < 2:
+            raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
+        if (self.template == "few-shot") != bool(self.shots):
+            raise ValueError(
+                f"shots: the template {self.template_name!r} has {len(self.shots)} "
+                "worked examples; the template few-shot needs some, and no other takes "
+                "any"
+            )
+
+    @property
+    def template_name(self) -> str:
+        """Return the template's name; "own" where the words are."""
+        return "own" if isinstance(self.template, Words) else self.template
+
+    @property
+    def usual_stop(self) -> tuple[str, ...]:
+        """Return the texts that end an answer where nobody says.
+
+        The line's end behind worked examples, and where words of one's own are no chat.
+        """
+        is_line = self.shots or (self.template_name == "own" and not self.chat)
+        return ("\n",) if is_line else ()
+
+    def prompt_template(self) -> PromptTemplate:
+        """Return the words around question and context."""
+        words = vars(words_of(self.template))
+        return PromptTemplate(**words | {"chat": self.chat, "shots": self.shots})
