@@ -9,7 +9,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from beatrice.extract.records import Passage, Setting, check_choices
 from beatrice.extract.run.files import from_json
@@ -154,12 +154,19 @@ def read_words(path: Path) -> Words | None:
 
 def as_words(value: Mapping[str, Any], where: str) -> Words:
     """Return a mapping of the fields of `Words` as one; messages begin with `where`."""
-    known = [field.name for field in dataclasses.fields(Words)]
-    if unknown := sorted(map(str, value.keys() - set(known))):
-        raise ValueError(
-            f"{where}: unknown {unknown[0]!r}; known are {', '.join(known)}"
-        )
-    return from_json(Words, json.dumps(dict(value)), where)
+    kinds = get_type_hints(Words)
+    for name, given in value.items():
+        if name not in kinds:
+            raise ValueError(f"{where}: unknown {name!r}; known are {', '.join(kinds)}")
+        if not isinstance(given, kinds[name]):
+            raise ValueError(
+                f"{where}: {name} should be of type {kinds[name].__name__}, found "
+                f"{given!r:.80}"
+            )
+    try:
+        return Words(**value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

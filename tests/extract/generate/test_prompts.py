@@ -474,7 +474,7 @@ def test_a_services_words_are_a_chat_behind_its_system_message(bytewise, context
         ({"with_context": "{question} {context}"}, r"\{question\} behind it"),
         ({"with_context": "{context} {context} {question}"}, "once"),
         ({"with_contxt": "{context} {question}"}, "unknown 'with_contxt'; known are"),
-        ({"between": 3}, "field 'between': expected str, found int"),
+        ({"between": 3}, "between should be of type str, found 3"),
     ],
 )
 def test_words_without_a_place_for_what_is_asked_are_refused(
