@@ -452,7 +452,8 @@ class LabelOptions:
     )
     imported: Path | None = option(
         'Take the labels of a file: lines of {"question", "answer", "label"}; a label '
-        "holds for that very answer of the model, others stay without one.",
+        "holds for that very answer of the model, others, and those of null, stay "
+        "without one.",
         flag="--import",
         metavar="FILE",
         type=FILE,

@@ -226,7 +226,7 @@ class JudgedAnswer(Record, frozen=True, kw_only=True):
 
     question: str  # in the words of the run; case, marks and articles do not matter
     answer: str  # as the model gave it; outer white space does not matter
-    label: bool  # whether it is right
+    label: bool | None  # whether it is right; None: who judged could not decide
     setting: Setting | None = None  # of the answer; None: whichever gave it
     variant: Variant | None = None  # the same
 
@@ -239,6 +239,7 @@ class Imported:
     n_lines: int  # of the file
     n_other_question: int  # lines whose question the run does not have
     n_other_answer: int  # lines whose answer the run's model did not give
+    n_undecided: int  # lines on an answer of the run, without a verdict
 
 
 def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
@@ -270,9 +271,9 @@ def import_labels(
     """Return for every answer the label that a file has for it.
 
     A label holds for an answer only if that is the very answer that was judged; what
-    the file does not judge stays without one, and is left out of training and tests.
-    Lines are each a `JudgedAnswer`, or a `Label` as in a run's labels.jsonl; two that
-    disagree, or none that fits an answer, are a ValueError.
+    the file does not judge, or leaves undecided, stays without one, and is left out of
+    training and tests. Lines are each a `JudgedAnswer`, or a `Label` as in a run's
+    labels.jsonl; two that disagree, or none that fits an answer, are a ValueError.
     """
     pairs = pair_answers(answers, examples)
     by_question: dict[bytes | str, list[Answer]] = {}
@@ -280,7 +281,8 @@ def import_labels(
         for key in (example.id, text_key(example.question)):
             by_question.setdefault(key, []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
-    n_lines = n_other_question = n_other_answer = 0
+    undecided: set[Key] = set()
+    n_lines = n_other_question = n_other_answer = n_undecided = 0
     for where, row in _judged_lines(path):
         n_lines += 1
         key = row.example_id if isinstance(row, Label) else text_key(row.question)
@@ -288,7 +290,11 @@ def import_labels(
         judged = [answer for answer in to_question if _judges(row, answer)]
         n_other_question += not to_question
         n_other_answer += bool(to_question) and not judged
-        for answer in judged if row.label is not None else ():
+        if row.label is None:
+            n_undecided += bool(judged)
+            undecided.update(answer.key for answer in judged)
+            continue
+        for answer in judged:
             label, first = labels.setdefault(answer.key, (bool(row.label), where))
             if label != row.label:
                 raise ValueError(
@@ -300,19 +306,22 @@ def import_labels(
         raise ValueError(
             f"{path}: no line of {n_lines} labels an answer of this run "
             f"({n_other_question} are about other questions, {n_other_answer} about "
-            "other answers than its model gave)"
+            f"other answers than its model gave, {n_undecided} undecided)"
         )
     reason = f"imported from {path.name}"
+
+    def imported(answer: Answer) -> Label:
+        if answer.key in labels:
+            return label_of(answer, labels[answer.key][0], reason)
+        without = "undecided," if answer.key in undecided else "not"
+        return label_of(answer, None, f"{without} {reason}")
+
     return Imported(
-        labels=tuple(
-            label_of(answer, labels[answer.key][0], reason)
-            if answer.key in labels
-            else label_of(answer, None, f"not {reason}")
-            for _, answer in pairs
-        ),
+        labels=tuple(imported(answer) for _, answer in pairs),
         n_lines=n_lines,
         n_other_question=n_other_question,
         n_other_answer=n_other_answer,
+        n_undecided=n_undecided,
     )
 
 

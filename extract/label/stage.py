@@ -610,7 +610,7 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
         progress.note(
             f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
             f"are about other questions, {imported.n_other_answer} about other answers "
-            "than this run's"
+            f"than this run's, {imported.n_undecided} leave the answer undecided"
         )
         return imported.labels
 

@@ -271,6 +271,26 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
         import_labels(pub.write_lines(path, [row]), ANSWERS, QUESTIONS)
 
 
+def test_a_null_label_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
+    rows = [
+        MINE,
+        judged("Capital of Peru?", "Lima", None),
+        judged("Capital of Mali?", "Bamako", None),  # the verdict above holds
+        judged("Capital of Peru?", "Cusco", None),
+    ]
+    path = pub.write_lines(tmp_path / "mine.jsonl", rows)
+    output = beatrice("label", run.path, "--import", path).output
+    assert "1 about other answers than this run's, 2 leave the answer und" in output
+    labels = list(read_records(run.labels, Label))
+    assert [label.label for label in labels] == [True, None, None]
+    assert [label.reason for label in labels[1:]] == [
+        "undecided, imported from mine.jsonl",
+        "not imported from mine.jsonl",
+    ]
+    with pytest.raises(ValueError, match=r"\(0 are about .*, 1 undecided\)"):
+        import_labels(pub.write_lines(path, rows[1:2]), ANSWERS, QUESTIONS)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
