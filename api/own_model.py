@@ -52,37 +52,67 @@ IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 def read_labelled(
     path: Path, note: Callable[[str], None]
 ) -> list[tuple["AnswerToScore", bool]]:
-    """Return answers and labels of a file's records.
+    """Return answers and labels of a file's records, without those of no label.
 
     Args:
       path: of JSON lines, or another kind of file that questions are read from.
-      note: called with which fields are not read.
+      note: called with how many have no label, and with which fields are not read.
     """
-    from beatrice.extract.datasets.fields import any_passages, passage_field
+    from beatrice.extract.datasets.fields import any_passages, passage_field, required
     from beatrice.extract.datasets.rows import read_raw, recognise
     from beatrice.pgir.given import AnswerToScore
 
-    rows, unread = [], Counter[str]()
+    rows, n_unlabelled, unread = [], 0, Counter[str]()
     for raw in read_raw(path, recognise(path)):
-        row = {} if raw.value is None else raw.value
-        values = row.get("question"), row.get("answer"), row.get("label")
-        if [type(x) for x in values] != [str, str, bool]:
-            raise ValueError(
-                f'{path}, {raw.at}: expected {{"question": text, "answer": text, '
-                f'"label": true or false}}, found {raw.problem or f"{row!r:.60}"}'
-            )
         try:
+            if raw.value is None:
+                raise ValueError(raw.problem or "no record")
+            row, why = raw.value, "; expected 'question', 'answer' and 'label'"
+            if "correct" in row and "label" not in row:
+                why += "; rename 'correct' to 'label' if that is what it says"
+            question = required(row, "question", str, why=why)
+            answer = required(row, "answer", str, why=why)
+            label = _as_label(required(row, "label", object, why=why))
             context = [p for p in any_passages(row) if p.text.strip()]
-            given = AnswerToScore(question=values[0], answer=values[1], context=context)
+            given = AnswerToScore(question=question, answer=answer, context=context)
         except ValueError as error:
             raise ValueError(f"{path}, {raw.at}: {error}") from None
-        rows.append((given, values[2]))
+        if label is None:
+            n_unlabelled += 1
+            continue
+        rows.append((given, label))
         known_fields = {"id", "question", "answer", "label", passage_field(row)}
         unread.update(row.keys() - known_fields)
+    if not rows:
+        raise ValueError(
+            f"{path}: expected answers with labels, found {n_unlabelled} answers, all "
+            "without; label some"
+        )
+    if n_unlabelled:
+        n = n_unlabelled + len(rows)
+        note(f"{n_unlabelled} of {n} answers have no label and are left out")
     if unread:
         names = ", ".join(f"{name!r} ({n})" for name, n in sorted(unread.items()))
         note(f"fields not read: {names}")
     return rows
+
+
+def _as_label(value: Any) -> bool | None:
+    """Return a label as files write it, tables as text; None where it is missing."""
+    from beatrice.extract.datasets.fields import MISSING
+    from beatrice.pgir.arguments import is_missing
+
+    text = str(value).strip()
+    if is_missing(value) or text in ("", *MISSING):
+        return None
+    # Where labels are missing, pandas makes 1.0 of 1.
+    if text.lower() in ("true", "1", "1.0"):
+        return True
+    if text.lower() in ("false", "0", "0.0"):
+        return False
+    raise ValueError(
+        f"'label': expected true or false (or 1 or 0), found {value!r:.40}"
+    )
 
 
 def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:

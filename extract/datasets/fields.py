@@ -33,7 +33,7 @@ HEADERLESS = ("column 1", "column 2")
 # A text ends and another begins, which Python would join: NumPy prints lists like that.
 _NO_COMMA = re.compile(r"""[^\\\s\[,](['"])\s+['"]""")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
-_MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
+MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
 _SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
 _ANSWERS = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
             "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
@@ -166,7 +166,7 @@ def field_answers(value: Any, name: str) -> tuple[str, ...]:
     Under a singular name a text may begin with a bracket ("[Chorus] hey").
     """
     text = value.strip() if isinstance(value, str) else ""
-    if text in _MISSING:
+    if text in MISSING:
         raise ValueError(
             f"{name!r}: expected an answer, found {text!r}, the sign of a missing value"
         )

@@ -1,0 +1,76 @@
+"""Files of labelled answers, as people's tables and logs write them."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from beatrice.own_model import read_labelled
+
+AS_WRITTEN = {
+    True: (True, 1, 1.0, "true", "True", "TRUE", " 1 ", "1.0"),
+    False: (False, 0, 0.0, "false", "False", "FALSE", "0", "0.0"),
+    None: (None, float("nan"), "", " ", "null", "NaN", "<NA>"),
+}
+KNOWN = [(written, label) for label in AS_WRITTEN for written in AS_WRITTEN[label]]
+
+
+def a_row(label, **more):
+    return {"question": "where?", "answer": "Rome", "label": label, **more}
+
+
+def lines_of(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_labels_are_read_as_people_write_them_and_a_missing_one_leaves_its_row_out(
+    tmp_path,
+):
+    rows = [a_row(written) for written, _ in KNOWN]
+    notes = []
+    read = read_labelled(lines_of(tmp_path / "l.jsonl", rows), notes.append)
+    assert [label for _, label in read] == [x for _, x in KNOWN if x is not None]
+    assert notes == ["7 of 23 answers have no label and are left out"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("labels", [[True, False, True], [1, 0, 1], [1, 0, None]])
+def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
+    tmp_path, suffix, labels
+):
+    path, notes = tmp_path / f"table.{suffix}", []
+    table = pd.DataFrame([a_row(label) for label in labels])
+    write = table.to_csv if suffix == "csv" else table.to_parquet
+    write(path, index=False)
+    read = read_labelled(path, notes.append)
+    assert [label for _, label in read] == [bool(x) for x in labels if x is not None]
+    assert len(notes) == labels.count(None)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (a_row("maybe"), "'label': expected true or false (or 1 or 0), found 'maybe'"),
+        (a_row(2), "'label': expected true or false (or 1 or 0), found 2"),
+        (a_row([True]), "'label': expected true or false (or 1 or 0), found [True]"),
+        (a_row(True, answer=None), "'answer': expected text, found null"),
+        (a_row(True, question=3), "'question': expected text, found a number"),
+        (
+            {"question": "q", "answer": "a", "correct": True},
+            "no 'label'; expected 'question', 'answer' and 'label'; rename 'correct' "
+            "to 'label' if that is what it says",
+        ),
+    ],
+)
+def test_what_is_no_labelled_answer_is_refused_by_line_and_field(tmp_path, row, words):
+    path = lines_of(tmp_path / "l.jsonl", [a_row(True), a_row(None), row])
+    with pytest.raises(ValueError) as caught:
+        read_labelled(path, print)
+    assert str(caught.value) == f"{path}, line 3: {words}"
+
+
+def test_a_file_without_any_label_is_refused(tmp_path):
+    path = lines_of(tmp_path / "l.jsonl", [a_row(None)] * 3)
+    with pytest.raises(ValueError, match="found 3 answers, all without; label some"):
+        read_labelled(path, print)
