@@ -55,6 +55,12 @@ def latex(
     return "\n".join([*parts, *body, *below, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
+def small_print(notes: Sequence[str]) -> str:
+    """Return notes as LaTeX that follows a table; empty without any."""
+    text = tex(" ".join(notes))
+    return rf"\\ {{\footnotesize {text}}}" + "\n" if notes else ""
+
+
 class Style(NamedTuple):
     """How a number is marked: patterns of `%`, and what stands where there is none."""
 
@@ -109,9 +115,8 @@ def as_latex(table: Table) -> str:
         above=[" & ".join(groups) + r" \\", " ".join(rules)],
         foot=" & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
     )
-    notes = [f"{i}. {tex(note)}." for i, note in enumerate(table.notes, start=1)]
-    small = r"\\ {\footnotesize " + " ".join(notes) + "}\n" if notes else ""
-    return text + small
+    notes = [f"{i}. {note}." for i, note in enumerate(table.notes, start=1)]
+    return text + small_print(notes)
 
 
 _LABEL_WIDTH = 22  # of the first column at least, in characters

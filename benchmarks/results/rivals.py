@@ -5,7 +5,8 @@ Leads are the paper's app:significance. Differences, intervals and p come from t
 correction runs over all columns of one comparison, in both settings: the pooled
 in-domain test questions and every held-out set. Own encoders are no rivals here.
 
-The strongest rival of a column has the highest AUROC on its own questions, as in the
+The strongest rival of a column is furthest ahead of the set, or least behind it, on the
+answers that both have scores for. Of all answers it has the highest AUROC, as in the
 paper: the best of many looks better there than it is, so a lead over it is understated
 and a lag overstated. The bootstrap does not choose anew.
 """
@@ -21,7 +22,7 @@ from beatrice.benchmarks.baselines.detector import DetectorCost, is_rival
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
 from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
-from beatrice.benchmarks.results.rendering import latex, markdown, tex
+from beatrice.benchmarks.results.rendering import latex, markdown, small_print, tex
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -49,6 +50,10 @@ COMPARISONS: dict[Against, str] = {
     "hidden_only": "Against hidden states only",
 }
 HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds ± SD")
+FEWER = (
+    "A set of fewer answers: those that both have a score for. All numbers of its line "
+    "are of these alone; – where that cannot be told."
+)
 
 
 class Lead(NamedTuple):
@@ -64,6 +69,34 @@ class Lead(NamedTuple):
     # Detectors with a higher AUROC than the rival that no paired row has.
     uncompared: tuple[Subject, ...]
     p_holm: float | None = None  # corrected p; None where the difference is undefined
+
+    @property
+    def n(self) -> int:
+        """How many answers are compared: those that both have a score for."""
+        row = self.difference or self.ours or self.theirs
+        return 0 if row is None else row.n
+
+    @property
+    def n_all(self) -> int:
+        """How many answers the one of the two has a score for that has more."""
+        return max([self.n, *(x.n for x in (self.ours, self.theirs) if x)])
+
+    @property
+    def aurocs(self) -> tuple[float | None, float | None]:
+        """AUROC of the selected set and of the rival on the answers that are compared.
+
+        One of as many answers is of the same; the other is a difference away from it.
+        """
+        ours, theirs = (
+            x.value if x is not None and x.n == self.n else None
+            for x in (self.ours, self.theirs)
+        )
+        gap = None if self.difference is None else self.difference.value
+        if gap is not None and ours is None and theirs is not None:
+            ours = theirs + gap
+        elif gap is not None and theirs is None and ours is not None:
+            theirs = ours - gap
+        return ours, theirs
 
     @property
     def is_sure(self) -> bool:
@@ -102,11 +135,14 @@ def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
             if is_rival(x.detector) and row.value is not None
         }
         ranked = sorted(known, key=lambda x: (-known[x], x.detector, x.families or ""))
-        compared = (
-            x for x in ranked if x in differences and differences[x].value is not None
-        )
-        rival = next(compared, None)
-        uncompared = tuple(ranked[: ranked.index(rival)] if rival else ranked)
+        gaps = {
+            x: gap
+            for x in ranked
+            if x in differences and (gap := differences[x].value) is not None
+        }
+        rival = min(gaps, key=gaps.__getitem__, default=None)
+        above = ranked[: ranked.index(rival)] if rival else ranked
+        uncompared = tuple(x for x in above if x not in gaps)
     return Lead(
         place=place,
         rival=rival,
@@ -142,17 +178,17 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
         mark = "†" if excludes_zero(row) else ""
         difference = f"{row_value(row)}{mark} [{interval(row)}]"
     seeds = "–"
+    if ours is not None and ours.n != lead.n:
+        ours = None  # its interval and its seeds are of other answers
     if lead.seeds_sd is not None and ours is not None and ours.ci_low is not None:
         half = ((ours.ci_high or 0.0) - ours.ci_low) / 2
         seeds = f"{number(lead.seeds_sd)}, questions ±{number(half)}"
     rival = lead.rival
+    fewer = f", {lead.n:,} of {lead.n_all:,} answers" if lead.n < lead.n_all else ""
     return (
-        f"{names.SETTING_LABELS[lead.place.setting]}, {lead.place.title}",
+        f"{names.SETTING_LABELS[lead.place.setting]}, {lead.place.title}{fewer}",
         "none" if rival is None else title_of(rival, titles),
-        *(
-            "–" if x is None or x.value is None else number(x.value)
-            for x in (ours, lead.theirs)
-        ),
+        *("–" if x is None else number(x) for x in lead.aurocs),
         difference,
         p_text(row and row.p_value),
         p_text(lead.p_holm),
@@ -183,7 +219,8 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
         summary = "".join(
             f"* {k}: {v}\n" for k, v in lead_counts(compared, titles).items()
         )
-        parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{summary}")
+        notes = "".join(f"{note}\n\n" for note in _notes(compared))
+        parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{notes}{summary}")
     return "\n".join(parts)
 
 
@@ -193,8 +230,14 @@ def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> s
     for against, title in COMPARISONS.items():
         compared = leads(results, against)
         lines = lead_lines(compared, titles, r"\textbf{%s}", tex)
-        parts.append(f"% {title}\n" + latex("lllllrrl", HEADS, lines))
+        table = latex("lllllrrl", HEADS, lines) + small_print(_notes(compared))
+        parts.append(f"% {title}\n{table}")
     return "\n".join(parts)
+
+
+def _notes(compared: Sequence[Lead]) -> list[str]:
+    """Return what a reader must know of some line."""
+    return [FEWER] if any(x.n < x.n_all for x in compared) else []
 
 
 def lead_lines(

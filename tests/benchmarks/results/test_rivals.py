@@ -28,6 +28,7 @@ from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import auroc as auroc_of
 from tests.benchmarks.results.sample import (
     PARTS,
     POOLED,
@@ -89,6 +90,52 @@ def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_sile
     (lead,) = leads_of(column(POOLED, sep=(0.95, None), tfidf=(0.6, 0.01)))
     assert (lead.rival, lead.uncompared) == (Subject("tfidf"), (Subject("sep"),))
     assert "sep" in lead_counts([lead]).values()
+
+
+def partial_rival(gap, n=100):
+    """A column where `sep` has scores of n easy answers of 398, and .88 there."""
+    at = "closed_book", POOLED, "auroc"
+    fields = dict(experiment="paired", rival="sep", p_value=0.01, n=n)
+    rows = column(POOLED, tfidf=(0.85, 0.01))
+    rows += [msgspec.structs.replace(rows[0], seed=s, value=0.9) for s in "01"]
+    return [*rows, row("sep", *at, 0.88, n=n), row("champion", *at, gap, **fields)]
+
+
+def test_the_strongest_rival_is_so_on_the_answers_that_both_have_scores_for():
+    assert rivals(leads_of(partial_rival(0.07))) == ["tfidf"]
+    assert rivals(leads_of(partial_rival(-0.02))) == ["sep"]
+
+
+def test_a_line_of_fewer_answers_says_so_in_both_spellings_and_others_do_not():
+    results = results_of(partial_rival(-0.2))
+    spelled = leads_as_markdown(results), leads_as_latex(results)
+    where = "Closed-book, all in-domain, 100 of 398 answers"
+    assert all(where in x and "numbers of its line are of these" in x for x in spelled)
+    assert "| .680 | .880 | -.200† [-.230 to -.170] |" in spelled[0]
+    assert cells_of(leads(results, "strongest")[0])[-1] == "–"  # seeds are of all
+    results = results_of(partial_rival(0.02, n=398))
+    spelled = leads_as_markdown(results), leads_as_latex(results)
+    assert not any("of 398" in text or "of these" in text for text in spelled)
+    assert "| .900 | .880 | +.020" in spelled[0]
+
+
+@pytest.mark.parametrize("n_ours", [600, 450])
+@pytest.mark.parametrize("n_theirs", [600, 300])
+def test_both_aurocs_are_of_the_answers_that_both_have_scores_for(n_ours, n_theirs):
+    draws, n = np.random.default_rng(0), 600
+    labels = draws.random(n) < 0.5
+    scores = labels + draws.normal(size=(2, n))
+    scores[0, n_ours:], scores[1, : n - n_theirs] = np.nan, np.nan
+    names = ("champion", "tfidf")
+    scored = [Scored(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)]
+    rows, config = rows_of(labels, splits=["test"] * n), BootstrapConfig(n_resamples=50)
+    (lead,) = leads_of(detection_rows(scored, rows, config, pairs={"paired": [names]}))
+    common = slice(n - n_theirs, n_ours)
+    expected = [auroc_of(x[common], labels[common]).value for x in scores]
+    if n_ours < n and n_theirs < n:  # the rows hold neither
+        expected = [None, None]
+    assert list(lead.aurocs) == pytest.approx(expected)
+    assert lead.n == len(labels[common])
 
 
 def test_the_correction_runs_over_all_columns_of_both_settings():
