@@ -6,7 +6,7 @@ the headline of a finished run.
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting, text_key
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -234,6 +234,10 @@ REPORT = Stage(
 # Two runs beside each other: do the same combinations win, do the answers agree?
 
 
+# By setting and set, what a run is measured on: dataset and text of its questions.
+Asked = Mapping[tuple[str, str], Set[tuple[str, bytes]]]
+
+
 class Side(NamedTuple):
     """One of two evaluated runs, and what encoders say of its validation answers."""
 
@@ -242,6 +246,7 @@ class Side(NamedTuple):
     answered: Sequence[PaperAnswer]
     validation: Mapping[Setting, Ranked]
     intervals: BootstrapConfig
+    questions: Asked | None = None  # None where rows are all that is known
 
 
 def correlation(alike: RankAgreement) -> str:
@@ -254,6 +259,37 @@ def correlation(alike: RankAgreement) -> str:
 def _set_of(place: Place) -> str:
     """Name a set so that two runs on other questions meet in their in-domain ones."""
     return IN_DOMAIN if place.split == "test" else place.title
+
+
+def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
+    """Return " of" and each run's in-domain sets; nothing where they are the same."""
+    datasets = []
+    for side in sides:
+        shown = where(side.results, experiment="detection", setting=setting)
+        names = {place.dataset for place in places_of(shown, ("test",))} - {IN_DOMAIN}
+        datasets.append(f" of {', '.join(sorted(names))}" if names else "")
+    return datasets if len(set(datasets)) > 1 else ["", ""]
+
+
+def _shared(sides: Sequence[Side], setting: Setting, sets: Sequence[str]) -> str:
+    """Say of each set how many questions both runs are measured on."""
+    lines = []
+    if any(of := _in_domain(sides, setting)):
+        lines.append(
+            f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}; numbers of one say "
+            "nothing beside numbers of the other"
+        )
+    if any(side.questions is None for side in sides):
+        lines.append("how many test questions are in both cannot be told from rows")
+        return "".join(f"* {line}\n" for line in lines)
+    for name in sets:
+        a, b = ((side.questions or {}).get((setting, name), set()) for side in sides)
+        n = f"{len(a):,}" if len(a) == len(b) else f"{len(a):,} (A) and {len(b):,} (B)"
+        line = f"{name}: {len(a & b):,} of {n} labelled test questions are in both"
+        if a != b and a and b:
+            line += "; A's and B's numbers are not of the same questions"
+        lines.append(line)
+    return "".join(f"* {line}\n" for line in lines)
 
 
 def _headline(sides: Sequence[Side], setting: Setting) -> str:
@@ -270,8 +306,13 @@ def _headline(sides: Sequence[Side], setting: Setting) -> str:
         cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
         if any(cells):
             lines.append([label, *map(_text, cells)])
-    heads = [f"{name}, {side}" for name in sets for side in "AB"]
-    return markdown(["AUROC", *heads], lines)
+    both = list(zip("AB", _in_domain(sides, setting), strict=True))
+    heads = [
+        f"{name}{of if name == IN_DOMAIN else ''}, {side}"
+        for name in sets
+        for side, of in both
+    ]
+    return f"{_shared(sides, setting, sets)}\n{markdown(['AUROC', *heads], lines)}"
 
 
 def _text(row: ResultRow | None) -> str:
@@ -289,19 +330,24 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
                 answers.setdefault((x.question, _set_of(x.place)), x)
     shared = [key for key in both[0] if key in both[1]]
     pairs = [(both[0][key].answer, both[1][key].answer) for key in shared]
+    n_unsure = sum(a == b == "cannot conclude" for a, b in pairs)
     counts = [
-        ("questions answered by both", len(pairs)),
+        ("research questions, each on a set, with an answer in both", len(pairs)),
         ("the same answer", sum(a == b for a, b in pairs)),
+        ("of these, cannot conclude in both", n_unsure),
         ("both say yes or no", sum({a, b} <= {"yes", "no"} for a, b in pairs)),
         ("opposite", sum({a, b} == {"yes", "no"} for a, b in pairs)),
     ]
+    of = _in_domain(sides, setting)
+    apart = f" (A{of[0]}, B{of[1]})" if any(of) else ""
     wordings, lines = questions_of(None), []
     for question, name in shared:
         a, b = (answers[question, name] for answers in both)
         cells = [f"**{x.answer}** {measured(x)}" for x in (a, b)]
         same = "same" if a.answer == b.answer else "differs"
-        lines.append([wordings[question].text, name, *cells, same])
-    summary = markdown(("Answers", "n"), [(text, str(n)) for text, n in counts])
+        on = f"{name}{apart}" if name == IN_DOMAIN else name
+        lines.append([wordings[question].text, on, *cells, same])
+    summary = markdown(("Findings", "n"), [(text, str(n)) for text, n in counts])
     return f"{summary}\n{markdown(('', 'on', 'A', 'B', ''), lines)}"
 
 
@@ -346,7 +392,21 @@ def run_side(run: RunDir) -> Side:
         answered=findings.findings(results, counts),
         validation={setting: _ranked(run, setting) for setting in settings_of(run)},
         intervals=run_bootstrap(run),
+        questions=_asked(run),
     )
+
+
+def _asked(run: RunDir) -> Asked:
+    """Return the labelled questions of a run's test and held-out sets."""
+    examples = {example.id: example for example in read_examples(run)}
+    asked: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
+    for label in read_labels(run).values():
+        example = examples[label.example_id]
+        if label.label is not None and example.split in EVALUATED:
+            place = Place(label.setting, example.dataset, example.split)
+            question = example.dataset, text_key(example.question)
+            asked.setdefault((label.setting, _set_of(place)), set()).add(question)
+    return asked
 
 
 def _ranked(run: RunDir, setting: Setting) -> Ranked:

@@ -280,14 +280,15 @@ def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite()
     for setting in both:
         given = [x.answer for x in answered if x.place.setting == setting]
         sizes += [len(given) - given.count(None), sum(x in swap for x in given)]
-    n, n_sure, m, m_sure = sizes
+        sizes.append(given.count("cannot conclude"))
+    n, n_sure, k, m, m_sure, j = sizes
     assert 0 < n_sure < n and n_sure != m_sure
     for side, counts, value in (
-        (first, [n, n, n_sure, 0, m, m, m_sure, 0], "1.000"),
-        (other, [n, n - n_sure, n_sure, n_sure], "-1.000"),
+        (first, [n, n, k, n_sure, 0, m, m, j, m_sure, 0], "1.000"),
+        (other, [n, n - n_sure, k, n_sure, n_sure], "-1.000"),
     ):
         text = comparison(first, side)
-        shown = re.findall(r"^\| [a-z ]+ \| (\d+) \|$", text, re.M)
+        shown = re.findall(r"^\| [a-z, ]+ \| (\d+) \|$", text, re.M)
         assert [*map(int, shown)] == counts
         assert text.count("| differs |") == (n_sure if side is other else 0)
         assert f"**{value} [{value} to {value}]** (200 and 200 answers" in text
@@ -295,6 +296,39 @@ def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite()
         assert [".123" in cell for cell in cells[1:]] == [False, side is other] * 4
     with pytest.raises(ValueError, match="one and two have no setting in common"):
         comparison(first._replace(validation={"with_context": run}), other)
+
+
+def test_runs_on_other_questions_say_how_many_they_share_and_which_sets_differ():
+    other = results_of(
+        msgspec.structs.replace(r, dataset="mine") if r.dataset == "microworld" else r
+        for r in sample_rows()
+    )
+    sides = []
+    for results, first in ((sample_results(), 0), (other, 2), (sample_results(), 0)):
+        answered = [
+            x._replace(answer=x.answer and "cannot conclude")
+            for x in findings(results, ENOUGH)
+        ]
+        numbers = frozenset(("microworld", bytes([i])) for i in range(first, first + 5))
+        asked = {("closed_book", IN_DOMAIN): numbers}
+        ranked = {"closed_book": encoders(1)}
+        sides.append(Side("run", results, answered, ranked, CONFIG, asked))
+    a, b, same = sides
+    text = comparison(a, b)
+    assert "all in-domain: 3 of 5 labelled test questions are in both; A's and" in text
+    assert "A's questions are of microworld, B's of mine; numbers of one say" in text
+    assert "| all in-domain of microworld, A | all in-domain of mine, B |" in text
+    assert "? | all in-domain (A of microworld, B of mine) | " in text
+    given = [x.answer for x in a.answered if x.place.setting == "closed_book"]
+    n = given.count("cannot conclude")
+    assert f"| of these, cannot conclude in both | {n} |" in text
+    text = comparison(a, same)
+    assert "all in-domain: 5 of 5 labelled test questions are in both\n" in text
+    assert (
+        "| all in-domain, A | all in-domain, B |" in text and "not of the" not in text
+    )
+    text = comparison(a._replace(questions=None), same)
+    assert "how many test questions are in both cannot be told from rows" in text
 
 
 def test_what_is_compared_of_a_run_are_its_encoders_on_validation(smoke_run, tmp_path):
@@ -309,6 +343,10 @@ def test_what_is_compared_of_a_run_are_its_encoders_on_validation(smoke_run, tmp
             assert measured.value == pytest.approx(auroc, abs=1e-6)
     text = beatrice("report", smoke_run, smoke_run, "--out", out).stdout
     assert text == f"{out.read_text()}\n" and text.count("**1.000 [") == 2
+    # Closed-book, in which a question has one answer.
+    at |= {"split": "test", "setting": "closed_book", "families": "H"}
+    n = find(side.results, **at).n
+    assert f"all in-domain: {n} of {n} labelled test questions" in text
 
 
 def test_the_ledger_of_a_run_says_what_differs_from_the_paper(smoke_run):
