@@ -1,6 +1,7 @@
 """Tables as text: Markdown, LaTeX (booktabs) and the terminal."""
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,20 @@ from beatrice.benchmarks.results.tables import (
     row_value,
 )
 
+_TAG = re.compile(r"<(?=[a-zA-Z/!?])(?!/?(?:u|sup)>)")  # but for marks of our own
+_ENTITY = re.compile(r"&(?=#?\w+;)")
+_BAR = re.compile(r"(\\*)\|")  # backslashes before it would escape the escape
+
+
+def md(text: str) -> str:
+    """Return a text with what Markdown passes on as HTML escaped."""
+    return _TAG.sub("&lt;", _ENTITY.sub("&amp;", text))
+
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Format texts as a Markdown table; a bar in a text ends no cell."""
+    """Format texts as a Markdown table; a bar ends no cell, and a tag is none."""
     rows = [
-        "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+        "| " + " | ".join(_BAR.sub(r"\1\1\|", md(cell)) for cell in cells) + " |"
         for cells in (heads, *lines)
     ]
     rows.insert(1, "|---" * len(heads) + "|")
@@ -93,7 +103,7 @@ def as_markdown(table: Table) -> str:
     cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–"))
     lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
-    notes = [f"{i}. {note}\n" for i, note in enumerate(table.notes, start=1)]
+    notes = [f"{i}. {md(note)}\n" for i, note in enumerate(table.notes, start=1)]
     below = "\n" + "".join(notes) if notes else ""
     return markdown([table.corner, *heads], lines) + below
 

@@ -22,7 +22,7 @@ from beatrice.benchmarks.baselines.detector import DetectorCost, is_rival
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.figures import CostKind, Picture, cost_figure, picture
 from beatrice.benchmarks.results.names import CHAMPION, SETTING_LABELS
-from beatrice.benchmarks.results.rendering import latex, markdown, small_print, tex
+from beatrice.benchmarks.results.rendering import latex, markdown, md, small_print, tex
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
     POOLED,
@@ -217,7 +217,7 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
         compared = leads(results, against)
         cells = lead_lines(compared, titles, "**%s**")
         summary = "".join(
-            f"* {k}: {v}\n" for k, v in lead_counts(compared, titles).items()
+            f"* {k}: {md(v)}\n" for k, v in lead_counts(compared, titles).items()
         )
         notes = "".join(f"{note}\n\n" for note in _notes(compared))
         parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{notes}{summary}")

@@ -18,6 +18,7 @@ from beatrice.benchmarks.results.names import (
     probe,
 )
 from beatrice.benchmarks.results.rendering import as_latex, as_markdown, as_text
+from beatrice.benchmarks.results.rivals import leads_as_markdown
 from beatrice.benchmarks.results.tables import (
     CHANCE,
     Column,
@@ -41,6 +42,7 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from tests.benchmarks.results.sample import (
+    MARKUP,
     PARTS,
     PLACES,
     POOLED,
@@ -434,6 +436,27 @@ def test_letters_with_a_meaning_are_escaped_in_either_spelling():
     assert line.startswith(r"| P(a\|b) of ")
     escaped = r"P(a|b) of \{c\}\^{}2 \textbackslash{}d \textasciitilde{} \$5 & "
     assert escaped in as_latex(table)
+
+
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [
+        (MARKUP, '&lt;script>alert("x")&lt;/script> & co'),
+        ("<b>best</b> <!-- of -->", "&lt;b>best&lt;/b> &lt;!-- of -->"),
+        ("a&lt;b & c", "a&amp;lt;b & c"),
+        ("p < .05", "p < .05"),
+        (r"a\|b|c", r"a\\\|b\|c"),  # Markdown: a backslash, and two bars in one cell
+    ],
+)
+def test_a_title_is_text_in_markdown_wherever_it_stands(title, shown):
+    rows = [auroc("champion", 0.8, POOLED), auroc("mine", 0.9, POOLED)]
+    results = results_of([*rows, undefined(auroc("gone", 0.9, POOLED), title)])
+    titles = {Subject("mine"): title}
+    text = as_markdown(panorama_table(results, titles=titles))
+    assert f"| {shown} | **.900**" in text
+    if "|" not in title:
+        assert f"1. {shown}\n" in text
+        assert f"compared: {shown}\n" in leads_as_markdown(results, titles)
 
 
 def test_latex_rules_span_the_columns_of_their_groups():
