@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.benchmarks.commands import report
+from beatrice.benchmarks.results.evaluate import N_BINS
 from beatrice.benchmarks.results.names import CHAMPION, EVERY_FAMILY, PERPLEXITY, probe
 from beatrice.benchmarks.results.tables import (
     find,
@@ -262,3 +263,7 @@ def test_the_schema_names_every_experiment_of_the_committed_rows():
     experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
     assert len(experiments) == 15
     assert all(f"`{name}`" in SCHEMA for name in experiments)
+
+
+def test_the_schema_says_in_how_many_bins_the_calibration_error_is_measured():
+    assert f"calibration error in {N_BINS} bins of equal width" in SCHEMA
