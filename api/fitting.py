@@ -50,15 +50,17 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import Rows, training_set
+from beatrice.jaxprobe.rows import Rows, check_whole, training_set
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
+    as_labels,
     as_list,
     as_probability,
-    is_missing,
+    as_splits,
+    one_each,
 )
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
@@ -139,7 +141,7 @@ def fit(
       labels: whether each answer is right: booleans (or 0 and 1), None where nobody
         knows, or `Label` records in any order. Of both settings, a mapping as above.
       groups: what must not be torn apart by the split, one name an answer; None takes
-        the question ids.
+        the question ids, of which a question in another spelling has another.
       splits: "train", "validation" or "test" of each answer, or "" to leave it out.
         None draws about three tenths of the groups for validation and tests on none.
       recipe: "linear" is one regression of all families, "encoder" one network of all
@@ -208,6 +210,7 @@ def _fit_heads(
                 chosen.config,
                 chosen.params,
                 HeadTrainer(pools[branch_setting(branch)], config.heads).scores(chosen),
+                len(chosen.path[0].candidates),
             )
             for branch, chosen in selected.items()
         }, grids
@@ -277,49 +280,30 @@ def _of(values: Any, setting: Setting, passes: Mapping[Setting, Signals]) -> Any
     return values
 
 
-def _one_each(values: Any, name: str, kind: str, n_answers: int) -> list[Any]:
-    """Return a list with an entry for each answer."""
-    entries = as_list(values, name, f"a list of {kind}, one an answer")
-    if len(entries) != n_answers:
-        raise ValueError(
-            f"{name}: expected one for each of {n_answers} answers, found "
-            f"{len(entries)}"
-        )
-    return entries
-
-
 def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each answer is right, and whether anybody knows."""
-    kind = "True, False or None"
-    given = as_list(labels, "labels", f"a list of {kind}, one an answer")
+    kind = "a list of True, False or None, one an answer"
+    given = as_list(labels, "labels", kind)
     if given and all(isinstance(label, Label) for label in given):
         verdicts = {label.key: label.label for label in given}
         if missing := [key for key in signals.keys if key not in verdicts]:
             raise ValueError(f"labels: none for the answer {missing[0]}")
         given = [verdicts[key] for key in signals.keys]
-    given = _one_each(given, "labels", kind, len(signals))
-    for number, label in enumerate(given):
-        if not is_missing(label) and (np.ndim(label) or label not in (0, 1)):
-            raise argument_error(f"labels[{number}]", kind, label)
-    is_labelled = np.array([not is_missing(label) for label in given])
-    return np.array([not is_missing(x) and bool(x) for x in given]), is_labelled
+    return as_labels(given, len(signals))
 
 
 def _as_groups(groups: Any, signals: Signals) -> np.ndarray:
-    """Return what each answer must not be torn apart from; by default its question."""
+    """Return what each answer must not be torn apart from; by default its question.
+
+    A question that a file holds again has its first one's id and a number.
+    """
     if groups is None:
-        return np.array(signals.ids)
-    return np.array([*map(str, _one_each(groups, "groups", "names", len(signals)))])
-
-
-def _as_splits(splits: Any, signals: Signals) -> np.ndarray:
-    """Return the split of each answer; empty where it is left out."""
-    known = ("train", "validation", "test", "")
-    kind = ", ".join(map(repr, known))
-    names = [*map(str, _one_each(splits, "splits", kind, len(signals)))]
-    if odd := [name for name in names if name not in known]:
-        raise ValueError(f"splits: expected {kind}, found {odd[0]!r}")
-    return np.array(names)
+        ids, names = {*signals.ids}, []
+        for name in signals.ids:
+            first, _, number = name.rpartition("-")
+            names.append(first if first in ids and number.isdigit() else name)
+        return np.array(names)
+    return np.array([*map(str, one_each(groups, "groups", "names", len(signals)))])
 
 
 def _rows_of(
@@ -336,8 +320,12 @@ def _rows_of(
     if splits is None:
         chosen = _drawn_splits(names, truth, seed)
     else:
-        chosen = {s: _as_splits(_of(splits, s, passes), x) for s, x in passes.items()}
-        _check_whole(names, chosen)
+        known = ("train", "validation", "test", "")
+        chosen = {
+            s: as_splits(_of(splits, s, passes), len(x), known)
+            for s, x in passes.items()
+        }
+        check_whole(*(np.concatenate([x[s] for s in passes]) for x in (names, chosen)))
     return {
         setting: Rows(
             setting=setting,
@@ -350,20 +338,6 @@ def _rows_of(
         )
         for setting, signals in passes.items()
     }
-
-
-def _check_whole(
-    names: Mapping[Setting, np.ndarray], splits: Mapping[Setting, np.ndarray]
-) -> None:
-    """Check that no group is in two splits: what is learned of it would be tested."""
-    split_of: dict[str, str] = {}
-    for setting, groups in names.items():
-        for name, split in zip(groups.tolist(), splits[setting].tolist(), strict=True):
-            if split and split_of.setdefault(name, split) != split:
-                raise ValueError(
-                    f"splits: the answers of {name!r} are in {split_of[name]!r} and in "
-                    f"{split!r}; put all answers of a question or group into one"
-                )
 
 
 def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
@@ -494,9 +468,10 @@ def metric_rows(
 
     A metric that is undefined has the value None. AUROC has `auroc_interval`, since
     resamples of few right answers on top are all as good. The ECE of resamples is above
-    that of the answers by as much as theirs is above the true one: its interval begins
-    as far below the value as theirs ends above it, and at zero where a P that is right
-    shows as much by chance.
+    that of the answers by as much as theirs is above the true one, or less: its
+    interval begins as far below the value as theirs ends above it and once more their
+    mean excess, which holds for 100 answers (without it in 90 % of simulations), and at
+    zero where a P that is right shows as much by chance.
 
     Args:
       raw: `[n]` scores that rank.
@@ -528,8 +503,8 @@ def metric_rows(
                 low, high = interval_of(np.array(draws[name]))
             if name == "ece":
                 chance = ece_by_chance(p_correct, clusters, seed=bootstrap.seed)
-                high = max(value, high)
-                low = 0.0 if value <= chance else max(0.0, 2 * value - high)
+                high, bias = max(value, high), float(np.mean(draws[name])) - value
+                low = 0.0 if value <= chance else max(0.0, 2 * value - high - bias)
             row = {"value": value, "ci_low": low, "ci_high": high}
         counts = {"n": len(labels), "n_right": int(labels.sum())}
         rows.append({"metric": name, **row, **counts})

@@ -11,18 +11,25 @@ import itertools
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from beatrice.extract.backbone.names import locked
-from beatrice.extract.records import SETTINGS, Answer, Example, Passage, Setting
+from beatrice.extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Passage,
+    Setting,
+    text_key,
+)
 from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.detector import OWN_PASS_HEADS
-from beatrice.jaxprobe.scope import LEAST_ANSWERS
+from beatrice.jaxprobe.scope import LEAST_ANSWERS, n_of_classes
 
 if TYPE_CHECKING:
     from beatrice.pgir.given import AnswerToScore
@@ -115,18 +122,25 @@ def _as_label(value: Any) -> bool | None:
     )
 
 
+def question_names(questions: Iterable[str]) -> list[str]:
+    """Return names that are equal for questions alike without case and marks."""
+    return [text_key(question).hex() for question in questions]
+
+
 def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     """Return "train", "validation" or "test" of each answer.
 
-    Answers to one question stay together: what is held back would else be seen. Parts
-    are alike in questions of which all, some and no answers are right.
+    Answers to one question stay together, in any spelling: what is held back would
+    else be seen. Parts are alike in questions of which all, some and no answers are
+    right.
 
     Args:
       labels: `[n_answers]` bool.
       questions: of each answer.
     """
     numbers: dict[str, int] = {}
-    group = np.array([numbers.setdefault(text, len(numbers)) for text in questions])
+    names = question_names(questions)
+    group = np.array([numbers.setdefault(name, len(numbers)) for name in names])
     n_right, n = np.bincount(group, labels), np.bincount(group)
     rng, splits = np.random.default_rng(0), np.full(len(numbers), "validation")
     for is_kind in (n_right == n, (n_right > 0) & (n_right < n), n_right == 0):
@@ -157,7 +171,7 @@ def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
         n_right, n = int(part.labels.sum()), len(part.labels)
         counts = (
             f"{n_right} right and {n - n_right} wrong answers {IN_WORDS[setting]} to "
-            f"{len(set(part.questions))} questions"
+            f"{len(set(question_names(part.questions)))} questions"
         )
         if not most:
             raise ValueError(f"too few to fit: {counts}; {ENOUGH} of each would do")
@@ -172,12 +186,10 @@ def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
 
 
 def _least_of(part: Labelled) -> int:
-    """Return how many right or wrong answers the split has that has fewest."""
-    return min(
-        int((part.labels[part.splits == name] == is_right).sum())
-        for name in _SHARES
-        for is_right in (True, False)
-    )
+    """Return how many questions with right or wrong answers the poorest split has."""
+    questions = np.array(question_names(part.questions))
+    in_splits = (part.splits == name for name in _SHARES)
+    return min(min(n_of_classes(part.labels[x], questions[x])) for x in in_splits)
 
 
 def answer_and_label(
@@ -351,6 +363,7 @@ def compare(
 
     where = labelled.splits == "test"
     labels, signals = labelled.labels[where], labelled.signals
+    questions = np.array(question_names(labelled.questions))[where]
     p_correct = probe.predict(signals[np.flatnonzero(where)])
     lengths = np.array([len(answer.token_ids) for answer in labelled.answers])
     order = {key: at for at, key in enumerate(signals.store.spec.keys)}
@@ -368,7 +381,7 @@ def compare(
         ("text alone", text_scores(labelled)[where]),
         ("length alone", -lengths[where].astype(float)),
     ):
-        low, high = auroc_interval(scores, labels)
+        low, high = auroc_interval(scores, labels, questions)
         value = auroc(scores, labels).value
         lines.append(f"  {name:<14}AUROC {value:.3f} [{low:.3f}, {high:.3f}]")
         row = {"head": head, "split": "test", "metric": f"auroc of {name}"}
@@ -479,6 +492,9 @@ def _fit_and_save(
     probe = fit_probe(
         {setting: part.signals for setting, part in parts.items()},
         {setting: part.labels.tolist() for setting, part in parts.items()},
+        groups={
+            setting: question_names(part.questions) for setting, part in parts.items()
+        },
         splits={setting: part.splits.tolist() for setting, part in parts.items()},
         progress=False,
     )

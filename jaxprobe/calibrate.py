@@ -230,12 +230,14 @@ class FusedHead(NamedTuple):
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       scores: `[n_seeds, n_rows]` uncalibrated probabilities.
+      n_tried: encoders among which validation chose the first.
     """
 
     members: Sequence[int]
     config: FusionConfig
     params: Params
     scores: np.ndarray
+    n_tried: int = 1
 
 
 def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
@@ -278,7 +280,7 @@ def calibrated_head(
         evidence=Evidence(
             train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
             validation=n_of_classes(labels, questions),
-            auroc=auroc_interval(scores, labels, questions),
+            auroc=auroc_interval(scores, labels, questions, fused.n_tried),
         ),
         validation=validation,
     )
@@ -492,7 +494,13 @@ def _fused(run: RunDir, branch: HeadName) -> FusedHead:
     tree, summary = run_selection(run, branch)
     config = dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"])
     champion = tree["champion"]
-    return FusedHead(summary["members"], config, champion["params"], champion["scores"])
+    return FusedHead(
+        summary["members"],
+        config,
+        champion["params"],
+        champion["scores"],
+        len(summary["rounds"][0]["candidates"]),
+    )
 
 
 def _grid(run: RunDir, setting: Setting) -> Grid:

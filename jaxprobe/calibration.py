@@ -254,8 +254,11 @@ def brier(p_correct: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(np.square(np.asarray(p_correct) - np.asarray(labels))))
 
 
+N_BINS = 10  # equal ones, of every calibration error and picture
+
+
 def reliability(
-    p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15
+    p_correct: np.ndarray, labels: np.ndarray, n_bins: int = N_BINS
 ) -> Reliability:
     """Mean prediction and accuracy per equal-width bin of predicted probability."""
     p_correct, labels = np.asarray(p_correct, float), np.asarray(labels, float)
@@ -268,18 +271,16 @@ def reliability(
     return Reliability(edges, confidence, accuracy, count)
 
 
-def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
-    """Expected calibration error in equal-width bins, in [0, 1]; NaN of none or NaN."""
+def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:
+    """Expected calibration error in ten bins, in [0, 1]; NaN of none or NaN."""
     if not len(labels):
         return float("nan")
-    bins = reliability(p_correct, labels, n_bins)
+    bins = reliability(p_correct, labels)
     gap, n = np.abs(bins.confidence - bins.accuracy), bins.n_examples
     return float((gap * n)[n > 0].sum() / n.sum())
 
 
-def ece_by_chance(
-    p_correct: np.ndarray, questions: np.ndarray, n_bins: int = 15, seed: int = 0
-) -> float:
+def ece_by_chance(p_correct: np.ndarray, questions: np.ndarray, seed: int = 0) -> float:
     """Return what the calibration error stays below in 39 of 40 draws where P is right.
 
     The error of a finite sample is above zero whatever P is. Right and wrong are drawn
@@ -288,11 +289,10 @@ def ece_by_chance(
     Args:
       p_correct: `[n]` probabilities, at least one.
       questions: `[n]` names.
-      n_bins: as of `ece`.
       seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)
     draws = (rng.random(len(names))[question] < p_correct for _ in range(_N_DRAWS))
-    errors = [ece(p_correct, is_right, n_bins) for is_right in draws]
+    errors = [ece(p_correct, is_right) for is_right in draws]
     return float(np.quantile(errors, 0.975))

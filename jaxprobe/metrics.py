@@ -10,12 +10,14 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
+from statistics import NormalDist
 from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
+from scipy.stats import t as student
 
 
 def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -108,13 +110,15 @@ def auroc_gain(
 ) -> tuple[float, float]:
     """AUROC of scores minus that of others on the same rows, and its standard error.
 
+    Of scores with several seeds it is the mean AUROC.
+
     By the placements of each row among those of the other class (DeLong, DeLong and
     Clarke-Pearson, Biometrics 1988), summed over the rows of a question (Obuchowski,
     Biometrics 1997).
 
     Args:
-      scores: `[n_examples]`.
-      others: `[n_examples]`.
+      scores: `[n_examples]` or `[n_seeds, n_examples]`.
+      others: likewise.
       labels: `[n_examples]` bool, both classes.
       questions: `[n_examples]`, equal for rows of one question, which are no new
         evidence; None where every row has its own.
@@ -126,6 +130,24 @@ def auroc_gain(
     gain = ours - theirs
     variance = _placement_variance(gain, labels, _numbered(questions, labels))
     return float(gain[labels].mean()), variance**0.5
+
+
+def auroc_gain_interval(
+    scores: np.ndarray, others: np.ndarray, labels: np.ndarray, questions: np.ndarray
+) -> tuple[float, float, float]:
+    """Return the 95 % interval of `auroc_gain`, and its two-sided p.
+
+    By Student's t with a degree less than the rarer class has questions. Of 13 right
+    answers among 600 and true gains of zero, 6 % of bootstrap's p were at most .05 and
+    .6 % at most .0025; of the larger of both 3 and 0 %.
+    """
+    gain, error = auroc_gain(scores, others, labels, questions)
+    n_rarer = min(len(np.unique(questions[rows])) for rows in (labels, ~labels))
+    if n_rarer < 2:
+        return -1.0, 1.0, 1.0
+    half = float(student.ppf(0.975, n_rarer - 1)) * error
+    p = 2 * float(student.sf(abs(gain) / error, n_rarer - 1)) if error else 0.0
+    return max(-1.0, gain - half), min(1.0, gain + half), p if gain else 1.0
 
 
 def _numbered(questions: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
@@ -150,7 +172,10 @@ def _placement_variance(
 
 
 def auroc_interval(
-    scores: np.ndarray, labels: np.ndarray, questions: np.ndarray | None = None
+    scores: np.ndarray,
+    labels: np.ndarray,
+    questions: np.ndarray | None = None,
+    n_tried: int = 1,
 ) -> tuple[float, float]:
     """Return a 95 % interval of AUROC that holds with few answers too.
 
@@ -160,15 +185,19 @@ def auroc_interval(
     is zero where the few right answers lie on top.
 
     Args:
-      scores: `[n_examples]`.
+      scores: `[n_examples]`, or `[n_seeds, n_examples]` for the mean AUROC.
       labels: `[n_examples]` bool; of one class, the interval is (0, 1).
       questions: `[n_examples]`, see `auroc_gain`; they are counted, not rows.
+      n_tried: how many scores were looked at, of which these were the best on these
+        answers; the interval is then of all of them together (Bonferroni).
     """
     numbers = _numbered(questions, labels)
     n_right, n_wrong = (len(np.unique(numbers[rows])) for rows in (labels, ~labels))
     if not n_right or not n_wrong:
         return 0.0, 1.0
-    area, z, n_pairs = float(auroc(scores, labels).value), 1.959964, n_right * n_wrong
+    placed = _placements(scores, labels)
+    area, n_pairs = float(placed[labels].mean()), n_right * n_wrong
+    z = NormalDist().inv_cdf(1 - 0.025 / n_tried)
 
     def excess(expected: float) -> float:
         """Return how much farther than the errors of an AUROC ours lies from it."""
@@ -183,7 +212,7 @@ def auroc_interval(
         for x in (0.0, 1.0)
     )
     if min(n_right, n_wrong) > 1:
-        variance = _placement_variance(_placements(scores, labels), labels, numbers)
+        variance = _placement_variance(placed, labels, numbers)
         inner = min(max(area, 0.5 / n_pairs), 1 - 0.5 / n_pairs)
         half = z * variance**0.5 / (inner * (1 - inner))
         ends = 1 / (1 + np.exp(np.array([half, -half]) - math.log(inner / (1 - inner))))
@@ -209,7 +238,12 @@ def is_gain(
 
 
 def _placements(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Of a right row, the wrong ones below it, of a wrong one, the right ones above."""
+    """Of a right row, the wrong ones below it, of a wrong one, the right ones above.
+
+    Of scores `[n_seeds, n_examples]` the mean over seeds, `[n_examples]`.
+    """
+    if np.ndim(scores) == 2:
+        return np.mean([_placements(x, labels) for x in scores], axis=0)
     right, wrong = scores[labels], scores[~labels]
     placed = np.zeros(len(labels))
 

@@ -129,6 +129,22 @@ def rows_of(
     )
 
 
+def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
+    """Check that no group is in two splits: what is learned of it would be tested.
+
+    Args:
+      groups: `[n_answers]` names, such as questions.
+      splits: of each answer; empty where it is left out.
+    """
+    split_of: dict[str, str] = {}
+    for name, split in zip(groups.tolist(), splits.tolist(), strict=True):
+        if split and split_of.setdefault(name, split) != split:
+            raise ValueError(
+                f"splits: the answers of {name!r} are in {split_of[name]!r} and in "
+                f"{split!r}; put all answers of a question or group into one"
+            )
+
+
 def partners(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:

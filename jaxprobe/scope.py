@@ -138,7 +138,8 @@ class Evidence:
     # Right and wrong answers that it was trained on, one a question each.
     train: tuple[int, int]
     validation: tuple[int, int]  # likewise those that it was calibrated on
-    # 95 % interval of its validation AUROC (`metrics.auroc_interval`).
+    # 95 % interval of its validation AUROC (`metrics.auroc_interval`), of a head that
+    # validation chose an interval of all that it was chosen among.
     auroc: tuple[float, float]
 
     @property
@@ -192,9 +193,13 @@ class Validation(NamedTuple):
     def of_answers(
         cls, p_correct: np.ndarray, labels: np.ndarray, questions: np.ndarray
     ) -> "Validation":
-        """Keep the first answer to each question: others are no new evidence."""
-        first = np.sort(np.unique(questions, return_index=True)[1])
-        return cls(np.asarray(p_correct, np.float64)[first], labels[first])
+        """Keep an answer to each question, drawn: others are no new evidence.
+
+        The first would not do. Files often hold the right answer before the wrong ones.
+        """
+        drawn = np.random.default_rng(0).permutation(len(questions))
+        kept = np.sort(drawn[np.unique(questions[drawn], return_index=True)[1]])
+        return cls(np.asarray(p_correct, np.float64)[kept], labels[kept])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,11 @@ import math
 import numbers
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from beatrice.extract.records import Passage
 
@@ -48,6 +50,37 @@ def as_list(values: Any, name: str, expected: str) -> list[Any]:
     if not _is_several(several):
         raise argument_error(name, expected, values)
     return list(several)
+
+
+def one_each(values: Any, name: str, kind: str, n_answers: int) -> list[Any]:
+    """Return a list with an entry for each answer."""
+    entries = as_list(values, name, f"a list of {kind}, one an answer")
+    if len(entries) != n_answers:
+        raise ValueError(
+            f"{name}: expected one for each of {n_answers} answers, found "
+            f"{len(entries)}"
+        )
+    return entries
+
+
+def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether each answer is right, and whether anybody knows, `[n_answers]`."""
+    kind = "True, False or None"
+    labels = one_each(values, "labels", kind, n_answers)
+    for number, label in enumerate(labels):
+        if not is_missing(label) and (np.ndim(label) or label not in (0, 1)):
+            raise argument_error(f"labels[{number}]", kind, label)
+    is_labelled = np.array([not is_missing(label) for label in labels], bool)
+    return np.array([not is_missing(x) and bool(x) for x in labels], bool), is_labelled
+
+
+def as_splits(values: Any, n_answers: int, known: Sequence[str]) -> np.ndarray:
+    """Return the split of each answer, `[n_answers]`; empty where it is left out."""
+    kind = ", ".join(map(repr, known))
+    names = [*map(str, one_each(values, "splits", kind, n_answers))]
+    if odd := [name for name in names if name not in known]:
+        raise ValueError(f"splits: expected {kind}, found {odd[0]!r}")
+    return np.array(names)
 
 
 def as_texts(values: Any, name: str) -> list[str]:

@@ -73,8 +73,9 @@ from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows, rows_of
+from beatrice.jaxprobe.rows import Rows, check_whole, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
+from beatrice.pgir.arguments import as_labels, as_splits, one_each
 
 if TYPE_CHECKING:
     import pandas
@@ -292,6 +293,8 @@ def judge(
     detectors: Iterable[Baseline],
     *,
     splits: Sequence[str] | np.ndarray | None = None,
+    groups: Sequence[str] | np.ndarray | None = None,
+    pairs: Sequence[tuple[str, str]] = (),
     layer: int | None = None,
     questions: Sequence[Example] = (),
     answers: Sequence[Answer] = (),
@@ -307,11 +310,17 @@ def judge(
 
     Args:
       signals: of answers in one setting, a `beatrice.Signals` or a feature store.
-      labels: whether each answer is right, in the order of the signals; or records,
-        with `questions`, whose splits are then taken; or rows of a store.
+      labels: whether each answer is right, None where nobody knows, in the order of
+        the signals; or records, with `questions`, whose splits are then taken; or rows
+        of a store.
       detectors: published ones (`catalogue()`) or a person's own.
       splits: of every answer, where `labels` are true and false: "train", "validation",
-        "test" or "ood". Detectors learn on the first, choose on the second.
+        "test" or "ood", or "" to leave it out. Detectors learn on the first, choose
+        on the second.
+      groups: what belongs together, one name an answer: it is in one split, and drawn
+        together for the intervals. None takes the ids of the answers' questions, which
+        `LanguageModel.as_answers` does not know.
+      pairs: names of two detectors, of which the first less the second is measured.
       layer: of the hidden states; None takes the middle one of those that are stored.
       questions: of the answers, for detectors that read texts.
       answers: of every row of the store, likewise.
@@ -325,13 +334,21 @@ def judge(
 
     Returns:
       A row for each metric, set and seed, as in results.jsonl: AUROC and AUPRC with
-      their intervals, and what validation chose ("chosen").
+      their intervals, what validation chose ("chosen"), and of pairs the difference
+      with its interval and p ("paired").
     """
     if isinstance(signals, FeatureStore):
         store, indices = signals, np.arange(len(signals.spec.keys))
     else:
         store, indices = signals.store, signals.indices
     rows = _rows_of_labels(store, indices, labels, questions, splits)
+    grouped = rows
+    if groups is not None:
+        names = rows.ids.astype(object)
+        names[indices] = one_each(groups, "groups", "names", len(indices))
+        grouped = dataclasses.replace(rows, ids=names.astype(str))
+    is_used = rows.is_labelled
+    check_whole(grouped.ids[is_used], rows.splits[is_used])
     layers = store.spec.hidden_layers
     middle = layers[len(layers) // 2] if layers else 0
     inputs = DetectorInput.of(
@@ -352,7 +369,14 @@ def judge(
         on_score(detector.name)
     scored = [x.scored(name) for name, x in scores.items()]
     chosen = [row for x in scores.values() for row in x.output.chosen]
-    measured = detection_rows(scored, rows, intervals or BootstrapConfig())
+    if unknown := {name for pair in pairs for name in pair} - scores.keys():
+        raise ValueError(
+            f"pairs: no detector is called {sorted(unknown)[0]!r}; these are: "
+            f"{', '.join(scores)}"
+        )
+    measured = detection_rows(
+        scored, grouped, intervals or BootstrapConfig(), pairs={"paired": pairs}
+    )
     return as_frame([*chosen, *measured])
 
 
@@ -375,25 +399,21 @@ def _rows_of_labels(
             splits=np.where(is_there, rows.splits, ""),
             is_labelled=rows.is_labelled & is_there,
         )
-    if splits is None or len(splits) != len(indices) or len(labels) != len(indices):
-        n_splits = "none" if splits is None else len(splits)
-        raise ValueError(
-            f"expected a label and a split for each of {len(indices)} answers, found "
-            f"{len(labels)} labels and {n_splits} splits"
-        )
     keys, n_rows = store.spec.keys, len(store.spec.keys)
+    truth, is_labelled = as_labels(labels, len(indices))
+    known = ("train", "validation", "test", "ood", "")
+    names = as_splits(splits, len(indices), known)
     rows = Rows(
         setting=msgspec.convert(keys[0][1], Setting),
         ids=np.array([key[0] for key in keys]),
         datasets=np.full(n_rows, "own"),
-        splits=np.full(n_rows, "", np.asarray(splits).dtype),
+        splits=np.full(n_rows, "", names.dtype),
         variants=np.array([key[2] for key in keys]),
         labels=np.zeros(n_rows, bool),
         is_labelled=np.zeros(n_rows, bool),
     )
-    rows.splits[indices] = splits
-    rows.labels[indices] = [label is not None and bool(label) for label in labels]
-    rows.is_labelled[indices] = [label is not None for label in labels]
+    rows.splits[indices] = names
+    rows.labels[indices], rows.is_labelled[indices] = truth, is_labelled
     return rows
 
 

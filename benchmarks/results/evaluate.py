@@ -73,7 +73,6 @@ from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
 from beatrice.pgir.score_files import shown_tokens
 
-N_BINS = 10
 ANNOTATED = "annotated"  # set and split of the answers that a person has judged
 PAIRS = {
     "paired": [(names.CHAMPION, rival) for rival in names.COMPARED],
@@ -156,16 +155,16 @@ def reliability_of(
 
     Of the head's own probability `[n]`, mean over seeds, and the calibrated one.
     """
-    labels, chance = rows.labels, ece_by_chance(calibrated, rows.ids, N_BINS)
+    labels, chance = rows.labels, ece_by_chance(calibrated, rows.ids)
     curves: dict[str, Any] = {"ece_by_chance": chance}
     result = []
     at: dict[str, Any] = {"experiment": "calibration", "detector": "champion"}
     at |= rows.fields_of(IN_DOMAIN, "test")
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
-        curves[kind] = _bins(reliability(p_correct, labels, N_BINS))
+        curves[kind] = _bins(reliability(p_correct, labels))
         values = {
             "brier": brier(p_correct, labels),
-            "ece": ece(p_correct, labels, N_BINS),
+            "ece": ece(p_correct, labels),
         }
         for metric, value in values.items():
             curves[f"{metric}_{kind}"] = value

@@ -24,12 +24,9 @@ from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import (
-    Labelled,
     clear_work,
     fit_own,
-    in_parts,
     read_labelled,
-    split_answers,
 )
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
@@ -762,40 +759,3 @@ def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tm
     path.write_bytes(b'{"question": "\xff"}')
     with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
         read_labelled(path, notes.append)
-
-
-def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
-    labels = np.arange(400) % 10 == 0
-    splits = split_answers(labels, [str(i) for i in range(400)])
-    for name, n in {"train": 200, "validation": 100, "test": 100}.items():
-        assert (splits == name).sum() == n
-        assert labels[splits == name].sum() == n // 10
-    rng = np.random.default_rng(0)
-    labels, questions = rng.random(400) < 0.4, [str(i % 80) for i in range(400)]
-    splits = split_answers(labels, questions)
-    assert {len(set(splits[k::80])) for k in range(80)} == {1}
-    assert set(splits) == {"train", "validation", "test"}
-    # Of two answers each, one in ten questions has both right, the others have one.
-    labels = np.concatenate([np.arange(400) % 10 == 0, np.ones(400, bool)])
-    splits = split_answers(labels, [str(i) for i in range(400)] * 2)
-    assert (labels[:400] & (splits[:400] == "test")).sum() == 10
-
-
-def answered(labels, questions):
-    return Labelled(questions, [()] * len(questions), [], None, np.asarray(labels))
-
-
-def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
-    two = answered(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
-    expected = "160 right and 240 wrong answers from memory to 2 questions"
-    with pytest.raises(ValueError, match=expected):
-        in_parts({"closed_book": two}, print)
-    names, notes = [str(i) for i in range(200)], []
-    enough = answered(np.arange(200) % 2 == 0, names)
-    both = {"closed_book": enough, "with_context": answered([True] * 200, names)}
-    parts = in_parts(both, notes.append)
-    assert list(parts) == ["closed_book"] and len(notes) == 1
-    assert "200 right and 0 wrong answers with passages" in notes[0]
-    parts = in_parts({"closed_book": enough, "with_context": enough}, notes.append)
-    assert (parts["closed_book"].splits == parts["with_context"].splits).all()
-    assert len(notes) == 1

@@ -9,8 +9,10 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_ques
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
+    auroc_gain_interval,
     interval_of,
     resamples,
+    two_sided_p,
     weighted_metrics,
 )
 from tests.jaxprobe.samples import rows_like
@@ -131,7 +133,11 @@ def test_a_paired_difference_resamples_both_detectors_together():
     value = difference(lambda scores: auroc(scores, labels).value)
     assert row.value == pytest.approx(value)
     draws = difference(lambda x: weighted_metrics(x, labels, weights)["auroc"])
-    assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(draws))
+    scores = [x.scores[:, where] for x in (ours, near)]
+    by_places = auroc_gain_interval(*scores, labels, rows.ids[where])
+    low, high = zip(interval_of(draws), by_places[:2], strict=True)
+    assert (row.ci_low, row.ci_high) == pytest.approx((min(low), max(high)))
+    assert row.p_value == pytest.approx(max(two_sided_p(draws), by_places[2]))
     # Near twins: each has a wide interval, their difference a narrow one.
     mean = {"experiment": "detection", "detector": "champion", "seed": "mean"}
     alone = find(table, **mean, **columns)

@@ -9,6 +9,7 @@ from beatrice.jaxprobe.metrics import (
     auprc,
     auroc,
     auroc_gain,
+    auroc_gain_interval,
     auroc_interval,
     drawn_clusters,
     interval_of,
@@ -187,6 +188,47 @@ def test_rows_of_one_question_count_as_the_bootstrap_of_questions_counts_them():
     draws = [weighted_metrics(x, labels, weights)["auroc"] for x in (scores, others)]
     error = auroc_gain(scores, others, labels, questions)[1]
     assert error == pytest.approx(np.std(draws[0] - draws[1]), rel=0.1)
+
+
+def test_a_gain_of_zero_is_seldom_sure_where_few_answers_are_right():
+    rng, labels, questions = (
+        np.random.default_rng(0),
+        np.arange(300) < 8,
+        np.arange(300),
+    )
+    p_values = []
+    for _ in range(400):
+        both = 1.2 * labels + 0.7 * rng.standard_normal(300)
+        pair = (both + 0.7 * rng.standard_normal(300) for _ in range(2))
+        low, high, p = auroc_gain_interval(*pair, labels, questions)
+        assert (p < 0.05) == (low > 0 or high < 0)
+        p_values.append(p)
+    share = (np.array(p_values) < 0.05).mean()
+    assert share < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5
+    sure = auroc_gain_interval(
+        labels * 1.0, rng.standard_normal(300), labels, questions
+    )
+    assert sure[2] < 0.05 and sure[0] > 0
+    one = np.arange(300) < 1
+    assert auroc_gain_interval(*np.eye(300)[:2], one, questions) == (-1.0, 1.0, 1.0)
+
+
+def test_an_interval_of_a_mean_over_seeds_is_between_theirs_and_of_the_best_wider():
+    rng, labels = np.random.default_rng(0), np.arange(200) < 60
+    scores = labels + rng.standard_normal((3, 200))
+    ends = np.array([auroc_interval(x, labels) for x in scores])
+    mean = auroc_interval(scores, labels)
+    assert (ends.min(axis=0) <= mean).all() and (mean <= ends.max(axis=0)).all()
+    assert auroc_interval(np.tile(scores[0], (2, 1)), labels) == pytest.approx(ends[0])
+    low, high = auroc_interval(scores, labels, n_tried=15)
+    assert low < mean[0] and high > mean[1]
+    # Of fifteen useless scores the best is seldom shown to be useful.
+    useless = rng.standard_normal((100, 15, 200))
+    best = [max(x, key=lambda s: auroc(s, labels).value) for x in useless]
+    for n_tried, most in ((1, 1.0), (15, 0.1)):
+        lows = [auroc_interval(x, labels, n_tried=n_tried)[0] for x in best]
+        assert np.mean(np.array(lows) > 0.5) <= most
+        assert n_tried > 1 or np.mean(np.array(lows) > 0.5) > 0.15
 
 
 def test_rows_that_come_twice_are_no_new_evidence():

@@ -175,6 +175,13 @@ def test_another_answer_to_the_same_question_is_no_new_evidence():
     assert trust(*some).p_correct is None and len(some.p_correct) == 15
 
 
+@pytest.mark.parametrize("where", [0, 3])
+def test_the_answer_that_counts_is_not_the_one_that_a_file_has_first(where):
+    questions, labels = np.repeat(np.arange(400), 4), np.arange(1600) % 4 == where
+    kept = Validation.of_answers(np.full(1600, 0.5), labels, questions).labels
+    assert kept.mean() == pytest.approx(0.25, abs=3 * (0.25 * 0.75 / 400) ** 0.5)
+
+
 def test_a_decision_says_between_which_thresholds_an_answer_lies():
     p, labels = np.linspace(0.999, 0.001, 1000), np.arange(1000) < 500
     decided = certified(Validation(p, labels), 0.9)

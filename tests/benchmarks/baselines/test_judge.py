@@ -1,6 +1,7 @@
 """Detectors judged on a run and in a notebook; one of a person, as in the README."""
 
 import dataclasses
+import math
 import re
 import shutil
 import sys
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
 import beatrice as api
@@ -151,7 +153,12 @@ def oracle(given):
     return DetectorOutput(given.rows.labels[None].astype(float))
 
 
+def noise(given):
+    return DetectorOutput(np.random.default_rng(0).random((1, len(given.rows.ids))))
+
+
 ORACLE = Baseline(name="oracle", title="Oracle", source="here", score=oracle)
+NOISE = Baseline(name="noise", title="Noise", source="here", score=noise)
 GIVEN = planted.inputs()
 
 
@@ -198,17 +205,49 @@ def test_labels_are_the_same_as_truth_values_as_rows_and_as_records():
 
 
 def test_labels_that_do_not_fit_are_refused():
-    message = "for each of 150 answers, found 3 labels and none splits"
-    with pytest.raises(ValueError, match=message):
-        judge(GIVEN.store, [True, False, True], [ORACLE])
+    labels, splits = GIVEN.rows.labels, GIVEN.rows.splits.tolist()
+    for given, named, message in (
+        ([True, False, True], splits, "labels: .* for each of 150 answers, found 3"),
+        (["True"] * 150, splits, r"labels\[0\]: expected True, False or None"),
+        (labels, None, "splits: expected a list"),
+        (labels, ["val", *splits[1:]], "splits: expected 'train', .* found 'val'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            judge(GIVEN.store, given, [ORACLE], splits=named)
 
 
 def test_an_unlabelled_answer_is_counted_as_failed():
     labels, test = GIVEN.rows.labels.tolist(), GIVEN.rows.where("test")
-    labels[test[0]] = None
+    labels[test[0]], labels[test[1]], labels[test[2]] = None, math.nan, pandas.NA
     table = judge_planted(ORACLE, labels=labels)
     aurocs = table[(table.metric == "auroc") & (table.split == "test")]
-    assert set(aurocs.n) == {len(test) - 1} and set(aurocs.n_failed) == {1}
+    assert set(aurocs.n) == {len(test) - 3} and set(aurocs.n_failed) == {3}
+
+
+def test_answers_of_one_group_are_drawn_together_and_never_torn_apart():
+    where = GIVEN.rows.splits == "test"
+    alone, halves = np.arange(150).astype(str), np.arange(150).astype(str)
+    halves[where] = [str(i // 10) + "of ten" for i in range(where.sum())]
+    widths = []
+    for groups in (None, alone, halves):
+        table = judge_planted(NOISE, groups=groups)
+        at = table[table.split == "test"]
+        (row,) = at[at.metric == "auroc"].to_dict("records")
+        widths.append(row["ci_high"] - row["ci_low"])
+    assert widths[0] == pytest.approx(widths[1]) and widths[2] > widths[0]
+    with pytest.raises(ValueError, match="the answers of 'all' are in"):
+        judge_planted(ORACLE, groups=["all"] * 150)
+
+
+def test_two_detectors_are_compared_with_their_p():
+    rivals = ORACLE, NOISE
+    table = judge_planted(*rivals, pairs=[("oracle", "noise")])
+    at = table[(table.experiment == "paired") & (table.split == "test")]
+    (row,) = at[at.metric == "auroc"].to_dict("records")
+    assert (row["detector"], row["against"]) == ("oracle", "noise")
+    assert row["value"] > 0 and row["p_value"] < 0.05
+    with pytest.raises(ValueError, match="pairs: no detector is called 'nope'"):
+        judge_planted(*rivals, pairs=[("oracle", "nope")])
 
 
 def baseline_of(score, **fields):

@@ -1,0 +1,91 @@
+"""What `fit` makes of labelled answers before it fits: parts of whole questions."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import beatrice
+from beatrice.cli import main
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
+from beatrice.own_model import Labelled, in_parts, split_answers
+from tests.extract.datasets.published import write_lines
+
+
+def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
+    labels = np.arange(400) % 10 == 0
+    splits = split_answers(labels, [str(i) for i in range(400)])
+    for name, n in {"train": 200, "validation": 100, "test": 100}.items():
+        assert (splits == name).sum() == n
+        assert labels[splits == name].sum() == n // 10
+    rng = np.random.default_rng(0)
+    labels, questions = rng.random(400) < 0.4, [str(i % 80) for i in range(400)]
+    splits = split_answers(labels, questions)
+    assert {len(set(splits[k::80])) for k in range(80)} == {1}
+    assert set(splits) == {"train", "validation", "test"}
+    # Of two answers each, one in ten questions has both right, the others have one.
+    labels = np.concatenate([np.arange(400) % 10 == 0, np.ones(400, bool)])
+    splits = split_answers(labels, [str(i) for i in range(400)] * 2)
+    assert (labels[:400] & (splits[:400] == "test")).sum() == 10
+
+
+def answered(labels, questions):
+    return Labelled(questions, [()] * len(questions), [], None, np.asarray(labels))
+
+
+def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
+    two = answered(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
+    expected = "160 right and 240 wrong answers from memory to 2 questions"
+    with pytest.raises(ValueError, match=expected):
+        in_parts({"closed_book": two}, print)
+    names, notes = [str(i) for i in range(200)], []
+    enough = answered(np.arange(200) % 2 == 0, names)
+    both = {"closed_book": enough, "with_context": answered([True] * 200, names)}
+    parts = in_parts(both, notes.append)
+    assert list(parts) == ["closed_book"] and len(notes) == 1
+    assert "200 right and 0 wrong answers with passages" in notes[0]
+    parts = in_parts({"closed_book": enough, "with_context": enough}, notes.append)
+    assert (parts["closed_book"].splits == parts["with_context"].splits).all()
+    assert len(notes) == 1
+
+
+def test_a_question_in_another_spelling_is_not_torn_from_the_first():
+    labels = np.arange(200) % 3 == 0
+    names = [f"Who wrote book {i}?" for i in range(200)]
+    twins = [name.lower().rstrip("?") + " ?" for name in names]
+    splits = split_answers(np.tile(labels, 2), names + twins)
+    assert (splits[:200] == splits[200:]).all()
+
+
+def test_parts_have_enough_by_their_questions_not_by_their_answers():
+    names = [str(i % 16) for i in range(320)]  # eight right ones, eight wrong ones
+    labels = np.array([int(name) < 8 for name in names])
+    both = {
+        "closed_book": answered(np.arange(200) % 2 == 0, [str(i) for i in range(200)]),
+        "with_context": answered(labels, names),
+    }
+    notes = []
+    assert list(in_parts(both, notes.append)) == ["closed_book"]
+    assert "160 right and 160 wrong answers with passages to 16 questions" in notes[0]
+
+
+def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):
+    rows = [
+        {"question": e.question, "answer": answer, "label": answer == e.golds[0]}
+        for e in read_examples(RunDir(smoke_run))[:120]
+        for answer in (e.golds[0], "Guzolt Falls")
+    ]
+    evidence, intervals = [], []
+    for n_times in (1, 4):
+        path = write_lines(tmp_path / "labelled.jsonl", rows * n_times)
+        probe = tmp_path / f"probe-{n_times}"
+        words = ("fit", "embedded", "--labelled", path, probe, "--untrustworthy")
+        done = CliRunner().invoke(main, [*map(str, words)])
+        assert done.exit_code == 0, done.output
+        loaded = beatrice.load(probe)
+        head = loaded.detector.heads["closed_book"]
+        evidence.append((head.evidence.validation, len(head.validation.labels)))
+        of = loaded.report[loaded.report.metric == "auroc of length alone"]
+        intervals.append(float((of.ci_high - of.ci_low).iloc[0]))
+    assert evidence[0] == evidence[1]
+    assert intervals[0] == pytest.approx(intervals[1], abs=0.02)
