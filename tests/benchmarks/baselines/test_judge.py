@@ -232,7 +232,7 @@ def test_answers_of_one_group_are_drawn_together_and_never_torn_apart():
     for groups in (None, alone, halves):
         table = judge_planted(NOISE, groups=groups)
         at = table[table.split == "test"]
-        (row,) = at[at.metric == "auroc"].to_dict("records")
+        row = at[at.metric == "auroc"].iloc[0]
         widths.append(row["ci_high"] - row["ci_low"])
     assert widths[0] == pytest.approx(widths[1]) and widths[2] > widths[0]
     with pytest.raises(ValueError, match="the answers of 'all' are in"):
@@ -243,7 +243,7 @@ def test_two_detectors_are_compared_with_their_p():
     rivals = ORACLE, NOISE
     table = judge_planted(*rivals, pairs=[("oracle", "noise")])
     at = table[(table.experiment == "paired") & (table.split == "test")]
-    (row,) = at[at.metric == "auroc"].to_dict("records")
+    row = at[at.metric == "auroc"].iloc[0]
     assert (row["detector"], row["against"]) == ("oracle", "noise")
     assert row["value"] > 0 and row["p_value"] < 0.05
     with pytest.raises(ValueError, match="pairs: no detector is called 'nope'"):
