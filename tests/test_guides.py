@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.benchmarks.commands import report
-from beatrice.benchmarks.results.evaluate import N_BINS
 from beatrice.benchmarks.results.names import CHAMPION, EVERY_FAMILY, PERPLEXITY, probe
 from beatrice.benchmarks.results.tables import (
     find,
@@ -30,6 +29,7 @@ from beatrice.cli import SHARED, VERBS, main
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, read_rows
+from beatrice.jaxprobe.calibration import N_BINS
 from beatrice.pgir.controllers import CONTROLLERS
 from tests.blocks import FENCE, run_blocks
 

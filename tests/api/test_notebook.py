@@ -241,7 +241,10 @@ def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
         ({"model": "embedded", "device": "tpu"}, "device"),
         ({"model": "embedded", "device": 1.5}, "device: expected a Torch device"),
         ({"model": "embedded", "device": ""}, "device"),
-        ({"model": "embedded", "prompt": "short"}, "prompt: expected a PromptConfig"),
+        (
+            {"model": "embedded", "prompt": "short"},
+            "prompt: expected a mapping or a PromptConfig",
+        ),
         ({"model": "embedded", "attention_layers": "most"}, "attention_layers"),
         ({"model": "embedded", "tokenizer": object()}, "tokenizer"),
         ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device"),
