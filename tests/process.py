@@ -1,5 +1,6 @@
 """The command line as a user calls it, and Python: in processes of their own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -75,6 +76,17 @@ def loaded_by(program) -> set[str]:
     """Return the names of the modules that a program has loaded at its end."""
     done = run_python(f"{program}\nimport sys\nprint(*sys.modules)")
     return set(done.stdout.split())
+
+
+def forked(work) -> int:
+    """Return how a forked process ends that does some work: 0 where that is done."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(60)  # a child that waits ends
+    with contextlib.suppress(Exception):
+        work()
+        os._exit(0)
+    os._exit(1)
 
 
 def start(*words, **environ) -> subprocess.Popen[str]:

@@ -6,16 +6,14 @@ And what becomes of a batch that the device cannot hold.
 import dataclasses
 import gc
 import math
-import os
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from beatrice.extract.forks import ForkLock
 from beatrice.extract.run.console import Progress
 from beatrice.extract.signals.precision import exact_products
 
@@ -37,32 +35,17 @@ class ReadingBudget:
 Done = TypeVar("Done")
 
 
-class ModelLock:
-    """One thread at a time, and again by the one that has it; free in a forked process.
+class ModelLock(ForkLock):
+    """One thread at a time is in a model; in a forked process on one thread of Torch's.
 
     Torch's pool of threads does not survive a fork: at the first operation that is
     shared among them the child would wait for threads that it does not have.
     """
 
-    _all: "weakref.WeakSet[ModelLock]" = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        """Begin free, in this process."""
-        self._lock = threading.RLock()
-        self._forked = False
-        ModelLock._all.add(self)
-
-    @classmethod
-    def begin_in_child(cls) -> None:
-        """Let all be free: the threads that had them are not in this process."""
-        for lock in cls._all:
-            lock._lock = threading.RLock()
-            lock._forked = True
-
     def __enter__(self) -> None:
         """Wait until no other thread of this process has it."""
-        self._lock.acquire()
-        if self._forked and torch.get_num_threads() > 1:
+        super().__enter__()
+        if self.is_forked and torch.get_num_threads() > 1:
             torch.set_num_threads(1)
             warnings.warn(
                 "this process was forked from one that had loaded the model: Torch "
@@ -70,13 +53,6 @@ class ModelLock:
                 "more, load the model in a process that was begun by 'spawn'",
                 stacklevel=2,
             )
-
-    def __exit__(self, *_: object) -> None:
-        """Let the next one have it."""
-        self._lock.release()
-
-
-os.register_at_fork(after_in_child=ModelLock.begin_in_child)
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-_SETTING = threading.Lock()
+from beatrice.extract.forks import ForkLock
+
+_SETTING = ForkLock()
 # How many blocks of `exact_products` each thread is inside of.
 _EXACT: collections.Counter[int] = collections.Counter()
 _UNCOMPILED = contextlib.ExitStack()  # entered while some thread is inside

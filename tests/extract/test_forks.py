@@ -1,0 +1,88 @@
+"""What a fork finds: locks that are free, and what stood under them done."""
+
+import contextlib
+import threading
+import time
+
+from beatrice.extract.forks import ForkLock
+from tests.process import forked
+
+
+def take(*locks):
+    for lock in locks:
+        with lock:
+            pass
+
+
+@contextlib.contextmanager
+def thread_of(work):
+    """Run a thread until it says that it is where it should be, and wait for it."""
+    there = threading.Event()
+    thread = threading.Thread(target=work, args=(there,), daemon=True)
+    thread.start()
+    assert there.wait(30)
+    yield
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_fork_waits_until_what_stands_under_a_lock_is_done():
+    first, second, done = ForkLock(), ForkLock(), []
+
+    def work(there):
+        with first:
+            there.set()
+            time.sleep(0.3)
+            with second:  # which nobody may hold meanwhile, or both would wait
+                done.append("all")
+
+    def look():
+        take(first, second)
+        assert done
+
+    with thread_of(work):
+        assert forked(look) == 0
+    take(first, second)
+
+
+def test_a_fork_is_not_kept_waiting_by_threads_that_begin_again_and_again():
+    first, second, leave = ForkLock(), ForkLock(), threading.Event()
+
+    def working(lock):
+        def work(there):
+            while not leave.is_set():
+                with lock:
+                    there.set()
+                    time.sleep(0.02)
+
+        return work
+
+    with thread_of(working(first)), thread_of(working(second)):
+        codes = [forked(lambda: take(first, second)) for _ in range(3)]
+        leave.set()
+    assert codes == [0] * 3
+
+
+def test_who_has_a_lock_forks_at_once_and_has_it_in_the_child_too():
+    mine, theirs, leave = ForkLock(), ForkLock(), threading.Event()
+
+    def work(there):
+        with theirs:
+            there.set()
+            with mine:  # waits for whoever forks
+                leave.set()
+
+    def child():
+        take(mine, theirs)
+        mine.__exit__()
+        thread = threading.Thread(target=take, args=(mine, theirs))
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+
+    mine.__enter__()
+    with thread_of(work):
+        code = forked(child)
+        mine.__exit__()
+        assert leave.wait(30)
+    assert code == 0
