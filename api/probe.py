@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
@@ -43,7 +43,7 @@ _REPORT, _EXAMPLES = "eval.json", "examples.jsonl"
 PROBES = Path(__file__).parent / "probes"  # that come along, a folder each
 _HUB = "hf://"
 MOST_EXAMPLES = 5
-_LOADING = threading.RLock()  # not of a probe, which could not be pickled with it
+_LOADING = ForkLock()  # not of a probe, which could not be pickled with it
 # How far an example's score before the map may lie from where it was: of another
 # machine's sums in float32, and of 8 and 11 bits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}

@@ -10,7 +10,6 @@ enough to be pasted.
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -140,7 +139,6 @@ class Gate:
                 "loaded with, so that each would be retrieved for; load it with a "
                 "lower precision, or give a threshold"
             )
-        self._lock = threading.Lock()
 
     @classmethod
     def load(
@@ -175,8 +173,7 @@ class Gate:
         questions = as_texts(questions, "questions")
         if not questions:
             return []
-        with self._lock:
-            scores = self.scorer.answer(questions)
+        scores = self.scorer.answer(questions)
         return [
             Draft(
                 question=question,

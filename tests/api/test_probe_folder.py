@@ -11,6 +11,7 @@ import shutil
 import site
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +31,7 @@ from beatrice.extract.run.rows import read_result_rows, write_rows
 from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
-from tests.process import call, on_disk, run_python
+from tests.process import call, forked, on_disk, run_python
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -69,6 +70,29 @@ def test_threads_that_ask_a_probe_first_load_its_model_once(probe):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: fresh.load_scorer(), range(8)))
     assert len(opened) == 1
+
+
+@pytest.mark.filterwarnings(r"ignore:os\.fork")  # of JAX, which other tests have loaded
+def test_a_process_that_was_forked_while_a_thread_loads_a_model_has_it_whole(probe):
+    begun = threading.Event()
+
+    def open_slowly():
+        begun.set()
+        time.sleep(0.3)
+        return probe.scorer
+
+    def child():
+        assert fresh._scorer is probe.scorer  # whole, before there was a child
+        other = beatrice.Probe(probe.detector, layer=LAYER, open_scorer=open_slowly)
+        assert other.scorer is probe.scorer
+
+    fresh = beatrice.Probe(probe.detector, layer=LAYER, open_scorer=open_slowly)
+    assert probe.scorer is not None
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(fresh.load_scorer)
+        begun.wait()
+        assert forked(child) == 0
+        loading.result()
 
 
 @pytest.fixture(scope="module")

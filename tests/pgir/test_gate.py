@@ -1,12 +1,17 @@
 """The gate, the pipelines of others that it stands in, and what a person plugs in."""
 
+import concurrent.futures
+import copy
 import dataclasses
 import importlib.util
 import itertools
 import json
+import pickle
 import re
 import shutil
 import sys
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -29,7 +34,7 @@ from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriev
 from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice
 from tests.pgir.small import PASSAGE, QUESTION, reply
-from tests.process import ROOT
+from tests.process import ROOT, forked
 
 OTHER = "what is the genre of Skiband Rugrond?"
 ANSWER = "Guzolt Falls"
@@ -62,6 +67,36 @@ def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scor
     p_correct = drafts[0].p_correct
     assert not Gate(scorer, p_correct).should_retrieve(QUESTION)
     assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
+
+
+def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
+    gate = Gate(load("embedded"), 0.5)
+    drafts = gate.draft([QUESTION])
+    for other in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
+        assert other.draft([QUESTION]) == drafts
+
+
+@pytest.mark.filterwarnings(r"ignore:os\.fork")  # of JAX, which other tests have loaded
+def test_a_gate_decides_in_a_process_that_was_forked_while_a_thread_asked_it(scorer):
+    gate, leave = strict(scorer), threading.Event()
+    drafts, asked = gate.draft([QUESTION]), threading.Event()
+
+    def work():
+        while not leave.is_set():
+            gate.draft([QUESTION] * 8)
+            asked.set()
+
+    def child():
+        with warnings.catch_warnings(action="ignore"):
+            assert gate.draft([QUESTION]) == drafts
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        asked.wait()
+        codes = [forked(child) for _ in range(3)]
+        leave.set()
+        working.result()
+    assert codes == [0] * 3
 
 
 def draft(p, decision="distrust"):
