@@ -29,7 +29,7 @@ from beatrice.extract.run.files import from_json, sha256_json
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "withheld"]
 AnswerSpan = Literal["emitting", "literal"]  # see `signals.sequence.sequence_of`
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")

@@ -196,6 +196,7 @@ def prompts_of(requests: Sequence[Request]) -> list[GeneratorPrompt]:
             text=request.prompt.text,
             ids=request.prompt.ids,
             n_common=first_read(request.prompt.context_span[0]),
+            name=request.example_id,
         )
         for request in requests
     ]

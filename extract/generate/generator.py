@@ -81,6 +81,9 @@ class GeneratorPrompt:
     # Most tokens at its beginning that may be computed once for several prompts; None
     # is any number. It changes a text by rounding alone, and is in no key.
     n_common: int | None = None
+    name: str = ""  # of its question, for messages; in no key
+    # Whether a reply that a server withholds, as by its filter, is taken for one.
+    may_be_withheld: bool = False
 
     def __post_init__(self) -> None:
         """Check that a chat message is a text."""
@@ -103,7 +106,8 @@ class Generated(Record, frozen=True, kw_only=True):
     # In nats, one per id and one more for the stop token if it was written; of the
     # model itself, before temperature, top-p and top-k.
     log_probs: tuple[float, ...] | None
-    finish: Finish  # "length" if the text was cut at its limit
+    # "length" if the text was cut at its limit, "withheld" if a server did not give it.
+    finish: Finish
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
     # Since the text before it came, so that the first of a batch has all of the batch;

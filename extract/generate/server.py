@@ -118,8 +118,22 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(0.5 * 2**attempt, 8) * random.uniform(0.75, 1.0)
 
 
-def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
-    """Return the generated text of a reply.
+# Why a server gives no text, or not all: by its reason, and by the code of a refusal.
+_WITHHELD = "content_filter", "tool_calls", "function_call"
+_FILTERS = "content_filter", "content_policy_violation"
+_NOTHING = Generated(
+    text="",
+    token_ids=None,
+    stop_id=None,
+    log_probs=None,
+    finish="withheld",
+    n_prompt_tokens=None,
+    n_new_tokens=None,
+)
+
+
+def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Generated:
+    """Return the generated text of a reply to a prompt.
 
     A server gives the stop token among its ids or leaves it out. Where the model has
     only one (`stop_ids`, as far as known) it can have been no other, unless the server
@@ -132,13 +146,15 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
             "protocol?"
         )
     (choice,) = choices
-    if choice.finish_reason not in ("stop", "length"):
+    finish, is_chat = choice.finish_reason, prompt.is_chat
+    if prompt.may_be_withheld and finish in _WITHHELD:
+        finish = "withheld"
+    elif finish not in ("stop", "length"):
         raise ValueError(
-            f"it ended a text for the reason {choice.finish_reason!r}; expected 'stop' "
-            "or 'length'"
+            f"it ended a text for the reason {finish!r}; expected 'stop' or 'length'"
         )
     ids, stop_id = getattr(choice, "token_ids", None), None
-    if ids is not None and choice.finish_reason == "stop":
+    if ids is not None and finish == "stop":
         if ids and ids[-1] in stop_ids:
             *ids, stop_id = ids
         elif len(stop_ids) == 1 and not isinstance(
@@ -164,7 +180,7 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
         "token_ids": ids,
         "stop_id": stop_id,
         "log_probs": None if log_probs is None else tuple(map(float, log_probs)),
-        "finish": choice.finish_reason,
+        "finish": finish,
         **counts,
     }
     reply = msgspec.convert(fields, Generated)  # the client checks no types
@@ -304,8 +320,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
             try:
                 return await self._attempt(prompt, config)
             except openai.OpenAIError as error:
+                if prompt.may_be_withheld and getattr(error, "code", None) in _FILTERS:
+                    return _NOTHING
                 if attempt == self._server.retries or not _is_transient(error):
-                    raise ValueError(self._in_words(error)) from error
+                    raise ValueError(self._in_words(error, prompt)) from error
                 await asyncio.sleep(_seconds_before_retry(error, attempt))
         raise AssertionError("retries are counted without an end")
 
@@ -313,6 +331,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         self, prompt: GeneratorPrompt, config: SamplingConfig
     ) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
+        where = self._where(prompt)
         # A token is at least one byte, but the server's chat template adds some.
         n_prompt = self.count_tokens(prompt)
         if n_prompt is None:
@@ -323,7 +342,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         try:
             request = client.completions.create(**self._fields(prompt, config))
             response = await within(self._server.timeout, request)
-            reply = _read(response, prompt.is_chat, self._stop_ids)
+            reply = _read(response, prompt, self._stop_ids)
             reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:
                 n_prompt = reply.n_prompt_tokens
@@ -336,18 +355,19 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise
         except _FOREIGN as error:
             raise ValueError(
-                f"{self._where}: its reply is not of OpenAI's protocol ({error})"
+                f"{where}: its reply is not of OpenAI's protocol ({error})"
             ) from error
         except ValueError as error:
-            raise ValueError(f"{self._where}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         finally:
             self.account.book(reserved, n_prompt, n_new)
 
-    @property
-    def _where(self) -> str:
-        return f"server {self._url}, model {self._model!r}"
+    def _where(self, prompt: GeneratorPrompt) -> str:
+        name = f", question {prompt.name!r}" if prompt.name else ""
+        return f"server {self._url}, model {self._model!r}{name}"
 
-    def _in_words(self, error: openai.OpenAIError) -> str:
+    def _in_words(self, error: openai.OpenAIError, prompt: GeneratorPrompt) -> str:
+        where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(str(error.message).split())
             if key := os.environ.get("OPENAI_API_KEY"):  # some say what they were sent
@@ -359,10 +379,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 else ""
             )
             status = error.status_code
-            return f"{self._where}: refused with status {status}: {reason}{hint}"
+            return f"{where}: refused with status {status}: {reason}{hint}"
         reason = error if isinstance(error, UnreadableReply) else type(error).__name__
         return (
-            f"{self._where}: no answer after {self._server.retries} retries "
+            f"{where}: no answer after {self._server.retries} retries "
             f"({reason}); is it running, and is the URL right up to /v1?"
         )
 

@@ -670,7 +670,8 @@ def judge_answers(
             example, answer = pairs[i]
             fields = (example.question, example.golds, answer.text)
             text = judge_prompt(rubrics[r], *fields, attempt=attempt, seed=config.seed)
-            prompts.append(GeneratorPrompt(text=text, is_chat=True))
+            about = {"name": example.id, "may_be_withheld": True}
+            prompts.append(GeneratorPrompt(text=text, is_chat=True, **about))
         texts = replies.generate(generator, prompts, sampling, progress)
         if texts is None:
             return None

@@ -237,6 +237,8 @@ def read_rewrite(
     Before the cue "Normalized Context:" nothing counts; without the cue, everything
     does. A reply that was cut fails: half a context would be taken for a whole one.
     """
+    if reply.finish == "withheld":
+        return _failed(example, "the server withheld the rewrite")
     if reply.finish == "length":
         return _failed(example, "the rewrite was cut at its longest length")
     cue = _CUE.search(reply.text)
@@ -267,7 +269,9 @@ def rewrite_contexts(
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}
     for example in wanted:
-        prompt = GeneratorPrompt(text=rewrite_prompt(example, config), is_chat=True)
+        about = {"name": example.id, "may_be_withheld": True}
+        text = rewrite_prompt(example, config)
+        prompt = GeneratorPrompt(text=text, is_chat=True, **about)
         if window is None or (
             (generator.count_tokens(prompt) or 0) + config.max_new_tokens <= window
         ):

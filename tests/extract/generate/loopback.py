@@ -35,7 +35,7 @@ class Loopback:
 
     def __init__(self, generator):
         self.generator = generator
-        self.failures = []  # status codes or bodies of the next replies
+        self.failures = []  # status codes, bodies or both, of the next replies
         self.requests = []
         self.is_vllm = True
         self.pause = 0.0  # seconds a request takes at least
@@ -64,6 +64,8 @@ class Loopback:
             status = self.failures.pop(0)
             if isinstance(status, bytes):
                 return 200, status
+            if isinstance(status, tuple):
+                return status
             return status, {"error": {"message": f"planned failure {status}"}}
         if not self.is_vllm and ({"top_k", "min_p", "return_token_ids"} & body.keys()):
             return 422, {"error": {"message": "Unexpected fields in the request"}}

@@ -43,6 +43,13 @@ from beatrice.extract.generate.server import (
     SpendingCapReached,
 )
 from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.label.labels import ConsensusConfig, judge_answers
+from beatrice.extract.label.rewrite import (
+    RewriteConfig,
+    count_rewrites,
+    rewrite_contexts,
+)
+from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from tests.extract.generate.loopback import (
     GREEDY,
@@ -52,8 +59,10 @@ from tests.extract.generate.loopback import (
     texts,
 )
 from tests.extract.small_run import questions, smoke
+from tests.records import an_answer, an_example
 
 QUESTION = GeneratorPrompt(text="Question: who? Answer:")
+PASSAGE = Passage(title="Ada", text="Ada wrote it.")
 THREE_IDS = GeneratorPrompt(text="x", ids=(3, 4, 5))
 
 
@@ -137,6 +146,37 @@ def test_a_reply_without_an_answer_is_one_sentence(client, server, reply, words)
     server.failures = [reply]
     with pytest.raises(ValueError, match=f"server {server.url}.*{words}"):
         texts(client(), [QUESTION])
+
+
+FILTER = {"message": "triggered a policy", "code": "content_filter"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": [{"finish_reason": "content_filter", "message": {"content": ""}}]},
+        {"choices": [{"finish_reason": "tool_calls", "message": {"content": None}}]},
+        {"error": FILTER},
+    ],
+)
+def test_what_a_filter_withholds_is_no_verdict_and_no_rewrite_and_both_are_counted(
+    client, server, tmp_path, reply
+):
+    withheld = (400 if "error" in reply else 200, reply)
+    example = an_example(question="who?", golds=("Ada",), passages=(PASSAGE,))
+    generator, replies = client(), open_replies(tmp_path / "judge.jsonl")
+    server.failures = [withheld] * 9
+    answers, config = [an_answer(example_id=example.id)], ConsensusConfig()
+    judged = judge_answers(answers, [example], generator, replies, config)
+    assert judged.labels[0].verdicts == ("unparsable",) * 3
+    assert (judged.n_retried, judged.n_unparsable) == (6, 3)
+    server.failures, replies = [withheld], open_replies(tmp_path / "rewrite.jsonl")
+    made = rewrite_contexts([example], generator, replies, RewriteConfig())
+    assert made[0].reason == "the server withheld the rewrite"
+    assert count_rewrites(made)["n_failed"] == 1
+    server.failures = [withheld]
+    with pytest.raises(ValueError, match=f"server {server.url}.*, question 'q7'"):
+        texts(generator, [GeneratorPrompt(text="who?", is_chat=True, name="q7")])
 
 
 UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
