@@ -1,12 +1,15 @@
-"""Small real objects: a detector, a corpus with its encoder, a played controller."""
+"""Small real objects: a detector, a corpus and its server, a played controller."""
 
+import contextlib
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from beatrice.extract.records import Passage
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
@@ -17,6 +20,8 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.pgir.controllers.loop import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
+from beatrice.pgir.retrieval_server import RetrievalServer
+from beatrice.pgir.retrievers import Bm25Retriever
 from tests.jaxprobe.samples import KNOWN, identity_of, wide_scope
 
 LAYER = 3
@@ -24,6 +29,7 @@ QUESTION = "where was Skiband Rugrond born?"
 PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=2)
+CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 
 
 def _bank(dims, n_spans):
@@ -152,3 +158,22 @@ def reply(text, log_prob=-0.5, n_prompt=10, n_shown=99):
         n_prompt_tokens=n_prompt,
         n_shown=n_shown,
     )
+
+
+@contextlib.contextmanager
+def serving(server):
+    """Run a server in a thread until the block ends."""
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}
+    )
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def corpus_server(**options):
+    return RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=0, **options)

@@ -1,0 +1,166 @@
+"""The server of a retriever: shapes of replies, wrong requests, and how it ends."""
+
+import http.client
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from beatrice.pgir.retrieval_server import RetrievalServer
+from beatrice.pgir.retrievers import Bm25Retriever, read_reply
+from tests.pgir.small import CORPUS, corpus_server, make_corpus, serving
+from tests.process import ROOT
+
+
+def post(url, value):
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    request = urllib.request.Request(url, content)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.load(reply)
+
+
+def test_a_port_that_is_taken_is_named():
+    with corpus_server() as server:
+        taken = server.server_port
+        with pytest.raises(ValueError, match=f"served at 127.0.0.1:{taken}: .* in use"):
+            RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=taken)
+
+
+def test_replies_have_the_shapes_that_the_two_protocols_say():
+    with serving(corpus_server()) as url:
+        two = {"queries": ["word3 shared"], "topk": 2}
+        scored = post(f"{url}/retrieve", two | {"return_scores": True})
+        bare = post(f"{url}/retrieve", two)
+        query = {"query": "word3 shared", "top_n": 2, "return_score": False}
+        single = post(f"{url}/search", query)
+        queries = {"query": ["word3 shared"], "top_n": 2, "return_score": True}
+        many = post(f"{url}/batch_search", queries)
+        default = post(f"{url}/retrieve", {"queries": ["word3 shared"]})
+        nothing = {"queries": ["zzzz"], "return_scores": True}
+        assert post(f"{url}/retrieve", nothing) == {"result": [[]]}
+    document = {"id": "3", "contents": '"T3"\nword3 shared text'}
+    assert scored["result"][0][0] == {"document": document, "score": 1.0}
+    assert bare["result"][0][0] == single[0] == many[0][0][0] == document
+    assert many[1] == [[1.0, 0.5]]
+    assert len(default["result"][0]) == 3
+    assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
+    assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # it has no more
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "status"),
+    [
+        ("/retrieve", b"no json", 400),
+        ("/retrieve", b"[" * 100_000, 400),
+        ("/retrieve", {"queries": []}, 400),
+        ("/retrieve", {"queries": ["x"], "topk": 0}, 400),
+        ("/retrieve", {"queries": [7]}, 400),
+        ("/retrieve", {"queries": ["x"] * 101, "topk": 1000}, 400),
+        ("/retrieve", b" " * (17 << 20), 413),
+        ("/elsewhere", {"queries": ["x"]}, 404),
+    ],
+)
+def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, status):
+    with serving(corpus_server()) as url:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url + path, value)
+        with refused.value as reply:
+            assert reply.code == status and json.load(reply)["error"]
+        assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+
+
+def test_a_request_of_no_length_is_told_what_to_give():
+    with serving(corpus_server()) as url:
+        address = urllib.parse.urlsplit(url).netloc
+        connection = http.client.HTTPConnection(address, timeout=10)
+        connection.putrequest("POST", "/retrieve")
+        connection.endheaders()
+        reply = connection.getresponse()
+        assert reply.status == 400 and "Content-Length" in json.load(reply)["error"]
+        assert reply.will_close
+        connection.close()
+
+
+def test_a_client_that_falls_silent_is_not_waited_for_for_ever():
+    with corpus_server(timeout=0.2) as server, serving(server):
+        with socket.create_connection(server.server_address, timeout=10) as silent:
+            silent.sendall(b"POST /retr")
+            assert silent.recv(1) == b""
+
+
+def test_a_client_that_is_gone_leaves_no_traceback(capsys):
+    reset = struct.pack("ii", 1, 0)  # close() then sends a reset
+    body = json.dumps({"queries": ["word3"] * 200, "topk": 10}).encode()
+    with corpus_server() as server:
+        with serving(server):
+            with socket.create_connection(server.server_address, timeout=10) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+                gone.sendall(head.encode() + body)
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+    assert capsys.readouterr().err == ""
+
+
+def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(capsys):
+    class Broken(Bm25Retriever):
+        def search(self, queries, depth):
+            raise KeyError("word3")
+
+    with RetrievalServer(Broken(CORPUS), CORPUS, port=0) as server:
+        with serving(server) as url:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"{url}/retrieve", {"queries": ["word3"]})
+            reply = json.load(refused.value)
+    assert refused.value.code == 500
+    assert reply == {"error": "the search failed: KeyError: 'word3'"}
+    assert 'raise KeyError("word3")' in capsys.readouterr().err
+
+
+def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others():
+    class Slow(Bm25Retriever):
+        begun = threading.Event()
+
+        def search(self, queries, depth):
+            self.begun.set()
+            time.sleep(0.3)
+            return super().search(queries, depth)
+
+    slow, asked = Slow(CORPUS), {"queries": ["word3"]}
+    with ThreadPoolExecutor(2) as pool:
+        with RetrievalServer(slow, CORPUS, port=0) as server, serving(server) as url:
+            idle = socket.create_connection(server.server_address)  # not waited for
+            first = pool.submit(post, f"{url}/retrieve", asked)
+            slow.begun.wait()
+            second = pool.submit(post, f"{url}/retrieve", asked)
+            time.sleep(0.1)
+            began = time.monotonic()
+        assert time.monotonic() - began < 5
+        idle.close()
+        assert first.result()["result"][0][0]["id"] == "3"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            second.result()
+    with refused.value as reply:
+        assert reply.code == 503 and "closed" in json.load(reply)["error"]
+
+
+def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
+    folder = make_corpus(tmp_path, 20).folder
+    words = [sys.executable, "-m", "beatrice", "corpus", folder, "--serve"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*words, "--set", "port=0"], cwd=ROOT, **pipes) as served:
+        url = re.search(r"http://\S+", served.stdout.readline()).group()
+        assert post(url, {"queries": ["w7 n7"]})["result"][0][0]["id"] == "7"
+        served.terminate()
+        assert served.communicate(timeout=10) == ("", "")
+    assert served.returncode == 0
