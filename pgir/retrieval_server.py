@@ -22,6 +22,7 @@ _MOST_REQUEST_BYTES = 16 << 20
 _MOST_DROPPED_BYTES = 1 << 30  # of a request that is too long
 _MOST_DEPTH = 1000  # passages for a question
 _MOST_PASSAGES = 100_000  # of a reply, some 100 MB
+_PATHS = "there are POST /retrieve, /batch_search, /search, and GET /health"
 
 
 class _SearchFailed(Exception):
@@ -109,21 +110,21 @@ class RetrievalServer(ThreadingHTTPServer):
                 f"expected at most {_MOST_PASSAGES} passages in a reply, found "
                 f"{len(queries)} questions for {depth} each; ask for fewer at a time"
             )
-        with self._lock:
-            if self._is_closed:
-                raise _Closed("the server is being closed; ask another one")
-            try:
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise _Closed("the server is being closed; ask another one")
                 rankings = self._retriever.search(queries, depth)
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise _SearchFailed(f"the search failed: {what}") from error
-        return [
-            [
-                {"id": str(index), "contents": as_document(self.passages[int(index)])}
-                for index in ranking
-            ]
-            for ranking in rankings
-        ]
+            return [[self._document(index) for index in row] for row in rankings]
+        except _Closed:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise _SearchFailed(f"the search failed: {what}") from error
+
+    def _document(self, index: Any) -> dict[str, str]:
+        contents = as_document(self.passages[int(index)])
+        return {"id": str(index), "contents": contents}
 
     def answer(self, path: str, request: Mapping[str, Any]) -> Any:
         """Return the reply to a request, of either protocol.
@@ -154,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Reads requests and writes replies as JSON."""
 
     protocol_version = "HTTP/1.1"
+    # Else the body waits until the client has acknowledged the head, 40 ms.
+    disable_nagle_algorithm = True
 
     @property
     def _retrieval(self) -> RetrievalServer:
@@ -165,24 +168,33 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.settimeout(self._retrieval.client_timeout)
 
+    def _n_bytes(self) -> int:
+        """Return how long a request's body is; 0 where it does not say."""
+        size = self.headers.get("Content-Length", "")
+        if "Transfer-Encoding" in self.headers or not size.isdecimal():
+            return 0
+        return int(size[:20])  # more digits are too many in any case
+
     def do_GET(self) -> None:
+        size = self.headers.get("Content-Length", "0")
+        if size != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # or a body would be read as the next request
         if self.path == "/health":
             n_passages = len(self._retrieval.passages)
             self._reply(200, {"status": "ok", "n_passages": n_passages})
         else:
-            paths = "POST /retrieve, /batch_search, /search, and GET /health"
-            self._reply(404, {"error": f"there are {paths}"})
+            self._reply(404, {"error": _PATHS})
+        if self.close_connection:
+            self._drop(self._n_bytes())
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        size = self.headers.get("Content-Length", "")
-        n_bytes = int(size) if size.isdecimal() else 0
+        n_bytes = self._n_bytes()
         if not n_bytes or n_bytes > _MOST_REQUEST_BYTES:
             expected = f"a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
             self._refuse(413 if n_bytes else 400, f"expected {expected}")
-            # A client that is still sending would not read the reply.
-            n_left = min(n_bytes, _MOST_DROPPED_BYTES)
-            while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
-                n_left -= len(part)
+            self._drop(n_bytes)
             return
         try:
             request = json.loads(self.rfile.read(n_bytes))
@@ -199,6 +211,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(500, str(error))
             raise  # whoever serves sees where
 
+    def _drop(self, n_bytes: int) -> None:
+        """Read a body: a client that is still sending would not read the reply."""
+        n_left = min(n_bytes, _MOST_DROPPED_BYTES)
+        while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
+            n_left -= len(part)
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Reply as JSON where a request is none, or of another method."""
+        self._refuse(code, f"{message or explain or 'no request'}; {_PATHS}")
+
     def _refuse(self, status: int, reason: str) -> None:
         self.close_connection = True
         self._reply(status, {"error": reason})
@@ -211,7 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: a line per search would bury everything else."""

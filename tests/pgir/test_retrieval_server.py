@@ -164,3 +164,69 @@ def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
         served.terminate()
         assert served.communicate(timeout=10) == ("", "")
     assert served.returncode == 0
+
+
+def test_a_failure_while_passages_are_read_is_one_of_the_search(capsys):
+    class Gone(list):
+        def __getitem__(self, index):
+            raise OSError("passages.txt: no such file")
+
+    with RetrievalServer(Bm25Retriever(CORPUS), Gone(CORPUS), port=0) as server:
+        with serving(server) as url:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(f"{url}/retrieve", {"queries": ["word3"]})
+            reply = json.load(refused.value)
+    assert refused.value.code == 500
+    assert "OSError: passages.txt: no such file" in reply["error"]
+    assert "in __getitem__" in capsys.readouterr().err
+
+
+def test_a_reply_does_not_wait_until_its_head_is_acknowledged():
+    with corpus_server() as server, serving(server):
+        connection = http.client.HTTPConnection(*server.server_address, timeout=10)
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        (accepted,) = server._connections
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        connection.close()
+
+
+def replies_to(server, text):
+    """Send a text, and return all that comes until the connection is closed."""
+    with socket.create_connection(server.server_address, timeout=10) as client:
+        client.sendall(text.encode())
+        client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+
+
+def test_a_length_of_too_many_digits_is_too_long(capsys):
+    head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {'9' * 5000}\r\n\r\n"
+    with corpus_server() as server, serving(server):
+        assert replies_to(server, head).startswith("HTTP/1.1 413 ")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ("Content-Length: 30", "GET /elsewhere HTTP/1.1\r\n\r\n..."),
+        ("Transfer-Encoding: chunked", "GET /elsewhere HTTP/1.1\r\n\r\n"),
+    ],
+)
+def test_the_body_of_a_request_that_needs_none_is_not_taken_for_another(header, body):
+    with corpus_server() as server, serving(server):
+        text = replies_to(server, f"GET /health HTTP/1.1\r\n{header}\r\n\r\n{body}")
+        assert text.count("HTTP/1.1 ") == 1 and "Connection: close" in text
+        bare = "GET /health HTTP/1.1\r\n\r\n"
+        assert replies_to(server, bare * 2).count("HTTP/1.1 200 ") == 2
+
+
+def test_head_is_answered_without_a_body_and_other_methods_in_json():
+    with corpus_server() as server, serving(server):
+        text = replies_to(server, "HEAD /health HTTP/1.1\r\n\r\n")
+        assert text.startswith("HTTP/1.1 200 ") and text.endswith("\r\n\r\n")
+        assert "Content-Length: 3" in text
+        for request in ("PUT /retrieve HTTP/1.1", "this is none"):
+            text = replies_to(server, f"{request}\r\n\r\n")
+            content = text.rpartition("\r\n\r\n")[2]
+            assert "there are POST /retrieve" in json.loads(content)["error"]
