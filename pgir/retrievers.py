@@ -67,6 +67,7 @@ RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
 _BM25 = "bm25, marks and single characters in words"  # part of a ranking's identity
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
+_URL = re.compile(rf"https?://[^?#]*/({'|'.join(_PROTOCOLS)})/*([?#].*)?", re.DOTALL)
 _BATCH = 32  # questions in a request
 _N_TRIED = 3  # questions of a batch that failed, where none was answered before
 _MOST_REPLY_BYTES = 64 << 20
@@ -355,16 +356,21 @@ class ServedRetriever(CachedRetriever):
         note: Note = _no_note,
     ) -> None:
         """Read the cache; the server is not asked yet."""
-        parts = urllib.parse.urlsplit(url)
-        if "@" in parts.netloc:  # which no request would send, and every error print
+        if "@" in url.partition("//")[2].partition("/")[0]:
+            # Which no request would send, and every error print.
             raise ValueError("expected a URL without a name or password")
-        path = parts.path.rstrip("/").rpartition("/")[2]
-        if path not in _PROTOCOLS or not url.startswith(("http://", "https://")):
+        if (named := _URL.fullmatch(url)) is None:
             raise ValueError(
                 f"{url}: expected a URL that ends in /retrieve (Search-R1's protocol) "
                 "or in /batch_search (FlashRAG's)"
             )
-        self._url, self._protocol = url, _PROTOCOLS[path]
+        if not _can_be_sent_to(url):
+            raise ValueError(
+                f"{url}: no request can be sent there; expected a host, a port from 1 "
+                "to 65535 if any, and a path in ASCII, where other characters are "
+                "written as %C3%A9"
+            )
+        self._url, self._protocol = url, _PROTOCOLS[named[1]]
         self._timeout, self._n_attempts, self._pause = timeout, n_attempts, pause
         super().__init__(url, self._request, cache, note)
 
@@ -390,6 +396,16 @@ class ServedRetriever(CachedRetriever):
         raise AssertionError("the last attempt returns or raises")
 
 
+def _can_be_sent_to(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = (parts.hostname or "").encode("idna")  # as the socket does
+        is_ascii = f"{parts.path}{parts.query}".isascii()
+        return bool(host) and parts.port != 0 and is_ascii and not re.search(r"\s", url)
+    except ValueError:
+        return False
+
+
 def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
     """Return the reply to a JSON request, if it is there in full after some seconds.
 
@@ -403,7 +419,7 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
         try:
             with urllib.request.urlopen(request, timeout=seconds) as stream:
                 reply.set_result(stream.read(_MOST_REPLY_BYTES))
-        except (OSError, http.client.HTTPException) as error:
+        except Exception as error:  # whatever it is, somebody waits for it
             if isinstance(error, urllib.error.HTTPError):
                 error.close()  # it holds the connection
             reply.set_exception(error)
@@ -413,7 +429,7 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
         return reply.result(timeout=seconds)
     except urllib.error.HTTPError as error:
         raise _RequestFailed(f"it answered with status {error.code}") from None
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):  # of the socket, or of the wait for it
             late = f"no reply came in {seconds:g} seconds"

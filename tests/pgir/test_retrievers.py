@@ -382,6 +382,39 @@ def test_an_option_that_would_have_no_effect_is_wrong_usage(kind, options, named
         kind(**options)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a..b:8000/retrieve",
+        f"http://{'a' * 70}/retrieve",
+        "http://localhost:99999/retrieve",
+        "http://[::1/retrieve",
+        "http:///retrieve",
+        "http://localhost/d\u00e9j\u00e0/retrieve",
+        "http://localhost/my notes/retrieve",
+    ],
+)
+def test_a_url_that_no_request_can_be_sent_to_is_refused_at_once(url):
+    with pytest.raises(ValueError, match="no request can be sent there"):
+        ServedRetriever(url, None)
+
+
+def test_a_request_that_ends_in_any_error_is_not_waited_for():
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(302)
+            self.send_header("Location", "http://a..b/retrieve")  # no host can be that
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            """Keep the test output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    with serving(server) as url, pytest.raises(RetrievalFailed) as failed:
+        client(f"{url}/retrieve", None, timeout=60).search(["x"], 1)
+    assert "label empty or too long" in failed.value.reasons[0]
+
+
 def test_replies_of_two_servers_lie_in_two_files(run):
     urls = [f"http://127.0.0.1:{port}/retrieve" for port in (8, 9)]
     identities = []
