@@ -145,25 +145,35 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
 
     import openai
 
-    from beatrice.extract.generate.server import open_client, within
+    from beatrice.extract.generate.server import (
+        advice_on,
+        cause_of,
+        open_client,
+        within,
+    )
 
-    async def list_models() -> list[str]:
-        async with open_client(url, timeout) as client:
+    async def list_models(client: openai.AsyncOpenAI) -> list[str]:
+        async with client:
             return [model.id async for model in client.models.list()]
 
     try:
-        names = asyncio.run(within(timeout, list_models()))
+        client = open_client(url, timeout)
+    except ValueError as error:
+        yield Finding("server", "problem", f"{url} is not asked: {error}")
+        return
+    try:
+        names = asyncio.run(within(timeout, list_models(client)))
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
-            f"{url} does not list its models ({_shorten(error, 200)}); is it running, "
-            "and is the URL right up to /v1?"
+            f"{url} does not list its models ({_shorten(cause_of(error), 200)}); "
+            f"{advice_on(error)}"
         )
         yield Finding("server", "problem", text)
         return
     yield Finding("server", "ok", f"{url} serves {', '.join(names) or 'nothing'}")
 
 
-def _shorten(error: Exception, n_characters: int) -> str:
+def _shorten(error: BaseException, n_characters: int) -> str:
     return " ".join(str(error).split())[:n_characters]
 
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import random
+import ssl
 import threading
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -86,7 +87,24 @@ class UnreadableReply(openai.OpenAIError):
 _FOREIGN = AttributeError, TypeError, KeyError, UnicodeError, msgspec.ValidationError
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what the client and its libraries wrap up: why a connection failed."""
+    is_wrapped = isinstance(error, openai.APIConnectionError)
+    while is_wrapped and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
+
+
+def advice_on(error: BaseException) -> str:
+    """Return what to look at where a server gave no answer."""
+    if isinstance(cause_of(error), ssl.SSLCertVerificationError):
+        return "name a file with the certificate of who signed it in SSL_CERT_FILE"
+    return "is it running, and is the URL right up to /v1?"
+
+
 def _is_transient(error: openai.OpenAIError) -> bool:
+    if isinstance(cause_of(error), ssl.SSLCertVerificationError):
+        return False
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     passing = openai.APIConnectionError | DeadlineExceeded | UnreadableReply
@@ -189,12 +207,26 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     return reply
 
 
+def _api_key() -> str | None:
+    """Return the key of the environment, which is sent in a header."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # a file's ends in a line feed
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            "OPENAI_API_KEY: expected a key of printable ASCII characters, found "
+            "another among them; copy the key again into that environment variable"
+        )
+    return key or None
+
+
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
-    """Return a client whose requests are given up by `within`."""
+    """Return a client whose requests are given up by `within`.
+
+    Raises ValueError where the environment has a key that no request can carry.
+    """
     return openai.AsyncOpenAI(
         base_url=url,
         # Local servers need none, but the client insists on some.
-        api_key=os.environ.get("OPENAI_API_KEY") or "none",
+        api_key=_api_key() or "none",
         max_retries=0,  # repeated here, see `ServedGenerator._send`
         # A connection that was never made costs nothing, and is told apart.
         timeout=openai.Timeout(timeout, connect=0.9 * timeout),
@@ -370,7 +402,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(str(error.message).split())
-            if key := os.environ.get("OPENAI_API_KEY"):  # some say what they were sent
+            if key := _api_key():  # some say what they were sent
                 reason = reason.replace(key, "…")
             reason = reason[:300]
             hint = (
@@ -380,10 +412,15 @@ class ServedGenerator(contextlib.AbstractContextManager):
             )
             status = error.status_code
             return f"{where}: refused with status {status}: {reason}{hint}"
-        reason = error if isinstance(error, UnreadableReply) else type(error).__name__
+        reason, cause = type(error).__name__, cause_of(error)
+        if isinstance(error, UnreadableReply):
+            reason = str(error)
+        elif cause is not error:
+            reason = f"{reason}: {cause}"
+        n_retries = self._server.retries if _is_transient(error) else 0
         return (
-            f"{where}: no answer after {self._server.retries} retries "
-            f"({reason}); is it running, and is the URL right up to /v1?"
+            f"{where}: no answer after {n_retries} retries ({reason}); "
+            f"{advice_on(error)}"
         )
 
     def _fields(

@@ -163,13 +163,17 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def served(generator):
-    """Serve a backend on a free port of this machine."""
+def served(generator, tls=None):
+    """Serve a backend on a free port of this machine; with a context of TLS, by it."""
     loopback = Loopback(generator)
     server = _Server(("127.0.0.1", 0), _handler(loopback))
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    loopback.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    loopback.url = (
+        f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}/v1"
+    )
     try:
         yield loopback
     finally:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -237,6 +238,46 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_sentence(
     with pytest.raises(ValueError, match="status 401: .*failure 401") as caught:
         texts(client(), [GeneratorPrompt(text="x")])
     assert "planned" not in str(caught.value)
+
+
+def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-a-file\n")
+    assert texts(client(), [GeneratorPrompt(text="x")])[0].text
+    (finding,) = look_at_server(server.url)
+    assert finding.status == "ok"
+
+
+@pytest.mark.parametrize("key", ["sk-\u201cquoted\u201d", "sk-one\nsk-two"])
+def test_a_key_that_no_header_holds_is_refused_before_anything_is_sent(
+    client, server, monkeypatch, key
+):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(
+        ValueError, match="OPENAI_API_KEY: expected a key of"
+    ) as refused:
+        client()
+    (finding,) = look_at_server(server.url)
+    assert finding.status == "problem" and str(refused.value) in finding.text
+    assert "sk-" not in finding.text and server.requests == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
+def test_a_certificate_that_does_not_verify_is_named_and_not_tried_again(tmp_path):
+    words = (
+        "req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout key -out cert"
+    )
+    line = ["openssl", *words.split()]
+    subprocess.run(line, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    with served(None, context) as loopback:
+        (finding,) = look_at_server(loopback.url)
+        options = ServerOptions(server=loopback.url, retries=9)
+        with ServedGenerator("m", options) as generator:
+            with pytest.raises(ValueError, match="after 0 retries") as refused:
+                texts(generator, [QUESTION])
+    for text in (finding.text, str(refused.value)):
+        assert "certificate verify failed" in text and "SSL_CERT_FILE" in text
 
 
 def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
