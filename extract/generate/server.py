@@ -14,8 +14,10 @@ import os
 import random
 import ssl
 import threading
+import time
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -122,15 +124,22 @@ def _may_have_cost(error: openai.OpenAIError) -> bool:
     return type(error.__cause__).__name__ not in _NEVER_SENT
 
 
-def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
-    """Return how long to wait: what the server asks for, else longer each time."""
+def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -> float:
+    """Return how long to wait: what the server asks for, else longer each time.
+
+    A server says it in seconds or as a date; more than `most` seconds wait nobody.
+    """
     if isinstance(error, openai.APIStatusError):
+        asked = error.response.headers.get("retry-after", "")
         try:
-            seconds = float(error.response.headers.get("retry-after", ""))
-        except ValueError:
-            seconds = 0.0  # absent, or a date
-        if 0 < seconds <= 60:
-            return seconds
+            if asked.endswith("GMT"):
+                seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+            else:
+                seconds = float(asked)
+        except (ValueError, OverflowError):
+            seconds = 0.0  # absent, or neither
+        if seconds > 0:
+            return min(seconds, most)
     # As the `openai` client waits. Requests that failed together are spread, or they
     # would fail together again.
     return min(0.5 * 2**attempt, 8) * random.uniform(0.75, 1.0)
@@ -356,7 +365,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
                     return _NOTHING
                 if attempt == self._server.retries or not _is_transient(error):
                     raise ValueError(self._in_words(error, prompt)) from error
-                await asyncio.sleep(_seconds_before_retry(error, attempt))
+                most = self._server.timeout
+                await asyncio.sleep(seconds_before_retry(error, attempt, most))
         raise AssertionError("retries are counted without an end")
 
     async def _attempt(

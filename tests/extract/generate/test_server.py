@@ -11,9 +11,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from types import SimpleNamespace
 
 import click
 import msgspec
+import openai
 import pytest
 
 from beatrice.doctor import look_at_server
@@ -42,6 +46,7 @@ from beatrice.extract.generate.server import (
     Account,
     ServedGenerator,
     SpendingCapReached,
+    seconds_before_retry,
 )
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.label.labels import ConsensusConfig, judge_answers
@@ -129,6 +134,36 @@ def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
     (reply,) = texts(client(retries=2), [QUESTION])
     assert reply.text and len(server.requests) == 3
+
+
+def busy(asked):
+    headers = {"retry-after": asked}
+    reply = SimpleNamespace(headers=headers, status_code=429, request=None)
+    return openai.APIStatusError("busy", response=reply, body=None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"),
+    [
+        ("7", 7, 7),
+        ("100", 100, 100),
+        ("1e9", 600, 600),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 600, 600),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 1),
+        ("Wed, 99 Oct 2015 07:28:00 GMT", 0, 1),
+        ("nan", 0, 1),
+        ("", 0, 1),
+    ],
+)
+def test_a_server_is_asked_again_when_it_says_up_to_the_time_of_a_request(
+    asked, least, most
+):
+    assert least <= seconds_before_retry(busy(asked), 0, 600.0) <= most
+
+
+def test_a_date_of_a_server_is_waited_for():
+    date = format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)
+    assert 80_000 < seconds_before_retry(busy(date), 0, 1e6) <= 86_400
 
 
 @pytest.mark.parametrize(
