@@ -156,8 +156,8 @@ class QuestionBatch:
             n = len(texts)
         if self.messages is not None and n != 1:
             raise ValueError(f"messages: expected one question with a chat, found {n}")
-        for i, text in enumerate(texts or (), start=1):
-            check_text(text, "the question" if n == 1 else f"question {i} of {n}")
+        for i, text in enumerate(texts or ()):
+            check_text(text, self.name_of(i, n))
         if self.max_new_tokens is not None:
             as_count(self.max_new_tokens, "max_new_tokens")
         if self.stop is not None:
@@ -170,6 +170,11 @@ class QuestionBatch:
             "seed": as_count(self.seed, "seed", least=0),
         }.items():
             object.__setattr__(self, name, value)
+
+    @staticmethod
+    def name_of(place: int, n: int) -> str:
+        """Return what messages call one of `n` questions."""
+        return "the question" if n == 1 else f"question {place + 1} of {n}"
 
 
 def _contexts_of_one(context: Any, name: str) -> list[Any] | None:

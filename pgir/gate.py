@@ -29,7 +29,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
-from beatrice.pgir.asking import AnswerScorer, Score
+from beatrice.pgir.asking import AnswerScorer, QuestionBatch, Score
 from beatrice.pgir.controllers.loop import (
     Accept,
     Call,
@@ -65,12 +65,15 @@ class Draft:
       p_correct: in [0, 1]; None where the detector cannot read the answer.
       decision: "trust" from the gate's threshold on, "distrust" below it, "unknown"
         without a probability; that of the score where the gate has no threshold.
+      reason: why there is no P: the answer could not be read, or the question is too
+        long for the model and has none; else None.
     """
 
     question: str
     answer: str
     p_correct: float | None
     decision: Decision
+    reason: str | None = None
 
     @property
     def retrieve(self) -> bool:
@@ -169,17 +172,30 @@ class Gate:
         return cls(scorer, threshold)
 
     def draft(self, questions: Sequence[str]) -> list[Draft]:
-        """Answer questions closed-book, and say of each whether to retrieve."""
+        """Answer questions closed-book, and say of each whether to retrieve.
+
+        One that is too long for the model has no answer, and is to be retrieved for.
+        """
         questions = as_texts(questions, "questions")
         if not questions:
             return []
-        scores = self.scorer.answer(questions)
+        batch = QuestionBatch(texts=questions)
+        overlong = self.scorer.load_scorer().why_too_long(batch)
+        fitting = [q for i, q in enumerate(questions) if i not in overlong]
+        answered = iter(self.scorer.answer(fitting) if fitting else ())
+        scores = [
+            Score(reason=f"the question {overlong[i]}")
+            if i in overlong
+            else next(answered)
+            for i in range(len(questions))
+        ]
         return [
             Draft(
                 question=question,
                 answer=score.text or "",
                 p_correct=score.p_correct,
                 decision=self._decide(score),
+                reason=score.reason if score.p_correct is None else None,
             )
             for question, score in zip(questions, scores, strict=True)
         ]
@@ -192,7 +208,7 @@ class Gate:
         """Return the draft or the grounded answer: the first that may stand.
 
         If neither does, the one with the higher score, the draft at a tie; an answer
-        that the detector cannot read has none.
+        that the detector cannot read has none. A draft without a word is not kept.
 
         Args:
           draft: of the same question, see `draft`.
@@ -209,6 +225,8 @@ class Gate:
             score = self.scorer.score(draft.question, grounded, context)
         decision = self._decide(score)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
+        if not draft.answer.strip():  # not written, or without a word
+            is_better = bool(grounded.strip())
         is_grounded = draft.decision != "trust" and (decision == "trust" or is_better)
         return Kept(
             answer=grounded if is_grounded else draft.answer,

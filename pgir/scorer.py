@@ -16,7 +16,7 @@ import torch
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import BackboneConfig, model_path, own_device
 from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
-from beatrice.extract.generate.local import stop_ids
+from beatrice.extract.generate.local import overlong, stop_ids
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     GenerationConfig,
@@ -170,6 +170,8 @@ class Scorer(AnswerScorer):
         prompts, requests = self._requests(questions)
         if not requests:
             return []
+        for i, reason in self._overlong(questions, requests).items():
+            raise ValueError(f"{questions.name_of(i, len(requests))} {reason}")
         probed, setting = self.probed, requests[0].setting
         with probed.lock:
             answers, reading = probed.answer_and_read(
@@ -186,11 +188,23 @@ class Scorer(AnswerScorer):
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
 
+    def why_too_long(self, questions: QuestionBatch) -> dict[int, str]:
+        """Return of questions, by place, why no answer to them fits the window."""
+        return self._overlong(questions, self._requests(questions)[1])
+
+    def _overlong(
+        self, questions: QuestionBatch, requests: Sequence[Request]
+    ) -> dict[int, str]:
+        n_new = self._sampling(questions).max_new_tokens
+        return overlong(self.probed.backbone, requests, n_new)
+
     def stream_question(
         self, questions: QuestionBatch, every: int | None
     ) -> Iterator[StreamedToken | Score]:
         """Answer one question token by token, see `stream`."""
         (prompt,), (request,) = self._requests(questions)
+        for reason in self._overlong(questions, [request]).values():
+            raise ValueError(f"the question {reason}")
         if self.probed.why_read_again is not None:
             raise ValueError(
                 f"{self.probed.why_read_again}; ask for the whole answer, which is "

@@ -56,7 +56,7 @@ WARNINGS = {
 # They leave no P, or no decision.
 REASONS = {
     "too_long": "prompt and answer have {n} tokens, but {model} has a window of "
-    "{most}; give fewer or shorter passages",
+    "{most}; give fewer or shorter passages, or shorter texts where there is none",
     "mostly_unknown": "{n} of {of} tokens of {what} are unknown to {model}, so its "
     "signals mean nothing; use a model that reads this script or vocabulary",
     "not_finite": "the model's signals of this answer are not finite numbers; load the "

@@ -587,18 +587,32 @@ class TransformersGenerator:
             )
 
 
+_FEWER = "fewer or shorter passages"
+
+
+def overlong(
+    backbone: Backbone, requests: Sequence[Request], n_new: int
+) -> dict[int, str]:
+    """Return why prompts do not fit the model's window with `n_new` tokens more.
+
+    By place; each is what may be said of a question.
+    """
+    window = backbone.max_length
+    return {
+        i: f"needs {len(request.prompt.ids)} prompt and {n_new} answer tokens, but "
+        f"{backbone.name} has a window of {window}; give "
+        + ("a shorter one" if request.setting == "closed_book" else _FEWER)
+        for i, request in enumerate(requests)
+        if window is not None and len(request.prompt.ids) + n_new > window
+    }
+
+
 def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> None:
     """Check that every prompt fits the model's window with `n_new` tokens more."""
-    window = backbone.max_length
-    for request in requests:
-        if window is not None and len(request.prompt.ids) + n_new > window:
-            raise ValueError(
-                f"question {request.example_id!r} needs {len(request.prompt.ids)} "
-                f"prompt and {n_new} answer tokens, but {backbone.name} has a window "
-                f"of {window}; give fewer or shorter passages"
-            )
+    for i, reason in overlong(backbone, requests, n_new).items():
+        raise ValueError(f"question {requests[i].example_id!r} {reason}")
 
 
 def generate(

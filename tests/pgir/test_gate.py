@@ -69,6 +69,19 @@ def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scor
     assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
 
 
+def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(scorer):
+    gate, long = lenient(scorer), "who is " * 600
+    short, overlong = gate.draft([QUESTION, long])
+    assert [short] == gate.draft([QUESTION]) and not short.retrieve
+    assert overlong.retrieve and (overlong.answer, overlong.p_correct) == ("", None)
+    assert "has a window of 512; give a shorter one" in overlong.reason
+    assert gate.keep(overlong, ANSWER, [PASSAGE]).answer == ANSWER
+    with pytest.raises(ValueError, match="^question 2 of 2 needs .* a shorter one$"):
+        scorer.answer([QUESTION, long])
+    with pytest.raises(ValueError, match="^the question needs .* shorter passages$"):
+        scorer.answer(QUESTION, [PASSAGE * 90])
+
+
 def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
     gate = Gate(load("embedded"), 0.5)
     drafts = gate.draft([QUESTION])
