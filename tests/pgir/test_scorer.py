@@ -516,3 +516,10 @@ def test_no_passage_is_closed_book_in_every_call(scorer):
     assert [*scorer.stream(QUESTION, [])][-1].text == asked.text
     with pytest.raises(ValueError, match=r"contexts\[1\]: expected at least one"):
         scorer.answer([QUESTION, QUESTION], [PASSAGE, []])
+
+
+def test_a_score_that_is_kept_without_its_signals_loses_its_effects_alone(scorer):
+    score = scorer.score(QUESTION, ANSWER, [PASSAGE])
+    light = dataclasses.replace(score, masked=None)
+    assert light == score and light.as_json() == score.as_json()
+    assert score.effects and light.effects == ()
