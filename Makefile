@@ -45,4 +45,4 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) build *.egg-info  # runs/ is yours

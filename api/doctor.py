@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -24,6 +24,7 @@ from beatrice.extract.run.files import JsonLines
 from beatrice.extract.run.process import proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import RunPath, Text
+from beatrice.extras import missing_extra
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -50,6 +51,16 @@ class Finding:
     about: str  # what was looked at
     status: Status  # a problem would stop a run, a warning would not
     text: str  # one sentence
+
+
+def _if_installed(about: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield what a check found, or which package of training it lacks."""
+    try:
+        yield from findings
+    except ImportError as error:
+        if (text := missing_extra(error)) is None:
+            raise
+        yield Finding(about, "problem", text)
 
 
 def look_at_packages() -> Iterator[Finding]:
@@ -434,11 +445,11 @@ def doctor(
     findings = [
         *look_at_packages(),
         *look_at_machine((run_dir or Path.cwd()).absolute()),
-        *look_at_devices(),
+        *_if_installed("jax", look_at_devices()),
         *hub,
-        *(look_at_model(model) if model is not None else ()),
-        *(look_at_run(run_dir) if run_dir is not None else ()),
-        *(look_at_server(server) if server is not None else ()),
+        *_if_installed("model", look_at_model(model) if model is not None else ()),
+        *_if_installed("run", look_at_run(run_dir) if run_dir is not None else ()),
+        *_if_installed("server", look_at_server(server) if server is not None else ()),
     ]
     for finding in findings:
         if as_json:

@@ -371,7 +371,7 @@ class Deployed:
 
 
 def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:
-    """Return the sum of the errors' sizes over that of the differences', `[...]`."""
+    """Return the sum of the errors' sizes over that of the differences'."""
     size = float(np.abs(differences).sum())
     return float(np.abs(summed - differences).sum()) / size if size else 0.0
 

@@ -196,6 +196,7 @@ def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | No
         "closed_book": "closed-book answers",
         "with_context": "answers with context",
         "rankings": f"the ranking of `beatrice select {run.path} --exhaustive`",
+        "ablations": f"the ablations of `beatrice evaluate {run.path} --ablations`",
         "other": f"another backbone: `beatrice anatomy {run.path} OTHER_RUN`",
     }
     missing = (need for need in analysis.needs if need not in inputs.parts)

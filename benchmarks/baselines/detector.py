@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -244,6 +244,12 @@ def baseline(
     In a file of `detectors/` the baseline is in the catalogue; anywhere else it goes by
     `module:function`, an entry point, or as a value to `judge`.
     """
+    known: tuple[str, ...] = get_args(Requirement)
+    unknown = [needs] if isinstance(needs, str) else sorted({*needs} - {*known})
+    if unknown:
+        raise ValueError(
+            f"{name}: needs: expected some of {', '.join(known)}, found {unknown[0]!r}"
+        )
 
     def register(score: Score) -> Baseline:
         detector = Baseline(
@@ -258,7 +264,10 @@ def baseline(
             variant=variant,
             settings=tuple(settings),
         )
-        _registered.setdefault(score.__module__, {})[name] = detector
+        others = _registered.setdefault(score.__module__, {})
+        if name in others and others[name].score.__qualname__ != score.__qualname__:
+            raise ValueError(f"{score.__module__} has two detectors called {name!r}")
+        others[name] = detector
         return detector
 
     return register
@@ -271,11 +280,13 @@ def catalogue() -> dict[str, Baseline]:
     files = sorted(info.name for info in pkgutil.iter_modules([str(folder)]))
     order = [*_ORDER, *(name for name in files if name not in _ORDER)]
     modules = [importlib.import_module(f"{__package__}.detectors.{x}") for x in order]
-    return {
-        name: detector
-        for module in modules
-        for name, detector in _registered.get(module.__name__, {}).items()
-    }
+    detectors: dict[str, Baseline] = {}
+    for module in modules:
+        own = _registered.get(module.__name__, {})
+        if twice := sorted(own.keys() & detectors.keys()):
+            raise ValueError(f"{module.__name__}: {twice[0]!r} is in another file too")
+        detectors |= own
+    return detectors
 
 
 def is_plug(spec: str) -> bool:

@@ -232,7 +232,7 @@ class Entropies(Part):
         return {name: scores[name] for name in self.wanted}
 
 
-N_CELLS, N_STEPS, N_STATISTICS = 32, 8, 23
+N_CELLS, N_STEPS = 32, 8
 _TINY = 1e-12
 
 

@@ -61,7 +61,7 @@ def encoder(families: str) -> Subject:
 class ResultRow(Record, frozen=True, kw_only=True):
     """One number, with its measurement; docs/results/schema.md has all columns."""
 
-    experiment: str  # "detection", "controller", "span_decision", ...
+    experiment: str  # "detection", "controller", "paired", ...
     detector: str  # stable id of what was measured, e.g. "champion" or "encoder"
     setting: RowSetting  # "both" where a number needs both, as a controller does
     dataset: str

@@ -102,6 +102,11 @@ def rival(name: str, since: str) -> Callable[[Run], Run]:
     """Register a controller, whose module need only lie in this folder."""
 
     def register(run: Run) -> Run:
+        if name in _RIVALS and _RIVALS[name].run.__module__ != run.__module__:
+            raise ValueError(
+                f"{run.__module__}: the rival {name!r} is in "
+                f"{_RIVALS[name].run.__module__} already"
+            )
         _RIVALS[name] = RivalEntry(name, since, run)
         return run
 
