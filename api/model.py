@@ -145,6 +145,9 @@ class LanguageModel:
     ) -> "list[Answer] | tuple[list[Answer], Signals]":
         r"""Answer questions greedily, in batches of similar length.
 
+        The likeliest token is taken as it is: what a generation config says of
+        penalties or suppressed tokens has no part in it.
+
         Args:
           questions: texts, or `Example`s, whose ids the answers keep. The passages of
             an `Example` are shown only where `contexts` holds them:
@@ -173,6 +176,7 @@ class LanguageModel:
         from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
         as_count(max_new_tokens, "max_new_tokens")
+        self.backbone.require_unchanged()
         is_usual = isinstance(layers, str) and layers == "middle"
         for name, is_given in (("layers", not is_usual), ("store", store is not None)):
             if is_given and not read:
@@ -236,7 +240,8 @@ class LanguageModel:
         """Return answers that exist as records, which `read` takes.
 
         Each has the number of its row as its id: where several answer one question,
-        give `fit` the questions as `groups`.
+        give `fit` the questions as `groups`. Each ends with the token with which
+        `answer` would end it.
 
         Args:
           rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
@@ -245,9 +250,13 @@ class LanguageModel:
         Raises:
           ValueError: a row is something else, or has a prompt of its own.
         """
+        from beatrice.extract.generate.local import stop_ids
+        from beatrice.extract.generate.prompts import usual_stop_id
         from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
 
         template, answers = self.prompt.prompt_template(), []
+        tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
+        stop = usual_stop_id(tokenizer, self.prompt, ends)
         for number, row in enumerate(as_rows(rows, ARGUMENTS)):
             try:
                 answer = as_answer(row)
@@ -258,9 +267,10 @@ class LanguageModel:
                     )
                 with self.backbone.halves.lock:
                     prepared = prepare(
-                        self.backbone.tokenizer,
+                        tokenizer,
                         template,
                         answer,
+                        stop_id=stop,
                         example_id=str(number),
                     )
             except ValueError as error:
@@ -301,6 +311,7 @@ class LanguageModel:
 
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
+        self.backbone.require_unchanged()
         config = ExtractConfig() if config is None else config
         if not isinstance(config, ExtractConfig):
             raise argument_error("config", "an ExtractConfig", config)
@@ -442,6 +453,8 @@ def _open(
                 "a model in memory stays on its device and in its type; move it "
                 "before, and leave device and dtype out"
             )
+        if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
+            raise argument_error("tokenizer", "a fast tokenizer", tokenizer)
         backbone = Backbone.from_model(model, tokenizer)
         if tokenizer is not None:
             check_vocabulary(backbone.name, backbone.model, tokenizer)

@@ -252,6 +252,7 @@ class Scorer(AnswerScorer):
     ) -> tuple[list[PromptTokens], list[Request]]:
         """Return the prompts of questions."""
         probed = self.probed
+        probed.backbone.require_unchanged()
         tokenizer = probed.backbone.tokenizer
         texts = [None] if questions.texts is None else questions.texts
         with probed.lock:
@@ -299,10 +300,12 @@ class Scorer(AnswerScorer):
 
     def score_given(self, given: AnswerToScore) -> Score:
         """Return the score of an answer."""
+        self.probed.backbone.require_unchanged()
         return self._score_inputs([self.prepare(given)], 1)[0]
 
     def score_rows(self, rows: Sequence[Any], batch_size: int) -> list[Score]:
         """Return the scores of rows; one that cannot be read says why."""
+        self.probed.backbone.require_unchanged()
         inputs: dict[int, ScoringInput] = {}
         scores: dict[int, Score] = {}
         for i, row in enumerate(rows):

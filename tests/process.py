@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,10 @@ def loaded_by(program) -> set[str]:
 
 def forked(work) -> int:
     """Return how a forked process ends that does some work: 0 where that is done."""
-    if child := os.fork():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")  # JAX's
+        child = os.fork()
+    if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(60)  # a child that waits ends
     with contextlib.suppress(Exception):

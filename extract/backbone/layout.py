@@ -220,7 +220,7 @@ def find_layout(model: Any) -> Layout:
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
     """Keep modules in evaluation mode: their owner may train them between passes."""
-    modules = [m for m in module.modules() if m.training] if module.training else []
+    modules = [each for each in module.modules() if each.training]
     for each in modules:
         each.training = False
     try:

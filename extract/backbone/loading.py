@@ -363,7 +363,7 @@ def layers_read(
 class Backbone:
     """A frozen causal language model and what the other rooms read of it."""
 
-    model: Any  # in evaluation mode, no parameter requires a gradient
+    model: Any  # passes put it into evaluation mode, and record no gradients
     tokenizer: Any  # None where a model in memory has no tokenizer
     name: str  # by which a person gives it: "embedded", "smollm2", a path or Hub id
     # The Hub's commit hash; else the SHA-256 of the GGUF file or of weights and config.
@@ -375,6 +375,7 @@ class Backbone:
     layout: Layout = dataclasses.field(repr=False, compare=False)
     # Whether it is as its files have it; a model in memory may compute by other code.
     is_of_files: bool = False
+    mark: str = ""  # of the weights in memory, see `require_unchanged`
     attention: AttentionLayers = "all"  # whose is read
     halves: Halves = dataclasses.field(
         default_factory=Halves, repr=False, compare=False
@@ -455,7 +456,7 @@ class Backbone:
         revision: str | None = None,
         is_of_files: bool = False,
     ) -> "Backbone":
-        """Freeze a model that already exists: evaluation mode, gradients off.
+        """Take a model that already exists, and leave it as it is.
 
         It is a Transformers causal LM, bare or wrapped by `torch.compile` or PEFT. The
         tokenizer is needed for text alone; the revision identifies the weights, and
@@ -483,7 +484,6 @@ class Backbone:
                 "which sums would be kept; expected float32: call "
                 "torch.set_default_dtype(torch.float32) when your weights are loaded"
             )
-        model.eval().requires_grad_(False)
         config = bare.config.get_text_config()
         return cls(
             model=bare,
@@ -496,7 +496,38 @@ class Backbone:
             max_length=window_of(config),
             layout=layout,
             is_of_files=is_of_files,
+            mark=_mark_of(bare),
         )
+
+    def require_unchanged(self) -> None:
+        """Check that nobody has changed the weights since: signals would mix both."""
+        if _mark_of(self.model) != self.mark:
+            raise ValueError(
+                f"the weights of {self.name!r} have changed, or another adapter is "
+                "active, since it was taken; make another LanguageModel of it"
+            )
+
+
+def _mark_of(model: Any) -> str:
+    """Return what changes with weights in memory, without reading them.
+
+    Where each lies, how often it was written to, and which adapters are active.
+    """
+    places = [
+        (p.data_ptr(), 0 if p.is_inference() else p._version)
+        for p in model.parameters()
+    ]
+    return sha256_json([places, _adapters_of(model)])
+
+
+def _adapters_of(model: Any) -> list[str]:
+    """Return how each layer of PEFT's is set: active adapters, their scale, merged."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return [
+        f"{path} {[str(getattr(module, name, None)) for name in names]}"
+        for path, module in model.named_modules()
+        if hasattr(module, "merged_adapters")
+    ]
 
 
 def _unwrapped(model: Any) -> Any:
@@ -519,6 +550,7 @@ def _unwrapped(model: Any) -> Any:
 
 # Of a config: what Transformers adds to it, and how this process computes.
 _NOT_OF_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_HOW_USED = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 # Texts that tokenizers cut differently: case, space, digits, accents, scripts, code.
 _CUT = (
     "Who wrote Dracula? It's  BRAM\tStoker's,\n\npublished 26 May 1897 (3.50 £).",
@@ -547,8 +579,10 @@ def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
 
 
 def _hash_model(model: Any) -> str:
-    """Return the SHA-256 of a model in memory: config and every tensor."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
+    """Return the SHA-256 of a model in memory: config, adapters and every tensor."""
+    entries = model.config.to_diff_dict().items()
+    config = {k: v for k, v in entries if k not in _NOT_OF_CONFIG + _HOW_USED}
+    digest = hashlib.sha256(sha256_json([config, _adapters_of(model)]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -614,7 +648,7 @@ def load_backbone(
     model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype))
     revision = _hash_files(local) if local.exists() else commit
     return Backbone.from_model(
-        model.to(device),
+        model.to(device).eval().requires_grad_(False),
         tokenizer,
         name=given_name(name),
         revision=revision,

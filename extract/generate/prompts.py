@@ -228,6 +228,41 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     return text
 
 
+def usual_stop_id(
+    tokenizer: Any, prompt: PromptConfig, stop_ids: Sequence[int]
+) -> int | None:
+    """Return the token with which a model ends its answers to such prompts.
+
+    Args:
+      tokenizer: of the model.
+      prompt: how questions are put. An answer to worked examples ends as theirs do, in
+        a chat as the template ends a turn.
+      stop_ids: tokens at which generation ends, if any are known.
+    """
+    usual = tokenizer.eos_token_id
+    if prompt.usual_stop:
+        # After an example comes the next one, whose words decide how ends are cut.
+        after = f"\n\n{prompt.prompt_template().closed_book}"
+        end = after if prompt.shots else prompt.usual_stop[0]
+        encoded = encode_any(tokenizer, f"a{end}", add_special_tokens=False)
+        ids = (i for i, (_, stop) in zip(*encoded, strict=True) if stop > 1)
+        return next(ids, usual)
+    if prompt.chat:
+        turns = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+        ]
+        with contextlib.suppress(Exception):  # a template is the authors' program
+            before = apply_template(tokenizer, turns[:1])
+            text = tokenizer.apply_chat_template(
+                turns, tokenize=False, **TEMPLATE_FIELDS
+            )
+            end = text[len(before) :].partition("a")[2]
+            ids = encode_any(tokenizer, end, add_special_tokens=False).ids
+            return next(i for i in ids if i in stop_ids)
+    return usual if usual in stop_ids or not stop_ids else stop_ids[0]
+
+
 def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
     """Return a user's message as `apply_template` does, and where it lies."""
     mark = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given

@@ -232,6 +232,53 @@ def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
         beatrice.LanguageModel(model.backbone.model, tokenizer)
 
 
+def test_a_model_of_ones_own_stays_as_it_is_and_is_read_without_its_dropout(model):
+    own = copy.deepcopy(model.backbone.model).requires_grad_(True)
+    dropout = torch.nn.Dropout(0.5)
+    own.model.layers[0].mlp.register_module("noise", dropout)
+    own.model.layers[0].mlp.register_forward_hook(lambda _, __, y: dropout(y))
+    own.train()
+    dropout.eval()
+    language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
+    (expected,) = language_model.answer([QUESTION])
+    own.eval()
+    dropout.train()  # alone, as for draws by dropout
+    assert language_model.answer([QUESTION]) == [expected]
+    assert dropout.training and all(p.requires_grad for p in own.parameters())
+
+
+def test_weights_that_change_in_memory_are_noticed(model):
+    own = copy.deepcopy(model.backbone.model)
+    language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
+    (answer,) = language_model.answer([QUESTION])
+    probe = beatrice.load("embedded", model=language_model, strict=False)
+    assert probe.score(QUESTION, answer.text).p_correct is not None
+    with torch.no_grad():
+        own.model.norm.weight.mul_(1.5)
+    for ask in (
+        lambda: language_model.answer([QUESTION]),
+        lambda: language_model.read([answer]),
+        lambda: probe.score(QUESTION, answer.text),
+        lambda: probe.answer(QUESTION),
+        lambda: probe.score_many([(QUESTION, answer.text)]),
+    ):
+        with pytest.raises(ValueError, match="the weights of 'in memory' have changed"):
+            ask()
+    other = beatrice.LanguageModel(own, model.backbone.tokenizer)
+    assert other.backbone.revision != language_model.backbone.revision
+
+
+def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
+    revisions = set()
+    for changes in ({}, {"use_cache": False}, {"transformers_version": "9"}):
+        own = copy.deepcopy(model.backbone.model)
+        for name, value in changes.items():
+            setattr(own.config, name, value)
+        language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
+        revisions.add(language_model.backbone.revision)
+    assert len(revisions) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -25,6 +25,7 @@ from beatrice.extract.generate.prompts import (
     encode_text,
     make_requests,
     render_message,
+    usual_stop_id,
 )
 from beatrice.extract.generate.server import ServedGenerator
 from beatrice.extract.generate.templates import (
@@ -511,6 +512,26 @@ def test_words_of_ones_own_are_what_the_run_asks_and_rewrites_with(tmp_path, how
     rewriting = RewriteConfig(template=config.prompt.template)
     original = example(contexts=("One.", "Two."))
     assert "\nOne. / Two.\n" in rewrite_prompt(original, rewriting)
+
+
+def test_an_answer_that_exists_ends_as_the_model_would_end_it(bytewise):
+    spelled = dict(zip(["a", "\n"], bytewise("a\n")["input_ids"], strict=True))
+    shots = PromptConfig(template="few-shot", shots=SHOTS)
+    plain = PromptConfig(template=Words(closed_book="{question}"))
+    for config in (shots, plain):
+        assert usual_stop_id(bytewise, config, (1,)) == spelled["\n"]
+    eos = bytewise.eos_token_id
+    assert usual_stop_id(bytewise, PromptConfig(), (eos, spelled["a"])) == eos
+    assert usual_stop_id(bytewise, PromptConfig(), (spelled["a"],)) == spelled["a"]
+    bytewise.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}!\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    mark = bytewise("!")["input_ids"][0]
+    chat = PromptConfig(chat=True)
+    assert usual_stop_id(bytewise, chat, (eos, mark)) == mark
+    bytewise.chat_template = "{{ nothing.of_that() }}"
+    assert usual_stop_id(bytewise, chat, (eos, mark)) == eos
 
 
 def test_every_setting_and_variant_is_asked_once(tokenizer):
