@@ -137,6 +137,15 @@ def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer)
     assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
 
 
+def test_a_trusted_grounded_answer_is_kept_before_a_surer_draft_that_is_not(scorer):
+    theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
+    # Without passages a probe may ask for more than with them.
+    surer = draft(theirs + 0.01, "distrust")
+    best = lenient(scorer).keep(surer, ANSWER, [PASSAGE])
+    assert (best.answer, best.p_correct) == (ANSWER, theirs)
+    assert best.is_grounded and best.is_trusted
+
+
 @pytest.mark.parametrize("p_correct", [0.1, None])
 def test_a_grounded_answer_without_a_word_is_never_kept(scorer, p_correct):
     best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
