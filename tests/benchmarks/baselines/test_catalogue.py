@@ -157,8 +157,8 @@ SIGNAL = 2 * _LABELS + np.random.default_rng(1).normal(size=N)
 SPLITS = np.array(["train", "validation", "test"])[np.arange(N) % 3]
 
 
-def signals():
-    rows = rows_of(_LABELS, splits=SPLITS)
+def signals(splits=SPLITS):
+    rows = rows_of(_LABELS, splits=splits)
     readings = {"signal": SIGNAL.astype(np.float32)}
     return DetectorInput(store=None, rows=rows, layer=0, readings=readings)
 
@@ -198,6 +198,23 @@ WRONG = {
 def test_what_is_wrong_is_said(name):
     score, words = WRONG[name]
     faults = violations(baseline_of(score), signals())
+    assert any(words in fault for fault in faults), faults
+
+
+HELD_OUT = np.repeat(["train", "validation", "test", "ood"], N // 4)
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        (lambda e: e.rows.labels, "it reads them"),
+        (lambda e: np.nan_to_num(signal(e)), "not read has a score"),
+        (lambda e: signal(e) / np.nanstd(signal(e)[HELD_OUT == "ood"]), CENTRED),
+    ],
+)
+def test_what_is_wrong_on_held_out_answers_alone_is_said(score, words):
+    own = baseline_of(lambda e: np.where(HELD_OUT == "ood", score(e), signal(e))[None])
+    faults = violations(own, signals(HELD_OUT))
     assert any(words in fault for fault in faults), faults
 
 
