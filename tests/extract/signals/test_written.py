@@ -251,3 +251,12 @@ def test_signals_of_other_weights_or_of_an_earlier_version_do_not_count(run, tmp
     about = {"about": json.dumps({"version": 1, "keys": ["0"]})}
     safetensors.numpy.save_file({}, tmp_path / "0.safetensors", about)
     assert WrittenSignals.open(tmp_path, fingerprint, EXTRACT) is None
+
+
+def test_signals_that_were_written_with_another_answer_span_do_not_count(run):
+    folder = run / "written"
+    fingerprint = fingerprint_of(min(folder.iterdir()))
+    other = dataclasses.replace(EXTRACT, answer_span="literal")
+    assert EXTRACT.answer_span == "emitting"
+    assert WrittenSignals.open(folder, fingerprint, EXTRACT)
+    assert WrittenSignals.open(folder, fingerprint, other) is None
