@@ -5,8 +5,11 @@ import os
 import shutil
 import socket
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 from packaging.requirements import Requirement
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
@@ -57,6 +60,26 @@ def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_pat
     monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
     findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
     assert findings["cores"].text == f"{os.cpu_count()} cores for this process"
+
+
+@pytest.mark.parametrize(("missing", "status"), [(0, "ok"), (1024, "warning")])
+def test_too_little_memory_or_disk_is_a_warning(monkeypatch, tmp_path, missing, status):
+    n_memory, n_disk = (4 << 30) - missing, (10 << 30) - missing
+    meminfo = f"MemTotal: 99999999 kB\nMemAvailable: {n_memory // 1024} kB\n"
+    usage = SimpleNamespace(free=n_disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: meminfo)  # of /proc
+        patch.setattr(shutil, "disk_usage", lambda folder: usage)
+        findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
+    assert findings["memory"].status == findings["disk"].status == status
+    assert findings["memory"].text == f"{bytes_in_words(n_memory)} available"
+
+
+def test_a_disk_that_cannot_be_written_to_is_a_problem(monkeypatch, tmp_path):
+    # Whoever is root may write anywhere.
+    monkeypatch.setattr(os, "access", lambda folder, mode: mode != os.W_OK)
+    (disk,) = (x for x in look_at_machine(tmp_path) if x.about == "disk")
+    assert disk.status == "problem" and "cannot be written to" in disk.text
 
 
 def test_a_gpu_that_emulates_bfloat16_has_none():
