@@ -118,6 +118,16 @@ def test_a_few_unknown_words_are_a_warning(scorer):
     assert "1 of" in warning
 
 
+def test_a_text_has_no_p_where_more_than_half_of_it_is_unknown(scorer):
+    half, more = (
+        scorer.score(QUESTION, ANSWER, "Guzolt Falls" + " xyzzy" * n) for n in (2, 3)
+    )
+    assert half.p_correct is not None
+    assert any("2 of 4 tokens of passage 1" in text for text in half.warnings)
+    assert more.p_correct is None
+    assert "3 of 5 tokens of passage 1 are unknown to embedded" in more.reason
+
+
 def with_end_token(tokenizer):
     """A tokenizer that has an end as a token, which it splits in a text."""
     tokenizer = copy.deepcopy(tokenizer)
@@ -423,6 +433,13 @@ def test_signals_outside_the_range_of_training_are_a_warning_and_others_none(pro
     high[dims.slices[1]] = -1e9
     (warning,) = scoped(probed, high=high).score(QUESTION, ANSWER, PASSAGE).warnings
     assert "100.0% of the prob signals lie outside" in warning
+
+
+def test_a_context_as_long_as_the_longest_in_training_is_no_warning(probed):
+    longest = f"{PASSAGE} Guzolt Falls Skiband Rugrond"
+    assert scoped(probed).score(QUESTION, ANSWER, longest).warnings == ()
+    (warning,) = scoped(probed).score(QUESTION, ANSWER, f"{longest} Falls").warnings
+    assert "the context has 13 tokens, in training at most 12" in warning
 
 
 def test_a_longer_context_or_another_script_than_in_training_is_a_warning(probed):
