@@ -31,6 +31,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, read_rows
 from beatrice.jaxprobe.calibration import N_BINS
 from beatrice.pgir.controllers import CONTROLLERS
+from beatrice.selection.anatomy import ANALYSES
 from tests.blocks import FENCE, run_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -263,6 +264,15 @@ def test_the_schema_names_every_experiment_of_the_committed_rows():
     experiments = set(re.findall(r'"experiment": "(\w+)"', lines))
     assert len(experiments) == 15
     assert all(f"`{name}`" in SCHEMA for name in experiments)
+
+
+def test_every_analysis_stands_in_the_schema_and_in_the_table_of_its_room():
+    text = (ROOT / "selection" / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| `--only` |") :].partition("\n\n")[0]
+    cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    listed = [name for cell in cells for name in SPAN.findall(cell)]
+    assert sorted(listed) == sorted(ANALYSES)
+    assert all(f"`anatomy_{name}`" in SCHEMA for name in ANALYSES)
 
 
 def test_the_schema_says_in_how_many_bins_the_calibration_error_is_measured():
