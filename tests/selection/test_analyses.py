@@ -203,6 +203,27 @@ def test_the_head_that_knows_moves_the_logit_most(deployed):
     assert value("moved_more_by_top_heads") > 0
 
 
+def test_heads_found_on_the_first_half_of_the_answers_are_measured_on_the_second(
+    deployed,
+):
+    where = places.attributed_rows(deployed)
+    half = len(where) // 2
+    is_top = np.arange(N_LAYERS * N_HEADS).reshape(N_LAYERS, N_HEADS) >= 2
+    sums = np.ones((len(where), N_LAYERS, N_HEADS))
+    sums[:half, is_top] = 9.0  # large in the first half alone
+    at = deployed.set_fields(IN_DOMAIN, "test")
+    results = results_of(places._head_rows(deployed, "A", where, sums, at))
+    share = find(results, metric="share_of_top_heads")
+    assert (share.value, share.n) == (pytest.approx(0.8), len(where) - half)
+    gone = [
+        places.channels_of_heads(deployed.dims, deployed.n_spans, cells)
+        for cells in (is_top & ~is_top, is_top)
+    ]
+    ((intact, without),) = deployed.logits_without(["A"], where[half:], gone)
+    moved = find(results, metric="moved_by_top_heads").value
+    assert moved == pytest.approx(np.abs(without - intact).mean(), rel=1e-3)
+
+
 def test_the_token_span_and_layer_that_know_are_found(deployed):
     results = results_of(places.positions(deployed))
 
