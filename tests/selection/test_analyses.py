@@ -38,6 +38,7 @@ from beatrice.selection import decisions, places, reach
 from beatrice.selection.ablation import Ablation
 from beatrice.selection.analysis import Deployed, QuestionTexts, Search
 from beatrice.selection.exhaustive import Ranking, all_sets, traits
+from tests.extract.small_run import beatrice
 from tests.jaxprobe.samples import rows_like, store_like
 from tests.records import an_answer, an_example
 
@@ -541,3 +542,16 @@ def test_an_analysis_that_is_asked_for_later_leaves_the_others(smoke_run, tmp_pa
     assert [x for x in more if x.experiment == "anatomy_complementarity"] == rows
     judged = {x.dataset for x in more if x.experiment == "anatomy_cases"}
     assert {x["dataset"] for x in studies} > judged - {IN_DOMAIN} and len(judged) > 1
+
+
+def test_an_analysis_is_made_again_of_another_detector_and_of_the_same_one_is_not(
+    smoke_run, tmp_path
+):
+    run = shutil.copytree(smoke_run, tmp_path / "run")
+
+    made = []
+    for precision in (0.9, 0.9, 0.8):
+        beatrice("calibrate", run, "--precision", precision)
+        notes = beatrice("anatomy", run, "--only", "complementarity").stderr
+        made.append("complementarity took" in notes)
+    assert made == [True, False, True]
