@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.cli import main
-from beatrice.extract.records import IN_DOMAIN, Passage
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_rows, rows_file
 from beatrice.extract.store.spec import Family
@@ -37,6 +37,7 @@ from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection import decisions, places, reach
 from beatrice.selection.ablation import Ablation
 from beatrice.selection.analysis import Deployed, QuestionTexts, Search
+from beatrice.selection.anatomy import ANATOMY
 from beatrice.selection.exhaustive import Ranking, all_sets, traits
 from tests.extract.small_run import beatrice
 from tests.jaxprobe.samples import rows_like, store_like
@@ -555,3 +556,9 @@ def test_an_analysis_is_made_again_of_another_detector_and_of_the_same_one_is_no
         notes = beatrice("anatomy", run, "--only", "complementarity").stderr
         made.append("complementarity took" in notes)
     assert made == [True, False, True]
+
+
+def test_an_analysis_hangs_on_answers_encoders_and_detector(smoke_run):
+    run = RunDir(smoke_run)
+    encoders = {run.path / "encoders" / setting for setting in SETTINGS}
+    assert {run.answers, run.detector, *encoders} <= {*ANATOMY.inputs(run)}
