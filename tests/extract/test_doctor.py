@@ -29,6 +29,7 @@ from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
 from tests.pretended_gpu import PretendedGpu
+from tests.process import run_python
 from tests.records import an_answer
 
 
@@ -80,6 +81,26 @@ def test_a_disk_that_cannot_be_written_to_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda folder, mode: mode != os.W_OK)
     (disk,) = (x for x in look_at_machine(tmp_path) if x.about == "disk")
     assert disk.status == "problem" and "cannot be written to" in disk.text
+
+
+def test_a_base_installation_is_told_what_it_lacks_and_what_it_has():
+    program = (
+        "import sys\n"
+        "for name in ('jax', 'jaxlib', 'openai', 'tensorstore'):\n"
+        "    sys.modules[name] = None\n"
+        "from beatrice.cli import main\n"
+        "main(['doctor', '--model', 'embedded', '--server', 'http://127.0.0.1:1/v1'])"
+    )
+    lines = run_python(program, code=1).stdout.splitlines()
+    of = {line.split()[1]: line for line in lines}
+    assert of["disk"] and of["memory"]
+    for name, package in (
+        ("jax", "jax"),
+        ("model", "tensorstore"),
+        ("server", "openai"),
+    ):
+        assert of[name].startswith("problem")
+        assert f"{package} is not installed" in of[name]
 
 
 def test_a_gpu_that_emulates_bfloat16_has_none():

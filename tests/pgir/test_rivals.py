@@ -24,6 +24,7 @@ from beatrice.pgir.controllers.loop import (
     best_under_cap,
     pgir,
 )
+from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from tests.pgir.small import PASSAGE, QUESTION, played, reply
@@ -506,3 +507,9 @@ def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, answers):
         cost = answering.cost(call, value)
         assert cost.tokens == value.n_prompt_tokens + n_written
     assert journal.value(answers[1]).text == "Guzolt Falls"
+
+
+def test_a_rival_takes_no_others_name():
+    assert "skr" in all_rivals()
+    with pytest.raises(ValueError, match="the rival 'skr' is in .*adaptive already"):
+        rival("skr", "2026-01")(lambda session: None)

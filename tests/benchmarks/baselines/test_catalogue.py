@@ -10,6 +10,7 @@ from beatrice.benchmarks.baselines.detector import (
     Baseline,
     DetectorInput,
     DetectorOutput,
+    baseline,
     catalogue,
     find_detector,
 )
@@ -245,3 +246,20 @@ def test_no_rival_has_the_name_of_another_row():
     assert not set(known) & {x.detector for x in (*DETECTORS, *CONTROLS)}
     assert len({detector.title for detector in known.values()}) == len(known)
     assert all(detector.source for detector in known.values())
+
+
+def test_a_detector_needs_what_there_is_and_has_a_name_of_its_own():
+    named = {"title": "A", "source": "here"}
+    for needs in ("samples", ["sample"]):
+        with pytest.raises(ValueError, match="needs: expected some of"):
+            baseline("a", **named, needs=needs)
+
+    def first(inputs):
+        raise NotImplementedError
+
+    def second(inputs):
+        raise NotImplementedError
+
+    baseline("same", **named)(first)
+    with pytest.raises(ValueError, match="has two detectors called 'same'"):
+        baseline("same", **named)(second)
