@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from beatrice.benchmarks import what_to_do
-from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
@@ -430,6 +430,11 @@ def scorer_of(
         raise ValueError(
             "this probe was fitted on arrays and names no language model; "
             "predict(signals) works, or fit it on signals of LanguageModel.read"
+        )
+    if model is None and provenance.model == IN_MEMORY:
+        raise ValueError(
+            "this probe was fitted on a model in memory; give that model, or where it "
+            "was saved, as model="
         )
     if model is None or isinstance(model, str | Path):
         model = LanguageModel(

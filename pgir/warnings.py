@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
 from beatrice.extract.generate.prompts import special_pattern
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
@@ -103,7 +103,10 @@ def _name_dtype(model: Backbone) -> str:
 def differences(trained: Provenance, model: Backbone) -> list[str]:
     """Return in what a model is not the one whose signals a detector was trained on."""
     warnings = []
-    if trained.revision != model.revision:
+    is_same = trained.revision == model.revision
+    if not is_same and trained.model == IN_MEMORY:
+        is_same = model.is_of_revision(trained.revision)
+    if not is_same:
         warnings.append(
             WARNINGS["other_model"].format(
                 trained=trained.model,

@@ -31,6 +31,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
     EMBEDDED,
+    IN_MEMORY,
     MOST_LAYERS,
     WEIGHTS_INDEX,
     AttentionLayers,
@@ -452,7 +453,7 @@ class Backbone:
         model: Any,
         tokenizer: Any = None,
         *,
-        name: str = "in memory",
+        name: str = IN_MEMORY,
         revision: str | None = None,
         is_of_files: bool = False,
     ) -> "Backbone":
@@ -498,6 +499,14 @@ class Backbone:
             is_of_files=is_of_files,
             mark=_mark_of(bare),
         )
+
+    def is_of_revision(self, revision: str) -> bool:
+        """Return whether it is a model, by its own revision or as one in memory."""
+        return revision in (self.revision, self._revision_in_memory)
+
+    @functools.cached_property
+    def _revision_in_memory(self) -> str:
+        return _hash_model(self.model)
 
     def require_unchanged(self) -> None:
         """Check that nobody has changed the weights since: signals would mix both."""
@@ -550,7 +559,10 @@ def _unwrapped(model: Any) -> Any:
 
 # Of a config: what Transformers adds to it, and how this process computes.
 _NOT_OF_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-_HOW_USED = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
+_HOW_USED = (
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+    "architectures",  # which saving writes
+)
 # Texts that tokenizers cut differently: case, space, digits, accents, scripts, code.
 _CUT = (
     "Who wrote Dracula? It's  BRAM\tStoker's,\n\npublished 26 May 1897 (3.50 £).",

@@ -31,6 +31,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.stages import bytes_in_words
 
+IN_MEMORY = "in memory"  # the name of a model that no path gives
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 MOST_LAYERS = 1000  # more than any model has

@@ -268,6 +268,32 @@ def test_weights_that_change_in_memory_are_noticed(model):
     assert other.backbone.revision != language_model.backbone.revision
 
 
+def test_a_probe_of_a_model_in_memory_is_for_the_saved_model_too(
+    model, examples, tmp_path
+):
+    own, tokenizer = copy.deepcopy(model.backbone.model), model.backbone.tokenizer
+    language_model = beatrice.LanguageModel(own, tokenizer, prompt=model.prompt)
+    answers, signals = language_model.answer([e.question for e in examples], read=True)
+    labels = [i % 2 == 0 for i in range(len(answers))]
+    probe = beatrice.fit(signals, labels, progress=False)
+    probe.save(tmp_path / "probe", untrustworthy=True)
+    with pytest.raises(ValueError, match="fitted on a model in memory; give that mod"):
+        beatrice.load(tmp_path / "probe").score(QUESTION, answers[0].text)
+    for saved in (own, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    given = QUESTION, answers[0].text
+    scores = [
+        beatrice.load(tmp_path / "probe", model=where).score(*given).p_correct
+        for where in (tmp_path / "model", language_model)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    with torch.no_grad():
+        own.model.norm.weight.mul_(1.1)
+    own.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="another model"):
+        beatrice.load(tmp_path / "probe", model=tmp_path / "model").score(*given)
+
+
 def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
     revisions = set()
     for changes in ({}, {"use_cache": False}, {"transformers_version": "9"}):
