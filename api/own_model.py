@@ -32,6 +32,7 @@ from beatrice.jaxprobe.detector import OWN_PASS_HEADS
 from beatrice.jaxprobe.scope import LEAST_ANSWERS, n_of_classes
 
 if TYPE_CHECKING:
+    from beatrice.extract.generate.templates import Words
     from beatrice.pgir.given import AnswerToScore
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
@@ -210,27 +211,10 @@ def answer_and_label(
     from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
     from beatrice.extract.label.labels import exact_match
 
-    words = model.prompt.template
-    is_own = isinstance(words, Words)
-    if model.prompt.chat and not is_own:
+    if model.prompt.chat and not isinstance(model.prompt.template, Words):
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
-    asked: dict[Setting, Sequence[Example]] = {"closed_book": questions}
-    if with_passages := [q for q in questions if q.passages]:
-        asked["with_context"] = with_passages
-    if isinstance(words, Words):
-        asked = {x: part for x, part in asked.items() if words.of(x)}
-    if not asked:
-        raise ValueError(
-            "no question has passages, and the template has words for those that do "
-            "alone; add closed_book to it"
-        )
-    if with_passages:
-        how = " and ".join(IN_WORDS[setting] for setting in asked)
-        note(
-            f"{len(with_passages)} of {len(questions)} questions have passages; they "
-            f"are asked {how}"
-        )
+    asked = _asked(questions, model.prompt.prompt_template(), note)
     is_new = not any(work.glob(_WORK))
     for setting, part in asked.items() if is_new else ():
         tried = part[:_TRIED]
@@ -263,6 +247,30 @@ def answer_and_label(
         texts = [q.question for q in part]
         parts[setting] = Labelled(texts, of_each, answers, signals, labels)
     return in_parts(parts, note)
+
+
+def _asked(
+    questions: Sequence[Example], words: "Words", note: Callable[[str], None]
+) -> dict[Setting, Sequence[Example]]:
+    """Return what is asked in which setting: where there are words for it."""
+    with_passages = [q for q in questions if q.passages]
+    asked: dict[Setting, Sequence[Example]] = {}
+    if words.closed_book:
+        asked["closed_book"] = questions
+    if words.with_context and with_passages:
+        asked["with_context"] = with_passages
+    if not asked:
+        raise ValueError(
+            "no question has passages, and the template has words for those that do "
+            "alone; add closed_book to it"
+        )
+    if with_passages:
+        how = " and ".join(IN_WORDS[setting] for setting in asked)
+        note(
+            f"{len(with_passages)} of {len(questions)} questions have passages; they "
+            f"are asked {how}"
+        )
+    return asked
 
 
 def _contexts(

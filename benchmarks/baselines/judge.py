@@ -310,16 +310,13 @@ def judge(
 
     Args:
       signals: of answers in one setting, a `beatrice.Signals` or a feature store.
-      labels: whether each answer is right, None where nobody knows, in the order of
-        the signals; or records, with `questions`, whose splits are then taken; or rows
-        of a store.
+      labels: whether each answer is right, in the order of the signals, None where
+        nobody knows; or records, whose `questions` say their splits; or a store's rows.
       detectors: published ones (`catalogue()`) or a person's own.
-      splits: of every answer, where `labels` are true and false: "train", "validation",
-        "test" or "ood", or "" to leave it out. Detectors learn on the first, choose
-        on the second.
-      groups: what belongs together, one name an answer: it is in one split, and drawn
-        together for the intervals. None takes the ids of the answers' questions, which
-        `LanguageModel.as_answers` does not know.
+      splits: of every answer where labels are truth values: "train", to learn on,
+        "validation", to choose on, "test" or "ood", or "" to leave it out.
+      groups: what is in one split and drawn together, a name an answer; None takes the
+        questions' ids, which answers of `LanguageModel.as_answers` do not have.
       pairs: names of two detectors, of which the first less the second is measured.
       layer: of the hidden states; None takes the middle one of those that are stored.
       questions: of the answers, for detectors that read texts.
@@ -333,28 +330,16 @@ def judge(
       on_score: called with the name of every detector that has its scores.
 
     Returns:
-      A row for each metric, set and seed, as in results.jsonl: AUROC and AUPRC with
-      their intervals, what validation chose ("chosen"), and of pairs the difference
-      with its interval and p ("paired").
+      Rows as in results.jsonl: AUROC and AUPRC with their intervals, what validation
+      chose ("chosen"), and of pairs the difference with its p ("paired").
     """
-    if isinstance(signals, FeatureStore):
-        store, indices = signals, np.arange(len(signals.spec.keys))
-    else:
-        store, indices = signals.store, signals.indices
+    store, indices = _store_of(signals)
     rows = _rows_of_labels(store, indices, labels, questions, splits)
-    grouped = rows
-    if groups is not None:
-        names = rows.ids.astype(object)
-        names[indices] = one_each(groups, "groups", "names", len(indices))
-        grouped = dataclasses.replace(rows, ids=names.astype(str))
-    is_used = rows.is_labelled
-    check_whole(grouped.ids[is_used], rows.splits[is_used])
-    layers = store.spec.hidden_layers
-    middle = layers[len(layers) // 2] if layers else 0
+    grouped, known = _grouped(rows, indices, groups), _distinct(detectors, pairs)
     inputs = DetectorInput.of(
         store,
         rows,
-        layer=middle if layer is None else layer,
+        layer=_middle_layer(store) if layer is None else layer,
         questions=questions,
         answers=answers,
         samples=samples,
@@ -363,21 +348,39 @@ def judge(
         relations=relations,
         encoder=encoder,
     )
-    scores: dict[str, JudgedOutput] = {}
-    for detector in _distinct(detectors):
-        scores[detector.name] = score(detector, inputs)
+    scored, chosen = [], []
+    for detector in known:
+        judged = score(detector, inputs)
+        scored.append(judged.scored(detector.name))
+        chosen += judged.output.chosen
         on_score(detector.name)
-    scored = [x.scored(name) for name, x in scores.items()]
-    chosen = [row for x in scores.values() for row in x.output.chosen]
-    if unknown := {name for pair in pairs for name in pair} - scores.keys():
-        raise ValueError(
-            f"pairs: no detector is called {sorted(unknown)[0]!r}; these are: "
-            f"{', '.join(scores)}"
-        )
-    measured = detection_rows(
-        scored, grouped, intervals or BootstrapConfig(), pairs={"paired": pairs}
-    )
+    bootstrap = intervals or BootstrapConfig()
+    measured = detection_rows(scored, grouped, bootstrap, pairs={"paired": pairs})
     return as_frame([*chosen, *measured])
+
+
+def _middle_layer(store: FeatureStore) -> int:
+    layers = store.spec.hidden_layers
+    return layers[len(layers) // 2] if layers else 0
+
+
+def _store_of(
+    signals: StoredSignals | FeatureStore,
+) -> tuple[FeatureStore, np.ndarray]:
+    """Return a store, and which of its answers are meant."""
+    if isinstance(signals, FeatureStore):
+        return signals, np.arange(len(signals.spec.keys))
+    return signals.store, signals.indices
+
+
+def _grouped(rows: Rows, indices: np.ndarray, groups: Any) -> Rows:
+    """Return the rows with groups in place of ids; none is in two splits."""
+    if groups is not None:
+        names = rows.ids.astype(object)
+        names[indices] = one_each(groups, "groups", "names", len(indices))
+        rows = dataclasses.replace(rows, ids=names.astype(str))
+    check_whole(rows.ids[rows.is_labelled], rows.splits[rows.is_labelled])
+    return rows
 
 
 def _rows_of_labels(
@@ -469,14 +472,21 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     return _distinct([*chosen, *plugs])
 
 
-def _distinct(detectors: Iterable[Baseline]) -> list[Baseline]:
-    """Return each detector once; two of one name are a ValueError."""
+def _distinct(
+    detectors: Iterable[Baseline], pairs: Iterable[tuple[str, str]] = ()
+) -> list[Baseline]:
+    """Return each detector once; two of one name, or a pair of none, are refused."""
     by_name: dict[str, Baseline] = {}
     for detector in detectors:
         if by_name.setdefault(detector.name, detector) is not detector:
             raise ValueError(
                 f"two detectors are named {detector.name!r}; give one another name"
             )
+    if unknown := [name for pair in pairs for name in pair if name not in by_name]:
+        raise ValueError(
+            f"pairs: no detector is called {unknown[0]!r}; these are: "
+            f"{', '.join(by_name)}"
+        )
     return list(by_name.values())
 
 

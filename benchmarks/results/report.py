@@ -6,7 +6,7 @@ the headline of a finished run.
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,14 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting, text_key
+from beatrice.extract.records import (
+    IN_DOMAIN,
+    SETTINGS,
+    Example,
+    Label,
+    Setting,
+    text_key,
+)
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -392,15 +399,15 @@ def run_side(run: RunDir) -> Side:
         answered=findings.findings(results, counts),
         validation={setting: _ranked(run, setting) for setting in settings_of(run)},
         intervals=run_bootstrap(run),
-        questions=_asked(run),
+        questions=_asked(read_examples(run), read_labels(run).values()),
     )
 
 
-def _asked(run: RunDir) -> Asked:
+def _asked(questions: Iterable[Example], labels: Iterable[Label]) -> Asked:
     """Return the labelled questions of a run's test and held-out sets."""
-    examples = {example.id: example for example in read_examples(run)}
+    examples = {example.id: example for example in questions}
     asked: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
-    for label in read_labels(run).values():
+    for label in labels:
         example = examples[label.example_id]
         if label.label is not None and example.split in EVALUATED:
             place = Place(label.setting, example.dataset, example.split)

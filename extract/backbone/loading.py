@@ -376,7 +376,8 @@ class Backbone:
     layout: Layout = dataclasses.field(repr=False, compare=False)
     # Whether it is as its files have it; a model in memory may compute by other code.
     is_of_files: bool = False
-    mark: str = ""  # of the weights in memory, see `require_unchanged`
+    # Of the weights in memory, see `require_unchanged`.
+    mark: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     attention: AttentionLayers = "all"  # whose is read
     halves: Halves = dataclasses.field(
         default_factory=Halves, repr=False, compare=False
@@ -517,16 +518,14 @@ class Backbone:
             )
 
 
-def _mark_of(model: Any) -> str:
+def _mark_of(model: Any) -> tuple[Any, ...]:
     """Return what changes with weights in memory, without reading them.
 
     Where each lies, how often it was written to, and which adapters are active.
     """
-    places = [
-        (p.data_ptr(), 0 if p.is_inference() else p._version)
-        for p in model.parameters()
-    ]
-    return sha256_json([places, _adapters_of(model)])
+    weights = model.parameters()
+    places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
+    return (*places, *_adapters_of(model))
 
 
 def _adapters_of(model: Any) -> list[str]:

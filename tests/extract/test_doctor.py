@@ -29,7 +29,7 @@ from beatrice.extract.signals.extract import ExtractConfig, outline_shapes
 from tests.extract.backbone.test_loading import edit, save
 from tests.extract.small_run import beatrice, smoke
 from tests.pretended_gpu import PretendedGpu
-from tests.process import run_python
+from tests.process import on_disk, run_python
 from tests.records import an_answer
 
 
@@ -76,11 +76,17 @@ def test_too_little_memory_or_disk_is_a_warning(monkeypatch, tmp_path, missing, 
     assert findings["memory"].text == f"{bytes_in_words(n_memory)} available"
 
 
-def test_a_disk_that_cannot_be_written_to_is_a_problem(monkeypatch, tmp_path):
-    # Whoever is root may write anywhere.
-    monkeypatch.setattr(os, "access", lambda folder, mode: mode != os.W_OK)
-    (disk,) = (x for x in look_at_machine(tmp_path) if x.about == "disk")
-    assert disk.status == "problem" and "cannot be written to" in disk.text
+def test_a_disk_that_cannot_be_written_to_is_a_problem(tmp_path):
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from beatrice.doctor import look_at_machine\n"
+        "print(*look_at_machine(Path(sys.argv[1])), sep='\\n')"
+    )
+    for options, status in (("ro", "problem"), ("rw", "warning")):  # of little room
+        lines = on_disk(f"{options},size=1m", tmp_path, program).stdout.splitlines()
+        (disk,) = (line for line in lines if "'disk'" in line)
+        assert f"status={status!r}" in disk
+        assert ("cannot be written to" in disk) == (options == "ro")
 
 
 def test_a_base_installation_is_told_what_it_lacks_and_what_it_has():

@@ -6,12 +6,12 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import pickle
 import re
 import shutil
 import sys
 import threading
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -85,11 +85,13 @@ def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(s
 def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
     gate = Gate(load("embedded"), 0.5)
     drafts = gate.draft([QUESTION])
-    for other in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
+    for other in (
+        copy.deepcopy(gate),
+        ForkingPickler.loads(ForkingPickler.dumps(gate)),
+    ):
         assert other.draft([QUESTION]) == drafts
 
 
-@pytest.mark.filterwarnings(r"ignore:os\.fork")  # of JAX, which other tests have loaded
 def test_a_gate_decides_in_a_process_that_was_forked_while_a_thread_asked_it(scorer):
     gate, leave = strict(scorer), threading.Event()
     drafts, asked = gate.draft([QUESTION]), threading.Event()

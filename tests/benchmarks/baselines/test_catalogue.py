@@ -254,12 +254,6 @@ def test_a_detector_needs_what_there_is_and_has_a_name_of_its_own():
         with pytest.raises(ValueError, match="needs: expected some of"):
             baseline("a", **named, needs=needs)
 
-    def first(inputs):
-        raise NotImplementedError
-
-    def second(inputs):
-        raise NotImplementedError
-
-    baseline("same", **named)(first)
+    baseline("same", **named)(planted.inputs)
     with pytest.raises(ValueError, match="has two detectors called 'same'"):
-        baseline("same", **named)(second)
+        baseline("same", **named)(planted.drawn_inputs)
