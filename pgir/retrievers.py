@@ -585,6 +585,11 @@ class RetrievalConfig:
         if (self.retriever == "served") != (self.url is not None):
             raise ValueError("a URL goes with the served retriever, and with no other")
 
+    @property
+    def searches_own_passages(self) -> bool:
+        """Whether the passages are those that came with the run's questions."""
+        return self.retriever == "bm25" and self.corpus is None
+
 
 RETRIEVAL_PRESETS: dict[Preset, RetrievalConfig] = dict.fromkeys(
     get_args(Preset), RetrievalConfig()

@@ -55,11 +55,13 @@ QUERIES: dict[str, dict[str, Any]] = {
 }
 
 
-def question_sets(examples: Sequence[Example], limit: int | None) -> list[QuestionSet]:
-    """Return the evaluated sets that have passages, in file order, validation first.
+def question_sets(
+    examples: Sequence[Example], limit: int | None, *, with_bare: bool = False
+) -> list[QuestionSet]:
+    """Return the evaluated sets, in file order, validation first; a limit is of each.
 
-    Of a set without, the corpus that is searched has none either. The limit is of each
-    set.
+    Of a set without passages the run's own, where they are searched, hold nothing: it
+    is left out, except `with_bare`, where another corpus is searched.
     """
     sets: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
@@ -68,15 +70,20 @@ def question_sets(examples: Sequence[Example], limit: int | None) -> list[Questi
     return [
         QuestionSet(dataset=dataset, split=split, examples=tuple(of_set[:limit]))
         for (dataset, split), of_set in sets.items()
-        if any(example.passages for example in of_set)
+        if with_bare or any(example.passages for example in of_set)
     ]
 
 
-def training_questions(examples: Sequence[Example], limit: int) -> list[Example]:
-    """Return the first training questions that have passages, as many of each set."""
+def training_questions(
+    examples: Sequence[Example], limit: int, *, with_bare: bool = False
+) -> list[Example]:
+    """Return the first training questions, as many of each set.
+
+    Those without passages are among them `with_bare` alone, as in `question_sets`.
+    """
     sets: dict[str, list[Example]] = {}
     for example in examples:
-        if example.split == "train" and example.passages:
+        if example.split == "train" and (with_bare or example.passages):
             sets.setdefault(example.dataset, []).append(example)
     share = -(-limit // max(1, len(sets)))
     return [e for of_set in sets.values() for e in of_set[:share]][:limit]

@@ -522,13 +522,14 @@ def _open_session(
     config: ControlConfig,
 ) -> Session:
     services = open_services(answering, retrieval.retriever)
-    training = training_questions(examples, config.n_training)
+    with_bare = not retrieval_config(run).searches_own_passages
+    training = training_questions(examples, config.n_training, with_bare=with_bare)
     training_ids = {example.id for example in training}
     questions = [example.question for example in training]
     checkpoint = Path(config.encoder) if config.encoder else None
     return Session(
         waves=Waves(services, answering.journal),
-        sets=question_sets(examples, config.n_questions),
+        sets=question_sets(examples, config.n_questions, with_bare=with_bare),
         training=training,
         answering=answering,
         unanswered=[
@@ -603,7 +604,8 @@ def _control(
     if bare := {e.dataset for e in examples if e.split != "train"} - datasets:
         progress.note(
             f"control: {', '.join(sorted(bare))} left out: no question has passages, "
-            "and there is nothing to find for them"
+            "and the run's passages, which are searched, hold none for them; --corpus "
+            "or --url search elsewhere"
         )
     traced, policy = _run_pgir(session, run, config)
     curve = frontier("pgir", traced, policy, session.config)

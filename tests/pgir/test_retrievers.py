@@ -15,7 +15,13 @@ from beatrice.extract.records import Passage, write_lines
 from beatrice.extract.run.directory import InUse
 from beatrice.pgir.arguments import from_document
 from beatrice.pgir.commands import CorpusOptions, RetrievalOptions
-from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
+from beatrice.pgir.controllers.stage import (
+    ControlConfig,
+    _open_session,
+    retrieval_config,
+    retrieval_of,
+)
+from beatrice.pgir.controllers.waves import Answering, CallJournal
 from beatrice.pgir.corpus import (
     MOST_WORDS,
     Corpus,
@@ -38,6 +44,7 @@ from beatrice.pgir.retrievers import (
 )
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import CORPUS, corpus_server, make_corpus, serving, write_passages
+from tests.records import an_example
 
 QUERIES = ["word3", "word7 shared", "word1"]
 
@@ -327,6 +334,30 @@ def test_what_transfer_searches_is_another_choice_than_what_control_does(run, tm
     RetrievalOptions(corpus=corpus).write(run.path, "transfer_retrieval")
     assert retrieval_config(run) == RetrievalConfig()
     assert retrieval_config(run, "transfer_retrieval").corpus == str(corpus)
+
+
+def test_questions_without_passages_are_asked_where_others_are_searched(
+    run, tmp_path, probed
+):
+    passages = (Passage(title="Own", text="own w1"),)
+    examples = [
+        an_example(id=f"{name} {split}", dataset=name, split=split, passages=rows)
+        for name, rows in (("bare", ()), ("with", passages))
+        for split in ("train", "test")
+    ]
+
+    def sets():
+        retrieval = retrieval_of(run)
+        answering = Answering(probed, retrieval.passages, CallJournal(None, ""))
+        opened = _open_session(examples, run, answering, retrieval, ControlConfig())
+        return [x.dataset for x in opened.sets], [x.dataset for x in opened.training]
+
+    assert sets() == (["with"], ["with"])
+    RetrievalOptions(corpus=make_corpus(tmp_path, 20).folder).write(run.path)
+    assert sets() == (["bare", "with"], ["bare", "with"])
+    with serving(corpus_server()) as url:
+        RetrievalOptions(url=f"{url}/retrieve").write(run.path)
+        assert sets() == (["bare", "with"], ["bare", "with"])
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
