@@ -1,9 +1,10 @@
 """The rivals of the selected set: is its lead over them sure, and what do they cost?
 
 Leads are the paper's app:significance. Differences, intervals and p come from the
-`paired` rows: a bootstrap over questions, both detectors on the same resamples. Holm's
-correction runs over all columns of one comparison, in both settings: the pooled
-in-domain test questions and every held-out set. Own encoders are no rivals here.
+`paired` rows: of a bootstrap over questions, both detectors on the same resamples, and
+of placements the wider and the larger (`jaxprobe.evaluation`). Holm's correction runs
+over all columns of one comparison, in both settings: the pooled in-domain test
+questions and every held-out set. Own encoders are no rivals here.
 
 The strongest rival of a column is furthest ahead of the set, or least behind it, on the
 answers that both have scores for. Of all answers it has the highest AUROC, as in the

@@ -8,6 +8,7 @@ import pytest
 
 from beatrice.benchmarks.results.names import ALL_SETS, RETRIEVED
 from beatrice.benchmarks.results.paper import (
+    OF_AN_INTERVAL,
     PAPER,
     PaperCell,
     as_markdown,
@@ -434,3 +435,18 @@ def test_the_ledger_names_what_has_no_number_here_and_why():
     assert text.count(" | the other way |") == int(counts["the other way"]) > 0
     assert sum(map(int, counts.values())) == len(compared)
     assert verdict_counts([]) == []
+
+
+GAINS = ("significance", "champion-vs-hidden")
+OTHERWISE = {  # what our rows measure otherwise than which lines
+    "every wording": lambda c: c.setting == "with_context" and c.table in GAINS,
+    "placements": lambda c: c.metric in OF_AN_INTERVAL and c.table in GAINS,
+    "`sequences`": lambda c: (c.detector, c.metric) == ("seakr", "generations"),
+    "one half": lambda c: c.ours in ("share_of_top_heads", "moved_more_by_top_heads"),
+}
+
+
+@pytest.mark.parametrize("words", OTHERWISE)
+def test_what_is_measured_otherwise_than_in_the_paper_says_how(words):
+    cells = [cell for cell in CELLS if OTHERWISE[words](cell)]
+    assert cells and all(words in (cell.departs or "") for cell in cells)
