@@ -19,7 +19,7 @@ import numpy as np
 
 from beatrice.benchmarks.results import names
 from beatrice.extract.plugs import load_plug
-from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
+from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting, Split
 from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
 #   swapped        the answer is read behind another question's passages
 #   encoder        a text encoder, which is fine-tuned
 Requirement = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
+# Draws for every split at once, since what is drawn later replaces what was drawn
+# before. Training answers teach probes of semantic entropy.
+SAMPLE = "beatrice sample {} " + " ".join(f"--split {x}" for x in get_args(Split))
 # P(entailment), P(neutral), P(contradiction) of pairs of texts, `[n_pairs, 3]`.
 Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 # Built from the same encoders as the selected set: no rivals of it.

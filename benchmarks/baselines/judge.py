@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import (
+    SAMPLE,
     Baseline,
     DetectorCost,
     DetectorInput,
@@ -451,7 +452,7 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Say what a detector lacks in a run, or None."""
     if "samples" in detector.needs and not run.samples_file.exists():
-        return f"needs drawn answers: `beatrice sample {run.path}`"
+        return f"needs drawn answers: `{SAMPLE.format(run.path)}`"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
     if "encoder" in detector.needs and config.encoder is None:

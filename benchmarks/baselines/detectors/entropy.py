@@ -18,6 +18,7 @@ import numpy as np
 from scipy.special import entr, softmax
 
 from beatrice.benchmarks.baselines.detector import (
+    SAMPLE,
     DetectorInput,
     DetectorOutput,
     baseline,
@@ -118,8 +119,8 @@ def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]
     if not n_meanings:
         raise ValueError(
             "no training or validation question has drawn answers, expected some, from "
-            "which the prior on the number of meanings is counted; draw answers for "
-            "them (`beatrice sample --split train`)"
+            "which the prior on the number of meanings is counted; draw answers with "
+            f"`{SAMPLE.format('RUN')}`"
         )
     numbers, counts = np.unique(
         np.minimum(n_meanings, config.most_meanings), return_counts=True

@@ -12,6 +12,7 @@ import optax
 from flax import linen as nn
 
 from beatrice.benchmarks.baselines.detector import (
+    SAMPLE,
     DetectorInput,
     DetectorOutput,
     baseline,
@@ -321,7 +322,7 @@ def entropy_probe(
     if not len(train):
         raise ValueError(
             f"{name}: no training answer has a semantic entropy, from which it learns; "
-            "draw answers with `beatrice sample`"
+            f"draw answers with `{SAMPLE.format('RUN')}`"
         )
     threshold = entropy_threshold(entropies[train])
     is_low = entropies < threshold

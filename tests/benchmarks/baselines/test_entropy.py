@@ -179,7 +179,7 @@ def test_without_drawn_training_answers_the_prior_is_that_of_validation():
 
 def test_drawn_test_answers_alone_give_no_prior():
     detector = catalogue()["semantic_entropy_bayesian:words"]
-    with pytest.raises(ValueError, match="no training or .* sample --split train"):
+    with pytest.raises(ValueError, match="no training or .* sample RUN --split train"):
         detector.score(drawn_inputs([[], ["a"]]))
 
 

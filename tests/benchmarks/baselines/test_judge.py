@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -49,6 +50,7 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.benchmarks.commands import BaselinesOptions
+from beatrice.extract.commands import sample
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import read_result_rows, read_rows, rows_file
@@ -440,7 +442,9 @@ def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
 def test_what_a_run_lacks_is_said(tmp_path):
     run, known = RunDir(tmp_path), catalogue()
     message = unmet(known["semantic_entropy"], run, BaselinesConfig())
-    assert "beatrice sample" in message
+    _, name, *arguments = shlex.split(message.split("`")[1])
+    drawn = sample.make_context(name, arguments).params
+    assert set(drawn["split"]) == {"train", "validation", "test", "ood"}
     run.samples_file.parent.mkdir()
     run.samples_file.touch()
     assert "--nli" in unmet(known["semantic_entropy"], run, BaselinesConfig())

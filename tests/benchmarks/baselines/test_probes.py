@@ -292,7 +292,7 @@ def test_an_entropy_probe_learns_from_entropies_of_training_rows_alone():
         probed(rows, answers, x, before_generation) for x in (entropies, only)
     )
     np.testing.assert_array_equal(first.scores, second.scores)
-    with pytest.raises(ValueError, match="beatrice sample"):
+    with pytest.raises(ValueError, match="beatrice sample RUN --split train"):
         probed(rows, answers, np.full(300, np.nan), before_generation)
 
 
