@@ -36,9 +36,9 @@ from beatrice.benchmarks.results.names import (
 from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.tables import (
     EVALUATED,
+    in_domain_or_held_out,
     number,
     p_text,
-    places_of,
     results_of,
     where,
 )
@@ -337,12 +337,8 @@ def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
     better = where(better_pairs(results), families="PA")
     here = where(better, experiment="anatomy_pairs")
     yield from (_as(row, "gain") for row in here["row"])
-    distinct = []
-    for experiment in better["experiment"].unique():
-        rows = where(better, experiment=experiment)
-        for place in places_of(rows, EVALUATED):
-            distinct.append(where(rows, **place._asdict()))
-    every = _sorted(pandas.concat(distinct)) if distinct else []
+    # In-domain sets together: beside that, each would count a second time.
+    every = _sorted(in_domain_or_held_out(where(better, split=EVALUATED)))
     if not every:
         return
     middle = every[statistics.median_low(range(len(every)))]

@@ -402,7 +402,7 @@ def gains_in(rows):
 def test_a_pair_gains_what_it_has_more_than_its_better_member():
     pairs = {"a": (0.3, 0.1), "b": (-0.2, 0.2), "c": (0.04, 0.05)}
     gains = gains_in(
-        pair_gain(value, rival, dataset=name)
+        pair_gain(value, rival, dataset=name, split="ood")
         for name, values in pairs.items()
         for rival, value in zip("PA", values, strict=True)
     )
@@ -410,8 +410,8 @@ def test_a_pair_gains_what_it_has_more_than_its_better_member():
     assert wanted.items() <= gains.items()
 
 
-def test_one_in_domain_set_is_counted_once_among_the_gains():
-    places = ({}, {"dataset": "a"}, {"dataset": "b", "split": "ood"})
+def test_in_domain_sets_are_counted_together_alone_among_the_gains():
+    places = ({}, {"dataset": "a"}, {"dataset": "c"}, {"dataset": "b", "split": "ood"})
     assert gains_in(pair_gain(0.1, "P", **place) for place in places)["gains"] == 2
 
 
