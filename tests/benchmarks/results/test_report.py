@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from beatrice.benchmarks.results.page import (
+    accuracy_grid,
     frontier_curve,
     headline,
     missing,
@@ -349,6 +350,20 @@ def test_the_frontier_is_a_mean_over_the_same_datasets_at_every_budget():
     assert datasets == ["microworld", "pursuits", "places", "rephrased"]
     with pytest.raises(ValueError, match="budget 4 has 3 entries"):
         frontier_curve(PARTS["control"].frontier[:-1])
+
+
+def test_accuracy_of_several_in_domain_sets_is_shown_together_too():
+    names = ("dataset", "split", "setting", "variant", "n", "n_correct")
+    counts = [
+        ("a", "test", "closed_book", "original", 10, 3),
+        ("b", "test", "closed_book", "original", 30, 2),
+        ("a", "train", "closed_book", "original", 5, 1),
+        ("c", "ood", "closed_book", "original", 7, 7),
+        ("d", "ood", "closed_book", "original", 7, 6),
+    ]
+    lines = accuracy_grid([dict(zip(names, x, strict=True)) for x in counts])["lines"]
+    assert [line[:2] for line in lines[5:]] == [(IN_DOMAIN, "test")]
+    assert lines[5][2] == [{"n": 40, "n_correct": 5}]
 
 
 def test_the_caption_of_a_ranking_gives_rank_and_gap():
