@@ -360,14 +360,14 @@ def _grounding(results: pandas.DataFrame) -> Content:
 )
 def _heads(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "heads", **POOLED), []
-    caption = (
-        "Integrated gradients of the logit from attention at its means, absolute, over "
-        "all channels, tokens and spans of 400 test answers; the line on the scale is "
-        "an even share."
-    )
     cells = where(shown, metric="share", families=(EVERY_FAMILY, "A"))
     cells = cells.loc[cells["head"].notna() & cells["value"].notna()]
     for setting, here in each_setting(cells):
+        caption = (
+            "Integrated gradients of the logit from attention at its means, absolute, "
+            f"over all channels, tokens and spans of {here['n'].max():,} test answers; "
+            "the line on the scale is an even share."
+        )
         figure = figures.head_map(here, setting)
         pictures.append(_drawn(figure, "heads", setting, caption))
     lines = [

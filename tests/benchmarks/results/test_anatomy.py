@@ -1,5 +1,6 @@
 """The anatomy on the page: figures and tables from rows alone."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -71,6 +72,13 @@ def test_the_table_of_flips_has_the_rows_rates(sections):
             assert rates[f"{names[row.family]} in [{row.families}]"] == row
     measures = [m for line in table.lines for cell in line.cells for m in cell]
     assert {measure.rank for measure in measures} == {None}
+
+
+def test_the_map_of_heads_says_of_how_many_answers_it_is():
+    shares = [r for r in ROWS if (r.experiment, r.metric) == ("anatomy_heads", "share")]
+    rows = results_of(msgspec.structs.replace(row, n=123) for row in shares)
+    pictures, _ = anatomy._heads(rows)
+    assert pictures and all("of 123 test answers" in p.caption for p in pictures)
 
 
 def test_the_boundary_has_a_cell_for_each_row():
