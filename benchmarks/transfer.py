@@ -1,8 +1,9 @@
 """A run's detectors, as they are, on answers from retrieved passages.
 
 The paper's appendix on real retrieval: k passages from a corpus, the backbone answers,
-labels as in the run, and every detector as it was trained on gold contexts: ours, those
-of `evaluate`, and the published ones that `baselines` was last asked for.
+and every detector as it was trained on gold contexts: ours, those of `evaluate`, and
+the published ones that `baselines` was last asked for. Labels are by comparison with
+golds unless others are put in their place, and every row has their rule.
 
 The questions with their passages are a run inside the run. It is answered, labelled and
 extracted by the stages of any run, so it stops and continues as they do, and `beatrice
@@ -77,7 +78,13 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import NewRun, Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
+from beatrice.extract.run.rows import (
+    ResultRow,
+    Subject,
+    label_rule,
+    publish,
+    rows_file,
+)
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.extract.store.store import FeatureStore, end_to_end
@@ -398,7 +405,7 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
     result = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
-        values = {"em": rows.labels[where]}
+        values = {"right": rows.labels[where]}  # by the rule of the labels
         if rows.setting == "with_context":
             values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
         for metric, x in values.items():
@@ -471,7 +478,7 @@ def _inner(run: RunDir) -> RunDir:
 
 
 def _counts_file(run: RunDir) -> Path:
-    """Return where it is written how many questions were asked, and got no passages."""
+    """Return the file of how many were asked, how many failed, and the rule."""
     return _inner(run).path / "asked.json"
 
 
@@ -585,7 +592,14 @@ def _transfer(
         setting_update = part_of(update, index, len(SETTINGS))
         published = run_published(run, scene, detectors, setting_update, **models)
         rows += scene_rows(scene, scores, questions, intervals, published)
-    publish(run, NAME, rows, progress)
+    rule, of_run = label_rule(_inner(run)), label_rule(run)
+    if rule != of_run:
+        progress.note(
+            f"transfer: the retrieved answers are labelled by {rule}, those that "
+            f"detectors learned from by {of_run}; `beatrice label {_inner(run).path}` "
+            "labels the retrieved ones anew"
+        )
+    publish(run, NAME, rows, progress, rule)
 
 
 TRANSFER = Stage(
@@ -638,8 +652,10 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         if not inner.stage_done("label"):  # judges may have labelled
             run_stage(LABEL, inner, progress, lambda _: match)
         run_stage(EXTRACT, inner, progress)
+        # With the rule, which rows have: another may give the same labels.
         counts = {"n_asked": len(questions), "n_failed": len(failed)}
-        write_json_atomic(_counts_file(run), counts)
+        rule = {"label_rule": label_rule(inner)}
+        write_json_atomic(_counts_file(run), counts | rule)
         run_stage(TRANSFER, run, progress)
     if failed:
         raise ValueError(

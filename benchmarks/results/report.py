@@ -22,6 +22,7 @@ from beatrice.benchmarks.results.names import (
     CHAMPION,
     COMPARED,
     DETECTORS,
+    RETRIEVED,
     SETTING_LABELS,
 )
 from beatrice.benchmarks.results.page import (
@@ -104,7 +105,15 @@ def read_part(file: Path, kind: type[Part], verb: str) -> Part:
 # The stage.
 
 
-def _facts(run: RunDir) -> dict[str, str]:
+def label_rules(run: RunDir, rows: Iterable[ResultRow]) -> str:
+    """Say by which rule answers are labelled; retrieved ones may be by another."""
+    rule = label_rule(run)
+    of_retrieved = {r.label_rule for r in rows if r.experiment == RETRIEVED}
+    others = sorted({x for x in of_retrieved if x} - {rule})
+    return "; ".join((rule, *(f"retrieved answers: {x}" for x in others)))
+
+
+def _facts(run: RunDir, rows: Iterable[ResultRow]) -> dict[str, str]:
     n_questions = Counter(example.split for example in read_examples(run))
     splits = ("train", "validation", "test", "ood")
     extract = extract_config(run)
@@ -114,7 +123,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
-        "Labels by": label_rule(run),
+        "Labels by": label_rules(run, rows),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,
@@ -137,7 +146,7 @@ def report_data(run: RunDir) -> ReportData:
     seconds = run.control / "seconds.jsonl"
     rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]
     return ReportData(
-        facts=_facts(run),
+        facts=_facts(run, rows),
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=rows,
         accuracy=count_correct(read_examples(run), read_labels(run)),
@@ -426,19 +435,19 @@ def _ranked(run: RunDir, setting: Setting) -> Ranked:
 
 def run_ledger(run: RunDir) -> str:
     """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
-    labels = read_labels(run)
+    rows, labels = read_result_rows(run), read_labels(run)
     is_reworded = any(label.variant == "rewritten" for label in labels.values())
     wordings = "two wordings" if is_reworded else "one wording"
     data = read_manifest(run.path)["sections"].get("data", {})
     passages = data.get("context", "of the embedded world")
     here = {
         "Backbone": Path(run.section("backbone", BackboneConfig).model).name,
-        "Answers judged by": label_rule(run),
+        "Answers judged by": label_rules(run, rows),
         "Passages": f"{passages}, in {wordings}",
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Resamples": f"{run_bootstrap(run).n_resamples:,}",
     }
-    return ledger(read_result_rows(run), here, read_examples(run), labels)
+    return ledger(rows, here, read_examples(run), labels)
 
 
 def summary(path: Path) -> dict[str, Any]:

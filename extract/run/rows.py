@@ -29,7 +29,7 @@ MACRO = "macro"  # what stands for a set in the mean over sets, each counted onc
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
 SHARES = (
     *("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed"),
-    *("precision", "coverage"),
+    *("precision", "coverage", "right"),
 )
 # What a row measures; its other columns say of what.
 MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
@@ -205,13 +205,19 @@ def label_rule(run: RunDir) -> str:
     return record.inputs.get("rule", "unknown") if record else "unknown"
 
 
-def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
+def publish(
+    run: RunDir,
+    stage: str,
+    rows: list[ResultRow],
+    progress: Progress,
+    rule: str | None = None,
+) -> None:
     """Write a stage's rows and, from all stages, results.jsonl.
 
-    Every row gets the rule of the run's labels. Rows that are out of date are left out,
-    and a line names their stage.
+    Every row gets the rule of the labels it is measured by, that of the run's where
+    none is given. Rows that are out of date are left out, and a line names their stage.
     """
-    rule = label_rule(run)
+    rule = rule or label_rule(run)
     rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
     write_text_atomic(rows_file(run, stage), write_rows(rows))
     gather(run, progress, stage)

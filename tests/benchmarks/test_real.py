@@ -4,6 +4,7 @@ The wheels are made here and come from a folder that pip is told of; the questio
 the microworld's in published layouts, which the embedded model can answer.
 """
 
+import collections
 import dataclasses
 import gzip
 import itertools
@@ -48,6 +49,7 @@ from beatrice.benchmarks.results.names import (
     RETRIEVED,
     probe,
 )
+from beatrice.benchmarks.results.report import run_ledger
 from beatrice.benchmarks.transfer import (
     Scenario,
     TransferConfig,
@@ -450,13 +452,13 @@ def test_every_set_and_all_together_are_measured_on_their_own_rows():
         for key, value in (
             ((CHAMPION, None, "auroc"), ours),
             ((CHAMPION, PERPLEXITY, "auroc"), ours - other),
-            ((backbone, None, "em"), labels[here].mean()),
+            ((backbone, None, "right"), labels[here].mean()),
             ((backbone, None, "answer_found"), is_found[here].mean()),
         ):
             assert known[name, *key].value == pytest.approx(value, abs=1e-6)
             assert known[name, *key].n_failed == (name != "a")
     shown = _answer_rows(requests, dataclasses.replace(rows, setting="closed_book"))
-    assert {x.metric for x in shown} == {"em"}
+    assert {x.metric for x in shown} == {"right"}
 
 
 def test_a_run_inside_a_run_keeps_what_detectors_were_fitted_on(smoke_run, tmp_path):
@@ -496,6 +498,10 @@ def finished(smoke_run, tmp_path_factory):
     """A finished run of the smallest preset, with retrieved answers judged."""
     run = shutil.copytree(smoke_run, tmp_path_factory.mktemp("transfer") / "run")
     call("transfer", run, "--limit", 20)
+    call("label", run / "retrieved", "--match", "containment")
+    assert (
+        "retrieved answers are labelled by containment" in call("transfer", run).stderr
+    )
     return RunDir(run)
 
 
@@ -504,12 +510,21 @@ def test_the_rows_are_published_beside_the_others_and_done_once(finished):
     rows = [r for r in read_result_rows(finished) if r.experiment == RETRIEVED]
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
-    assert (ALL_SETS, "em") in result and (ALL_SETS, "answer_found") in result
+    assert (ALL_SETS, "right") in result and (ALL_SETS, "answer_found") in result
     wanted = map(Subject.of, ("champion", "perplexity", "tfidf", "saplma_mean"))
     assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
     before = finished.results.read_bytes()
     assert "transfer: already done" in call("transfer", finished.path).stderr
     assert finished.results.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_rows_of_retrieved_answers_have_the_rule_of_their_own_labels(finished):
+    rules = collections.defaultdict(set)
+    for result in read_result_rows(finished):
+        rules[result.experiment.startswith(RETRIEVED)].add(result.label_rule)
+    assert rules == {True: {"containment"}, False: {"exact match"}}
+    assert "exact match; retrieved answers: containment" in run_ledger(finished)
 
 
 @pytest.mark.slow

@@ -304,3 +304,5 @@ def test_every_published_row_says_by_which_rule_its_answers_were_labelled(tmp_pa
         run.mark_stage("label", judged, 1.0, [run.labels])
         publish(run, "evaluate", [row(), row(seed="0")], Notes())
         assert [r.label_rule for r in read_result_rows(run)] == [judged["rule"]] * 2
+        publish(run, "evaluate", [row()], Notes(), "exact match")
+        assert [r.label_rule for r in read_result_rows(run)] == ["exact match"]
