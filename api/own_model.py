@@ -66,9 +66,10 @@ def read_labelled(
       path: of JSON lines, or another kind of file that questions are read from.
       note: called with how many have no label, and with which fields are not read.
     """
-    from beatrice.extract.datasets.fields import any_passages, passage_field, required
+    from beatrice.extract.datasets.fields import check_no_passages, required
     from beatrice.extract.datasets.rows import read_raw, recognise
     from beatrice.pgir.given import AnswerToScore
+    from beatrice.pgir.score_files import record_context
 
     rows, n_unlabelled, unread = [], 0, Counter[str]()
     for raw in read_raw(path, recognise(path)):
@@ -81,7 +82,9 @@ def read_labelled(
             question = required(row, "question", str, why=why)
             answer = required(row, "answer", str, why=why)
             label = _as_label(required(row, "label", object, why=why))
-            context = [p for p in any_passages(row) if p.text.strip()]
+            field, context = record_context(row)
+            if field is None:
+                check_no_passages(row)
             given = AnswerToScore(question=question, answer=answer, context=context)
         except ValueError as error:
             raise ValueError(f"{path}, {raw.at}: {error}") from None
@@ -89,7 +92,7 @@ def read_labelled(
             n_unlabelled += 1
             continue
         rows.append((given, label))
-        known_fields = {"id", "question", "answer", "label", passage_field(row)}
+        known_fields = {"id", "question", "answer", "label", field}
         unread.update(row.keys() - known_fields)
     if not rows:
         raise ValueError(

@@ -23,8 +23,9 @@ import numpy as np
 from beatrice.extract.datasets.fields import (
     Question,
     Record,
-    any_passages,
     passage_field,
+    read_passages,
+    unfolded,
 )
 from beatrice.extract.datasets.readers import recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
@@ -36,6 +37,8 @@ from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
 ROWS_TOGETHER = 64  # read, sorted by length and written: what a kill can lose
 _LM_EVAL = "lm-eval samples"
+# Where question files alone have the text of a passage.
+_OF_QUESTIONS = {"paragraph_text", "content"}
 
 
 class Scored(Protocol):
@@ -110,6 +113,27 @@ def _of_flashrag(record: Record) -> dict[str, Any]:
     return {**arguments, "question": record.get("question"), "answer": answer}
 
 
+def record_context(record: Record) -> tuple[str | None, list[Passage]]:
+    """Return under which name a record has passages, and those that are not blank.
+
+    `context` goes before the other names. A cell of a table has its list as a text.
+    """
+    field, context = "context", record.get("context")
+    if not context or (isinstance(context, str) and not context.strip()):
+        field = passage_field(record)
+    if field is None:
+        return None, []
+    value = unfolded(record[field], field)
+    items = value if isinstance(value, list) else [value]
+    passages = (
+        read_passages(items, field)
+        if any(isinstance(x, dict) and x.keys() & _OF_QUESTIONS for x in items)
+        else as_passages(value, field)
+    )
+    stripped = [Passage(title=p.title.strip(), text=p.text.strip()) for p in passages]
+    return field, [passage for passage in stripped if passage.text]
+
+
 def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
@@ -118,13 +142,8 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _of_flashrag(record), ()
     arguments = {name: record[name] for name in ARGUMENTS if name in record}
-    if arguments.get("context") == "":  # an empty cell of a table is no passage
-        del arguments["context"]
-    known_fields = {*ARGUMENTS, "id"}
-    if "context" not in arguments and (field := passage_field(record)) is not None:
-        passages = any_passages(record)
-        arguments["context"] = [p for p in passages if p.text.strip()]
-        known_fields.add(field)
+    field, arguments["context"] = record_context(record)
+    known_fields = {*ARGUMENTS, "id", field}
     unread = tuple(name for name in record if name not in known_fields)
     if arguments.keys() <= {"question", "context"}:
         raise ValueError(

@@ -39,7 +39,7 @@ _ANSWERS = ("answers", "answer", "golden_answers", "ground_truth", "short_answer
             "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
 
 _SENTENCES = ("sentences", "content", "text", "paragraph_text", "contents")
-_TEXTS = ("text", "paragraph_text", "contents", "content")
+_TEXTS = ("text", "paragraph_text", "contents", "content", "page_content")
 _MARKS = ("is_supporting", "isgold")
 # A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
 _IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
@@ -290,11 +290,11 @@ def read_passages(
     cell of a table has it. Nothing but white space is no passage. Whether they are
     supporting is the same for all, or None: then the file's own marks are believed.
     """
-    items = enumerate(expect(_unfolded(value, name), list, name))
+    items = enumerate(expect(unfolded(value, name), list, name))
     return tuple(_passage(item, f"{name}[{i}]", is_supporting) for i, item in items)
 
 
-def _unfolded(value: Any, name: str) -> Any:
+def unfolded(value: Any, name: str) -> Any:
     """Return a text as the list that it holds, or of which it is the one passage."""
     if not isinstance(value, str):
         return value
@@ -306,7 +306,7 @@ def _unfolded(value: Any, name: str) -> Any:
 def passage_field(record: Record) -> str | None:
     """Return under which of their names a record has passages."""
     for name in _HOLDERS:
-        value = _unfolded(record.get(name), name)
+        value = unfolded(record.get(name), name)
         first = value[0] if isinstance(value, list) and value else None
         has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
         if has_text or isinstance(first, str):

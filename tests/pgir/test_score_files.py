@@ -6,14 +6,17 @@ import os
 import re
 import threading
 
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
+from beatrice.own_model import read_labelled
 from beatrice.pgir.asking import Score
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
@@ -63,6 +66,32 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
         "fields not read: 'latency' (1)"
     )
     assert tally.bad[0].startswith("line 2: ")
+
+
+CONTEXTS = [
+    [PASSAGE, ""],
+    [{"title": "T", "text": f" {PASSAGE}"}, {"text": "It."}],
+    [{"contents": f"T\n{PASSAGE}"}],
+    [{"title": "T", "paragraph_text": PASSAGE}],
+    [{"page_content": PASSAGE, "metadata": {"title": "T"}}],
+]
+
+
+@pytest.mark.parametrize("passages", CONTEXTS)
+def test_a_context_is_the_same_under_every_name_in_lines_and_tables(passages, tmp_path):
+    contexts = []
+    for name in ("context", "passages"):
+        lines = write_lines(tmp_path / "a.jsonl", [{**ROW, "label": 1, name: passages}])
+        table = tmp_path / "a.csv"
+        for written in (passages, json.dumps(passages)):  # as Python writes it, or JSON
+            frame = pd.DataFrame([{**ROW, "label": 1, name: written}])
+            frame.to_csv(table, index=False)
+            for path in (lines, table):
+                (row,), ((labelled, _),) = read_rows(path), read_labelled(path, print)
+                contexts += [row.given.context, labelled.context]
+    title = "T" if isinstance(passages[0], dict) else ""
+    assert contexts[0][0] == Passage(title=title, text=PASSAGE)
+    assert set(contexts) == {contexts[0]} and all(x.text for x in contexts[0])
 
 
 @pytest.mark.parametrize("name", ["passages", "contexts", "retrieved_contexts", "ctxs"])
