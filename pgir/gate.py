@@ -67,6 +67,7 @@ class Draft:
         without a probability; that of the score where the gate has no threshold.
       reason: why there is no P: the answer could not be read, or the question is too
         long for the model and has none; else None.
+      warnings: of the answer's score.
     """
 
     question: str
@@ -74,6 +75,7 @@ class Draft:
     p_correct: float | None
     decision: Decision
     reason: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def retrieve(self) -> bool:
@@ -136,12 +138,8 @@ class Gate:
         self.threshold = threshold
         if threshold is not None:
             as_probability(threshold, "threshold")
-        elif not _trusts_any(scorer.load_scorer()):
-            raise ValueError(
-                "the probe trusts no closed-book answer at the precision that it was "
-                "loaded with, so that each would be retrieved for; load it with a "
-                "lower precision, or give a threshold"
-            )
+        else:
+            _check_trusts_any(scorer.load_scorer())
 
     @classmethod
     def load(
@@ -196,6 +194,7 @@ class Gate:
                 p_correct=score.p_correct,
                 decision=self._decide(score),
                 reason=score.reason if score.p_correct is None else None,
+                warnings=score.warnings,
             )
             for question, score in zip(questions, scores, strict=True)
         ]
@@ -245,9 +244,20 @@ class Gate:
         return "trust" if score.p_correct >= self.threshold else "distrust"
 
 
-def _trusts_any(scorer: Scorer) -> bool:
+def _check_trusts_any(scorer: Scorer) -> None:
+    """Check that a closed-book answer can be trusted by the probe's own decisions."""
+    head = scorer.probed.detector.heads.get("closed_book")
+    doubts = () if head is None else head.evidence.doubts
     thresholds = scorer.thresholds("closed_book")
-    return thresholds is not None and thresholds.trust.p_correct is not None
+    if doubts or thresholds is None or thresholds.trust.p_correct is None:
+        why = "at the precision that it was loaded with"
+        what = "load it with a lower precision"
+        if doubts:
+            why, what = f"({doubts[0]})", "fit it on more answers"
+        raise ValueError(
+            f"the probe trusts no closed-book answer {why}, so that each would be "
+            f"retrieved for; {what}, or give a threshold"
+        )
 
 
 class FlashRagJudger:

@@ -18,6 +18,7 @@ import pytest
 
 from beatrice import load
 from beatrice.extract.records import Passage
+from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.stage import CONTROL, ControlConfig
 from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
@@ -181,6 +182,24 @@ def test_without_a_threshold_the_probes_own_decisions_hold():
     assert (kept.answer, kept.decision) == (ANSWER, score.decision)
     with pytest.raises(ValueError, match="lower precision, or give a threshold"):
         Gate(load("embedded", precision=0.995))
+
+
+def test_the_gate_of_a_probe_of_too_few_answers_needs_a_threshold_and_warns(probed):
+    few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
+    p = np.linspace(0, 1, 100)
+    head = dataclasses.replace(
+        probed.detector.heads["closed_book"],
+        evidence=few,
+        validation=Validation(p, p > 0.5),  # enough to certify a threshold, by luck
+    )
+    detector = dataclasses.replace(probed.detector, heads={"closed_book": head})
+    doubtful = Scorer(probed.backbone, detector)
+    assert doubtful.thresholds("closed_book").trust.p_correct is not None
+    with pytest.raises(ValueError, match="too few to trust.* fit it on more answers"):
+        Gate(doubtful)
+    (draft,) = Gate(doubtful, 0.5).draft([QUESTION])
+    assert draft.warnings == doubtful.answer(QUESTION).warnings
+    assert "too few to trust" in draft.warnings[0]
 
 
 def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
