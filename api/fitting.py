@@ -403,9 +403,9 @@ def _provenance(
     parts = passes.values()
     if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
-    for name in ("model", "dtype", "answer_span", "attention_layers"):
+    for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
         values = [p.store.spec.fingerprint.get(name, "all") for p in parts]
-        if len(set(values)) > 1:
+        if any(value != values[0] for value in values):
             raise ValueError(
                 f"signals: those of both settings are read alike, by one model; their "
                 f"{name} are {' and '.join(map(str, values))}"

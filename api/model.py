@@ -183,14 +183,16 @@ class LanguageModel:
                 raise ValueError(f"{name}: is for signals; give read=True too")
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
-        if self.backbone.tokenizer is None:
-            raise ValueError(
-                "a model in memory needs its tokenizer to answer questions: "
-                "LanguageModel(model, tokenizer)"
-            )
+        self._require_tokenizer()
         with self.backbone.halves.lock:
             requests = make_requests(
                 examples, self.backbone, self.prompt, max_new_tokens, (setting,)
+            )
+        if too_long := [repr(row.example_id) for row in requests.left_out]:
+            raise ValueError(
+                f"the prompts of {len(too_long)} of {len(examples)} questions do not "
+                "fit with any one of their passages; take them out, or ask them "
+                f"without passages: {', '.join(too_long)}"
             )
         stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
@@ -198,6 +200,13 @@ class LanguageModel:
             read_layers = self._layers(layers)
             return self._answer_and_read(requests.requests, config, read_layers, store)
         return generate(self.backbone, requests.requests, config)
+
+    def _require_tokenizer(self) -> None:
+        if self.backbone.tokenizer is None:
+            raise ValueError(
+                "a model in memory needs its tokenizer to put questions and answers "
+                "into tokens: LanguageModel(model, tokenizer)"
+            )
 
     def _answer_and_read(
         self,
@@ -254,6 +263,7 @@ class LanguageModel:
         from beatrice.extract.generate.prompts import usual_stop_id
         from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
 
+        self._require_tokenizer()
         template, answers = self.prompt.prompt_template(), []
         tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
         stop = usual_stop_id(tokenizer, self.prompt, ends)

@@ -536,10 +536,11 @@ def make_requests(
         n_tokens, example_id = max(too_long)
         do = (
             "their questions and the worked examples alone are too long: take these "
-            "questions out, or make the run with another --template"
+            "questions out, or give another template (of a verb, --template)"
             if may_cut
-            else "make the run with --overlong drop-passages (whole passages, listed "
-            "and counted), or with fewer or shorter passages"
+            else "drop whole passages, listed and counted, with PromptConfig(overlong="
+            "'drop-passages') (of a verb, --overlong drop-passages), or give fewer or "
+            "shorter passages"
         )
         raise ValueError(
             f"{len(too_long)} prompts do not fit: the longest, question "

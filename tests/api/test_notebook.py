@@ -1,6 +1,7 @@
 """What a notebook does: questions, answers, signals, a probe, a score."""
 
 import copy
+import dataclasses
 import gc
 import os
 import re
@@ -232,6 +233,13 @@ def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
         beatrice.LanguageModel(model.backbone.model, tokenizer)
 
 
+def test_a_model_without_its_tokenizer_neither_answers_nor_makes_answers(model):
+    bare = beatrice.LanguageModel(model.backbone.model)
+    for call in (bare.answer, bare.as_answers):
+        with pytest.raises(ValueError, match="needs its tokenizer"):
+            call(["where?"])
+
+
 def test_a_model_of_ones_own_stays_as_it_is_and_is_read_without_its_dropout(model):
     own = copy.deepcopy(model.backbone.model).requires_grad_(True)
     dropout = torch.nn.Dropout(0.5)
@@ -349,6 +357,21 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
 def test_what_cannot_be_answered_or_kept_so_is_one_sentence(model, given, named):
     with pytest.raises(ValueError, match=named):
         model.answer(**{"questions": ["where?"], **given})
+
+
+def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_long(
+    model,
+):
+    may_cut = dataclasses.replace(model.prompt, overlong="drop-passages")
+    cutting = beatrice.LanguageModel("embedded", prompt=may_cut)
+    questions, long = ["where?", "who?", "what?"], PASSAGE * 90
+    contexts = [[PASSAGE], [PASSAGE, long], [PASSAGE]]
+    assert len(cutting.answer(questions, contexts)) == 3
+    contexts[1] = [long]
+    with pytest.raises(ValueError, match="of 1 of 3 questions do not fit .*: '1'$"):
+        cutting.answer(questions, contexts)
+    with pytest.raises(ValueError, match=r"PromptConfig\(overlong='drop-passages'\)"):
+        model.answer(questions, contexts)
 
 
 def test_only_answers_are_read_in_layers_that_the_model_has(model):
