@@ -77,6 +77,10 @@ _VALIDATION_SHARE = 0.3
 class FitConfig:
     """How a probe is fitted; every field of every step can be set.
 
+    A field that is left out is the paper's. To change one of the default of `fit`:
+    `dataclasses.replace(FitConfig.preset("few"), n_resamples=200)`. The recipes "auto"
+    and "linear" read neither `encoders` nor `heads`.
+
     Attributes:
       sweep: the small probes that choose a layer, where there are several, and how
         many answers they read.
@@ -405,6 +409,8 @@ def _provenance(
         return None
     for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
         values = [p.store.spec.fingerprint.get(name, "all") for p in parts]
+        if name == "prompt":  # a store on disk has lists for tuples
+            values = [msgspec.convert(value, PromptConfig) for value in values]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"signals: those of both settings are read alike, by one model; their "

@@ -22,6 +22,7 @@ from transformers import (
 
 import beatrice
 from beatrice.extract.backbone.names import GEMMA, fetch_model, locked
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
@@ -372,6 +373,23 @@ def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_lon
         cutting.answer(questions, contexts)
     with pytest.raises(ValueError, match=r"PromptConfig\(overlong='drop-passages'\)"):
         model.answer(questions, contexts)
+
+
+def test_signals_under_two_prompts_are_not_fitted_together(model, tmp_path):
+    words = {"closed_book": "Q: {question} A:"}
+    other = beatrice.LanguageModel("embedded", prompt=words)
+    rows = [("where?", str(n), PASSAGE) for n in range(20)]
+    with_context = model.read(model.as_answers(rows))
+    labels = dict.fromkeys(SETTINGS, [n % 2 == 0 for n in range(20)])
+    splits = dict.fromkeys(SETTINGS, ["train"] * 14 + ["validation"] * 6)
+    signals = {"with_context": with_context}
+    signals["closed_book"] = other.read(other.as_answers([row[:2] for row in rows]))
+    with pytest.raises(ValueError, match="their prompt are .*'Q: {question} A:'"):
+        beatrice.fit(signals, labels, splits=splits)
+    answers = model.as_answers([row[:2] for row in rows])
+    signals["closed_book"] = model.read(answers, store=tmp_path / "store")
+    probe = beatrice.fit(signals, labels, splits=splits)  # on disk and in memory
+    assert probe.detector.provenance.prompt == model.prompt
 
 
 def test_only_answers_are_read_in_layers_that_the_model_has(model):
