@@ -182,7 +182,7 @@ class Scorer(AnswerScorer):
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
         for first in range(0, len(inputs), n):
             batch, rows = inputs[first : first + n], reading.rows(first, n)
-            scores += self._score_batch(setting, batch, rows)
+            scores += self._score_batch(setting, batch, rows, is_alone=len(inputs) == 1)
         return [
             dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
@@ -234,7 +234,7 @@ class Scorer(AnswerScorer):
         with probed.lock:
             prepared = self._written(prompt, request, answer)
             reading = probed.reading([signals], [prepared.sequence])
-            (score,) = self._score_batch(setting, [prepared], reading)
+            (score,) = self._score_batch(setting, [prepared], reading, is_alone=True)
         yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
 
     def _sampling(self, questions: QuestionBatch) -> SamplingConfig:
@@ -301,7 +301,7 @@ class Scorer(AnswerScorer):
     def score_given(self, given: AnswerToScore) -> Score:
         """Return the score of an answer."""
         self.probed.backbone.require_unchanged()
-        return self._score_inputs([self.prepare(given)], 1)[0]
+        return self._score_inputs([self.prepare(given)], 1, is_alone=True)[0]
 
     def score_rows(self, rows: Sequence[Any], batch_size: int) -> list[Score]:
         """Return the scores of rows; one that cannot be read says why."""
@@ -341,7 +341,7 @@ class Scorer(AnswerScorer):
             )
 
     def _score_inputs(
-        self, inputs: Sequence[ScoringInput], batch_size: int
+        self, inputs: Sequence[ScoringInput], batch_size: int, *, is_alone: bool = False
     ) -> list[Score]:
         """Return the scores of answers that are prepared, see `score_many`."""
         probed = self.probed
@@ -361,7 +361,8 @@ class Scorer(AnswerScorer):
             for batch in batches_of(lengths, probed.config.tokens_per_batch):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
-                    done = self._score_batch(setting, [inputs[i] for i in chosen])
+                    batch_inputs = [inputs[i] for i in chosen]
+                    done = self._score_batch(setting, batch_inputs, is_alone=is_alone)
                     scores |= zip(chosen, done, strict=True)
         return [scores[i] for i in range(len(inputs))]
 
@@ -370,8 +371,13 @@ class Scorer(AnswerScorer):
         setting: Setting,
         inputs: Sequence[ScoringInput],
         reading: Reading | None = None,
+        *,
+        is_alone: bool,
     ) -> Iterator[Score]:
-        """Score answers of one setting, which one forward pass reads if none has."""
+        """Score answers of one setting, which one forward pass reads if none has.
+
+        One that the caller scores alone keeps its signals, for its effects.
+        """
         probed, detector = self.probed, self.probed.detector
         if reading is None:
             sequences = [prepared.sequence for prepared in inputs]
@@ -403,7 +409,7 @@ class Scorer(AnswerScorer):
                 tokens=prepared.pieces,
                 log_probs=tuple(-float(x) for x in surprisal),
             )
-            if len(inputs) == 1:
+            if is_alone:
                 masked = self._masked(setting, features, score)
                 score = dataclasses.replace(score, masked=masked)
             yield score

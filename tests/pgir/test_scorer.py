@@ -540,3 +540,9 @@ def test_a_score_that_is_kept_without_its_signals_loses_its_effects_alone(scorer
     light = dataclasses.replace(score, masked=None)
     assert light == score and light.as_json() == score.as_json()
     assert score.effects and light.effects == ()
+
+
+def test_of_many_scores_none_keeps_its_signals_though_it_was_alone_in_its_batch(scorer):
+    row = {"question": QUESTION, "answer": ANSWER}
+    many = [*scorer.score_many(list(mixed_rows(3)), 1), *scorer.score_many([row])]
+    assert [score.masked for score in many] == [None] * 4
