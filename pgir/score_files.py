@@ -89,6 +89,11 @@ def _of_log(record: Record, question: Question) -> dict[str, Any]:
     """Read lm-eval's record: the first response as generated, under its prompt."""
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
+        if str(response[-1]) in ("True", "False") and len(response) == 2:
+            raise ValueError(
+                "its responses are log-likelihoods, as of a task with multiple choice, "
+                "and no answer was written; log a task that generates"
+            )
         response = response[0]
     arguments = _prompt_of(record, question.passages)
     text = arguments.get("prompt") or str(arguments.get("messages", question.question))

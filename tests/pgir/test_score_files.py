@@ -133,6 +133,15 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
         assert given(record, tmp_path).uses_template
 
 
+@pytest.mark.parametrize("response", [["-9.43", "False"], [-9.43, True]])
+def test_log_likelihoods_of_lm_eval_are_no_answers(response, tmp_path):
+    record = {**lm_eval(3), "resps": [[response], [["-1.2", "True"]]]}
+    (row,) = read_rows(write_lines(tmp_path / "a.jsonl", [record]))
+    assert "its responses are log-likelihoods" in row.given
+    generated = {**record, "resps": [["True"]]}  # the answer of a yes-no task
+    assert given(generated, tmp_path).answer == "True"
+
+
 def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
     retrieved = [{"id": "1", "contents": f"Skiband\n{PASSAGE}"}]
     output = {"pred": "Guzolt Falls", "retrieval_result": retrieved}
