@@ -8,6 +8,7 @@ calibrate.
 import contextlib
 import dataclasses
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -403,8 +404,9 @@ def _provenance(
     """Return what the signals are of; None where no language model is known."""
     first = next(iter(passes.values()))
     store, model = first.store, first.model
-    facts = store.spec.fingerprint
     parts = passes.values()
+    # Of all, since signals of answers that were only read do not tell how they ended.
+    facts = ChainMap(*(dict(p.store.spec.fingerprint) for p in parts))
     if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
     for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
@@ -431,6 +433,8 @@ def _provenance(
         path=store.spec.path,
         attention_layers=facts.get("attention_layers", "all"),
         hashes=ModelHashes() if model is None else model.backbone.hashes,
+        max_new_tokens=facts.get("max_new_tokens", 32),
+        stop=None if facts.get("stop") is None else tuple(facts["stop"]),
     )
 
 

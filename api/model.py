@@ -230,7 +230,7 @@ class LanguageModel:
         if (reason := self._why_read_again(layers)) is not None:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
-            return answers, self.read(answers, layers=layers, store=store)
+            return answers, self._read(answers, layers, store, None, generation)
         config, url = ExtractConfig(hidden_layers=layers), store or memory_url()
         if store is None or "://" in str(store):
             answers, signals = generate_and_read(reader, requests, generation)
@@ -242,7 +242,9 @@ class LanguageModel:
                     reader, requests, generation, config, folder
                 )
         with _alone(store):
-            extract(written, answers, url, config, about=self._about(answers))
+            extract(
+                written, answers, url, config, about=self._about(answers, generation)
+            )
         return answers, Signals(open_store(url), model=self)
 
     def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
@@ -312,6 +314,17 @@ class LanguageModel:
           ValueError: no answers, answers of both settings, or answers that another
             model gave.
         """
+        return self._read(answers, layers, store, config, None)
+
+    def _read(
+        self,
+        answers: Iterable[Answer],
+        layers: Sequence[int] | Literal["middle", "all"],
+        store: str | Path | None,
+        config: "ExtractConfig | None",
+        generation: "GenerationConfig | None",
+    ) -> "Signals":
+        """Read answers; how they were generated is None where nobody says."""
         from beatrice.extract.backbone.loading import require_known_tokens
 
         with naming_extra("LanguageModel.read"):
@@ -328,7 +341,8 @@ class LanguageModel:
         chosen = self._layers(layers)
         config = dataclasses.replace(config, hidden_layers=chosen)
         url = memory_url() if store is None else store
-        reader, about = self._reader(chosen, config.hidden_spans), self._about(answers)
+        about = self._about(answers, generation)
+        reader = self._reader(chosen, config.hidden_spans)
         with _alone(store):
             extract(reader, answers, url, config, about=about)
         return Signals(open_store(url), model=self)
@@ -366,7 +380,9 @@ class LanguageModel:
             self._reasons, layers, lambda: check_decoding(self._reader(layers, "all"))
         )
 
-    def _about(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _about(
+        self, answers: Sequence[Answer], generation: "GenerationConfig | None"
+    ) -> dict[str, Any]:
         """Return what a score has to do as these answers did; for `Provenance`."""
         from beatrice.jaxprobe.scope import scripts_of
 
@@ -375,7 +391,11 @@ class LanguageModel:
         texts = [answer.text for answer in answers]
         if tokenizer is not None:
             texts += tokenizer.batch_decode([answer.prompt_ids for answer in answers])
+        usual: dict[str, Any] = {"max_new_tokens": 32, "stop": self.prompt.usual_stop}
+        chosen = usual if generation is None else dataclasses.asdict(generation)
         return {
+            # The usual is left out, as in stores of earlier versions, which go on.
+            **{k: chosen[k] for k in usual if chosen[k] != usual[k]},
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,

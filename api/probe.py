@@ -27,7 +27,7 @@ from beatrice.extract.run.files import (
 from beatrice.extras import naming_extra
 from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
 from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
-from beatrice.pgir.arguments import argument_error, as_path, as_probability
+from beatrice.pgir.arguments import argument_error, as_path, as_probability, as_rows
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Probe(AnswerScorer):
         self,
         path: str | Path,
         *,
-        examples: Iterable[Mapping[str, Any]] | None = None,
+        examples: Iterable[Any] | None = None,
         untrustworthy: bool = False,
     ) -> None:
         """Write the probe into a folder of its own, which `load` reads anywhere.
@@ -272,39 +272,44 @@ class Probe(AnswerScorer):
             )
         folder = as_path(path, "path")
         check_place(folder)
+        stored = self._examples
         if examples is not None:
-            self._examples = _scored_examples(self.scorer, examples)
+            stored = _scored_examples(self.scorer, examples)
         detector = _portable(self.detector, self._scorer)
         with replaced_folder(folder) as work:
             detector.write(work)
             about = {"layer": self.layer, "report": self.rows}
             (work / _REPORT).write_text(json.dumps(about, indent=1))
-            lines = "".join(json.dumps(row) + "\n" for row in self._examples)
+            lines = "".join(json.dumps(row) + "\n" for row in stored)
             (work / _EXAMPLES).write_text(lines)
             (work / CARD).write_text(card(detector, self.rows), "utf-8")
+        self._examples = stored
 
-    def push(self, repository: str, *, private: bool = False) -> str:
+    def push(
+        self, repository: str, *, private: bool = False, untrustworthy: bool = False
+    ) -> str:
         """Publish the probe on the Hugging Face Hub, with its card.
 
         Args:
           repository: "owner/name"; made if it is not there.
           private: whether a new repository is.
+          untrustworthy: as of `save`.
 
         Returns:
           The commit that holds it: `load("hf://owner/name@COMMIT")`.
 
         Raises:
-          ValueError: the Hub cannot be reached, or does not let one write there.
+          ValueError: the Hub cannot be reached or written to, or as of `save`.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         hub = HfApi()
         try:
-            hub.create_repo(repository, private=private, exist_ok=True)
             with tempfile.TemporaryDirectory() as folder:
                 work = Path(folder) / "probe"
-                self.save(work)
+                self.save(work, untrustworthy=untrustworthy)
+                hub.create_repo(repository, private=private, exist_ok=True)
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise ValueError(
@@ -353,22 +358,26 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     return dataclasses.replace(detector, provenance=provenance)
 
 
-def _scored_examples(
-    scorer: "Scorer", examples: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str, Any]]:
     """Return examples with their P, as they stand in a probe's folder."""
-    rows = [dict(row) for row in examples]
+    from beatrice.pgir.given import ARGUMENTS, as_answer
+
+    rows = as_rows(examples, ARGUMENTS)
     if len(rows) > MOST_EXAMPLES:
         raise ValueError(
             f"examples: expected at most {MOST_EXAMPLES}, since each is scored when "
             f"the probe is loaded, found {len(rows)}"
         )
-    scores = scorer.score_many(rows)
-    for row, score in zip(rows, scores, strict=True):
+    stored: list[dict[str, Any]] = []
+    for row, score in zip(rows, scorer.score_many(rows), strict=True):
         if score.p_correct is None:
             raise ValueError(f"examples: {row} has no P: {score.reason}")
-        row["p_correct"], row["raw"] = score.p_correct, score.raw
-    return rows
+        given = as_answer(row)
+        context = [{"title": p.title, "text": p.text} for p in given.context]
+        fields = {**vars(given), "context": context or None}
+        fields |= {"p_correct": score.p_correct, "raw": score.raw}
+        stored.append({k: v for k, v in fields.items() if v is not None})
+    return stored
 
 
 def _check_examples(
@@ -443,7 +452,8 @@ def scorer_of(
             dtype=provenance.dtype if dtype is None else dtype,
             prompt=provenance.prompt,
         )
-    generation = GenerationConfig(max_new_tokens=32, stop=provenance.prompt.usual_stop)
+    stop = provenance.prompt.usual_stop if provenance.stop is None else provenance.stop
+    generation = GenerationConfig(max_new_tokens=provenance.max_new_tokens, stop=stop)
     scorer = Scorer(model, detector, generation, strict=strict, precision=precision)
     if strict and examples:
         _check_examples(scorer, examples, identity)
@@ -546,7 +556,8 @@ def local_probes() -> dict[str, Path]:
         for revision in repository.revisions:
             # Whatever else is in the cache may hold a file called eval.json.
             if (revision.snapshot_path / ARRAYS).is_file():
-                name = f"{_HUB}{repository.repo_id}@{revision.commit_hash[:12]}"
+                # The whole hash: of a part the Hub alone knows the commit.
+                name = f"{_HUB}{repository.repo_id}@{revision.commit_hash}"
                 folders[name] = revision.snapshot_path
     return folders
 

@@ -531,6 +531,8 @@ def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
         stored_as=stored_dtypes(store),
         answer_span=sections["extract"]["answer_span"],
         prompt=msgspec.convert(sections["answer"]["prompt"], PromptConfig),
+        max_new_tokens=sections["answer"]["generation"]["max_new_tokens"],
+        stop=tuple(sections["answer"]["generation"]["stop"]),
         stop_id=ends.most_common(1)[0][0] if ends else None,
         scripts=scripts_of(
             text

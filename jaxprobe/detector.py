@@ -146,6 +146,8 @@ class Provenance:
     # or "teacher_forced", of passes that read them again.
     path: ReadingPath = "teacher_forced"
     attention_layers: AttentionLayers = "all"  # whose attention was read
+    max_new_tokens: int = 32  # most of an answer
+    stop: tuple[str, ...] | None = None  # that ended answers; None: `prompt.usual_stop`
 
 
 class _Saved(Record, frozen=True, kw_only=True):

@@ -172,6 +172,23 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
         probe.answer(QUESTIONS, CONTEXTS[:2])
 
 
+def test_a_probe_writes_what_the_answers_of_its_fit_said_and_so_does_a_saved(
+    model, tmp_path
+):
+    questions = [f"where was {name} born?" for name in "ABCDEFGHIJKLMNOPQRST"]
+    (whole,) = model.answer([QUESTION])
+    stop = [whole.text[3]]
+    settings = {"max_new_tokens": 5, "stop": stop}
+    answers, signals = model.answer([QUESTION, *questions], read=True, **settings)
+    labels = [n % 2 == 0 for n in range(21)]
+    splits = ["train"] * 14 + ["validation"] * 7
+    probe = beatrice.fit(signals, labels, splits=splits)
+    probe.save(tmp_path / "probe", untrustworthy=True)
+    for each in (probe, beatrice.load(tmp_path / "probe")):
+        assert each.answer(QUESTION).text == answers[0].text != whole.text
+        assert each.scorer.probed.config.max_new_tokens == 5
+
+
 def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     backbone, options = model.backbone, {"prompt": model.prompt}
     ours = beatrice.LanguageModel(backbone.model, backbone.tokenizer, **options)

@@ -1,6 +1,7 @@
 """A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
 
 import copy
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -28,6 +29,8 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
+from beatrice.jaxprobe.scope import Evidence
+from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
@@ -284,6 +287,40 @@ def test_a_probe_is_not_saved_over_something_else(probe, working_folder):
     assert note.exists()
 
 
+def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
+    probe, tmp_path
+):
+    passage = beatrice.Passage(title="", text=PASSAGE)
+    row = {"question": QUESTION, "answer": "Guzolt Falls"}
+    rows = [(QUESTION, "Guzolt Falls", passage), AnswerToScore(**row), row]
+    ours = copy.copy(probe)
+    ours.save(tmp_path / "probe", examples=rows)
+    scores = [score.raw for score in probe.score_many(rows)]
+    loaded = beatrice.load(tmp_path / "probe")
+    assert loaded.score(QUESTION, "Guzolt Falls")  # and so were the examples
+    lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["raw"] for line in lines] == scores
+    for wrong in ([(QUESTION, " ")], [3]):
+        with pytest.raises(ValueError, match="has no P"):
+            ours.save(tmp_path / "other", examples=wrong)
+    ours.save(tmp_path / "other")
+    assert (tmp_path / "other" / "examples.jsonl").read_text().splitlines() == lines
+
+
+def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(probe):
+    few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
+    heads = {
+        name: dataclasses.replace(head, evidence=few)
+        for name, head in probe.detector.heads.items()
+    }
+    doubtful = dataclasses.replace(probe.detector, heads=heads)
+    doubtful = beatrice.Probe(doubtful, layer=LAYER)
+    with pytest.raises(ValueError, match="too few to trust"):
+        doubtful.push("no/such/name")
+    with pytest.raises(ValueError, match="hf://no/such/name: Repo id"):
+        doubtful.push("no/such/name", untrustworthy=True)
+
+
 def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
     (tmp_path / "disk").mkdir()
     done = on_disk(
@@ -394,6 +431,18 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     assert text and not heavy
 
 
+def test_every_name_of_the_list_of_probes_loads_where_nobody_answers(bare, hub_cache):
+    away = {"HF_HUB_CACHE": str(hub_cache), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    program = """
+import beatrice
+from beatrice.probe import local_probes
+print(*[name for name in local_probes() if beatrice.load(name)])
+"""
+    done = bare("-c", program, **away)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "embedded" in done.stdout and f"hf://owner/name@{'a' * 40}" in done.stdout
+
+
 def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub_cache):
     row = {"head": "single_pass", "split": "test", "metric": "auroc"}
     row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
@@ -451,7 +500,7 @@ def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
     folder, page = tmp_path / "probe", tmp_path / "page.html"
     begin("export", smoke_run, folder, "--untrustworthy")
     row = json.loads((folder / "examples.jsonl").read_text().splitlines()[0])
-    asked = ("--question", row["question"])
+    asked, texts = ("--question", row["question"]), set()
     for source in (smoke_run, folder):
         words = ("score", source, *asked, "--answer", row["answer"], "--html", page)
         shown = json.loads(begin(*words, "--json").stdout)
@@ -460,7 +509,9 @@ def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
         assert row["question"] in page.read_text()
         text, p_correct = begin("score", source, *asked).stdout.splitlines()
         again = begin("score", source, *asked, "--answer", text).stdout
+        texts.add(text)
         assert float(again) == pytest.approx(float(p_correct), abs=2e-3)
+    assert len(texts) == 1
 
 
 MODEL = "import beatrice; model = beatrice.LanguageModel('embedded'); "
