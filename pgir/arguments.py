@@ -245,17 +245,26 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
 def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
     """Return the rows of a data frame (pandas, polars, pyarrow) or of any iterable.
 
-    A missing cell (NaN, NA) is left out of its row. A warning names columns that are
-    not read, except an `id`; what a row holds is checked row by row.
+    Named tuples are rows of a frame (pandas' `itertuples`). A missing cell (NaN, NA) is
+    left out of a frame's row. A warning names columns that are not read, except an
+    `id`; what a row holds is checked row by row.
     """
-    if not _is_table(value):
-        return as_list(value, "rows", "a list of rows or a data frame")
-    rows = _table_rows(value)
-    unread = {key: None for row in rows for key in row if key not in (*columns, "id")}
-    if unread:
+    if _is_table(value):
+        rows: list[Any] = _table_rows(value)
+        of_frame = dict(enumerate(rows))
+    else:
+        rows = as_list(value, "rows", "a list of rows or a data frame")
+        named = {i: row for i, row in enumerate(rows) if hasattr(row, "_asdict")}
+        of_frame = {i: _present_cells(row._asdict()) for i, row in named.items()}
+        for row in of_frame.values():
+            row.pop("Index", None)  # of pandas
+    columns_there = {key: None for row in of_frame.values() for key in row}
+    if unread := [key for key in columns_there if key not in (*columns, "id")]:
         names = ", ".join(map(repr, unread))
         warnings.warn(f"rows: columns not read: {names}", stacklevel=3)
-    return [{key: row[key] for key in row if key in columns} for row in rows]
+    for i, row in of_frame.items():
+        rows[i] = {key: row[key] for key in row if key in columns}
+    return rows
 
 
 def _is_several(value: Any) -> bool:
@@ -272,10 +281,11 @@ def _is_table(value: Any) -> bool:
 def _table_rows(table: Any) -> list[dict[str, Any]]:
     """Return the rows of a table, each without its missing cells."""
     method, arguments = next((m, a) for m, a in _TABLES if hasattr(table, m))
-    return [
-        {key: value for key, value in row.items() if not is_missing(value)}
-        for row in getattr(table, method)(*arguments)
-    ]
+    return [_present_cells(row) for row in getattr(table, method)(*arguments)]
+
+
+def _present_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not is_missing(value)}
 
 
 def is_missing(value: Any) -> bool:

@@ -121,8 +121,6 @@ def as_answer(row: Any) -> AnswerToScore:
     """Return a row of many: a mapping of what `score` takes, or a tuple in order."""
     if isinstance(row, AnswerToScore):
         return row
-    if hasattr(row, "_asdict"):
-        row = row._asdict()
     if isinstance(row, Mapping):
         if unknown := sorted(map(str, row.keys() - set(ARGUMENTS))):
             raise ValueError(

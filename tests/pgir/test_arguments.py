@@ -177,6 +177,15 @@ def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
     assert [score.error for score in scores] == [None, None]
 
 
+def test_the_named_tuples_of_a_frame_are_read_as_the_frame(scorer):
+    frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE, "gold": "Ann"}])
+    kinds = (frame, frame.itertuples(), [*frame.itertuples(index=False)])
+    with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$") as noted:
+        scores = [scorer.score_many(rows) for rows in kinds]
+    assert scores == [scores[0]] * 3 and len(noted) == 3
+    assert [score.error for score in scores[0]] == [None, None]
+
+
 def test_one_questions_context_has_either_name_and_an_empty_one_its_place(scorer):
     with pytest.raises(ValueError, match="^question 2 of 2 is empty"):
         scorer.answer([QUESTION, " "])
