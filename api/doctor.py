@@ -140,9 +140,11 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
 
     Its client is told where nobody answers, and then looks into its cache alone.
     """
-    from beatrice.extract.backbone.names import model_path, unreachable_hub
+    from beatrice.extract.backbone.names import MODELS, model_path, unreachable_hub
 
-    if model is None or Path(model_path(model)).expanduser().exists():
+    if model is None or model in MODELS:  # those come from the package index
+        return
+    if Path(model_path(model)).expanduser().exists():
         return
     if (hub := unreachable_hub()) is not None:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -201,10 +203,14 @@ def look_at_model(
         load_outline,
         window_of,
     )
-    from beatrice.extract.backbone.names import model_path
+    from beatrice.extract.backbone.names import model_path, to_be_fetched
     from beatrice.extract.signals.extract import outline_shapes
     from beatrice.extract.signals.parity import require_readable
 
+    if (what := to_be_fetched(name)) is not None:
+        text = f"{name} is not here yet; a run fetches it first: {what}"
+        yield Finding("model", "warning", text)
+        return None
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)

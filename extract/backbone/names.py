@@ -115,6 +115,14 @@ def model_path(name: str) -> str:
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
+def to_be_fetched(name: str) -> str | None:
+    """Return what `model_path` would fetch for a name, in words; None for nothing."""
+    model = MODELS.get(name)
+    if model is None or not _missing(model, user_cache("models")):
+        return None
+    return f"{model.title}, about {bytes_in_words(model.n_bytes)}"
+
+
 def given_name(path: str) -> str:
     """Return the name for which `model_path` returns a path; of others the path."""
     folder = user_cache("models")

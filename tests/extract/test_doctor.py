@@ -109,6 +109,16 @@ def test_a_base_installation_is_told_what_it_lacks_and_what_it_has():
         assert f"{package} is not installed" in of[name]
 
 
+def test_a_model_that_a_run_would_fetch_is_named_and_not_fetched(tmp_path):
+    program = (
+        "from beatrice.doctor import look_at_hub, look_at_model\n"
+        "print(*look_at_hub('smollm2'), *look_at_model('smollm2'))"
+    )
+    shown = run_python(program, XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert "status='warning'" in shown and "a run fetches it first" in shown
+    assert not list(tmp_path.rglob("*.gguf*"))
+
+
 def test_a_gpu_that_emulates_bfloat16_has_none():
     with PretendedGpu([(9, 0), (7, 5)]):
         first, second, _ = look_at_devices()
