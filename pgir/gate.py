@@ -50,9 +50,11 @@ from beatrice.pgir.controllers.waves import (
     Failed,
     Waves,
     open_services,
+    showable,
 )
 from beatrice.pgir.retrievers import OwnRetriever
 from beatrice.pgir.scorer import Scorer
+from beatrice.pgir.warnings import WARNINGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,8 @@ class Kept:
         of two.
       reason: why the grounded answer could not be read, as of its `Score`, whichever is
         kept; None where it has a P, and is kept or not for that.
-      warnings: of the grounded answer's score.
+      warnings: of the grounded answer's score; the first counts passages that no
+        prompt can hold as they are, if there are any.
     """
 
     answer: str
@@ -220,7 +223,9 @@ class Gate:
             raise argument_error("draft", "a Draft, which `draft` makes", draft)
         context = as_passages(passages, "passages")
         score = Score(reason="the grounded answer is empty; give at least one word")
+        changes: list[str] = []
         if as_text(grounded, "grounded").strip():
+            context, changes = self._readable(draft.question, context)
             score = self.scorer.score(draft.question, grounded, context)
         decision = self._decide(score)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
@@ -233,8 +238,28 @@ class Gate:
             is_grounded=is_grounded,
             decision=decision if is_grounded else draft.decision,
             reason=score.reason if score.p_correct is None else None,
-            warnings=score.warnings,
+            warnings=(*changes, *score.warnings),
         )
+
+    def _readable(
+        self, question: str, passages: Sequence[Passage]
+    ) -> tuple[list[Passage], list[str]]:
+        """Return passages as a prompt can hold them, and a warning where they differ.
+
+        An answer that is paid for shall not be lost to a passage of a search.
+        """
+        probed = self.scorer.load_scorer().probed
+        filled = [passage for passage in passages if passage.text.strip()]
+        with probed.lock:
+            shown = showable(
+                probed.backbone.tokenizer, probed.template, question, filled
+            )
+        n_empty = len(passages) - len(filled)
+        n_split = sum(old != new for old, new in zip(filled, shown, strict=True))
+        if not n_empty and not n_split:
+            return shown, []
+        counts = {"n": len(passages), "n_empty": n_empty, "n_split": n_split}
+        return shown, [WARNINGS["changed_passages"].format(**counts)]
 
     def _decide(self, score: Score) -> Decision:
         if self.threshold is None:

@@ -40,6 +40,9 @@ WARNINGS = {
     "special_token": "special token: {what} spells {token}, which {model} reads here "
     f"as plain text; {_LESS}: take it out, as decoding with skip_special_tokens=True "
     "does",
+    "changed_passages": "changed passages: of {n}, {n_empty} have no word and are left "
+    "out, {n_split} have a control token of the model, which a blank splits; "
+    f"{_LESS}: retrieve passages of plain text",
     "long": "long input: the {what} has {n} tokens, in training at most {most}; "
     f"{_LESS}: give a shorter one",
     "cut": "cut answer: it has {n} tokens and no end, and P was fitted on answers that "

@@ -170,6 +170,14 @@ def test_a_grounded_answer_that_is_worse_is_told_from_one_that_could_not_be_read
     assert worse.warnings == score.warnings != ()
 
 
+def test_passages_that_no_prompt_holds_cost_no_grounded_answer(scorer):
+    gate, plain = strict(scorer), "Guzolt Falls is < /s> a place."
+    expected = gate.keep(draft(0.0), ANSWER, [plain])
+    kept = gate.keep(draft(0.0), ANSWER, [" ", plain.replace("< /s>", "</s>")])
+    assert dataclasses.replace(kept, warnings=kept.warnings[1:]) == expected
+    assert "of 2, 1 have no word and are left out, 1 have a control" in kept.warnings[0]
+
+
 def test_without_a_threshold_the_probes_own_decisions_hold():
     probe = load("embedded", precision=0.8)
     gate, questions = Gate(probe), [QUESTION, "who employs Browuff Dogral?"]
