@@ -226,13 +226,23 @@ def check_features(features: Features, dims: FamilyDims) -> None:
 _LEAST_DEVIATION = 1e-30  # what is divided by it stays finite in float32
 
 
+def divisors_of(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """Return what to divide channels `[..., n_channels]` by: 1 where one is constant.
+
+    A channel is constant if its deviation is a millionth of its mean, of one, or of the
+    largest deviation where that is below one: gradients of 1e-8 are signals.
+    """
+    largest = std.max(axis=-1, keepdims=True, initial=0.0)
+    least = 1e-6 * np.maximum(np.abs(mean), np.minimum(1.0, largest))
+    return np.where(std <= np.maximum(least, _LEAST_DEVIATION), 1.0, std)
+
+
 def standardizer_of(
     batches: Iterable[Features], families: Sequence[slice] = (slice(None),)
 ) -> Standardizer:
     """Fit mean and deviation of every channel over the real tokens, in one pass.
 
-    A channel is constant if its deviation is a millionth of its mean, of one, or of its
-    family's largest deviation where that is below one: gradients of 1e-8 are signals.
+    Constant channels are told by family, see `divisors_of`.
     """
     # Here, since it takes a second to load, and most stages only look at rows.
     from sklearn.preprocessing import StandardScaler
@@ -247,11 +257,8 @@ def standardizer_of(
     if not hasattr(scaler, "mean_"):
         raise ValueError("cannot standardise: no span has a real token")
     mean, std = np.asarray(scaler.mean_), np.sqrt(np.asarray(scaler.var_))
-    largest = np.zeros_like(std)
     for channels in families:
-        largest[channels] = std[channels].max(initial=0.0)
-    least = 1e-6 * np.maximum(np.abs(mean), np.minimum(1.0, largest))
-    std = np.where(std <= np.maximum(least, _LEAST_DEVIATION), 1.0, std)
+        std[channels] = divisors_of(mean[channels], std[channels])
     return Standardizer(mean.astype(np.float32), std.astype(np.float32))
 
 

@@ -25,7 +25,7 @@ from sklearn.svm import LinearSVC
 
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
-from beatrice.jaxprobe.families import subset_masks
+from beatrice.jaxprobe.families import divisors_of, subset_masks
 from beatrice.jaxprobe.grid import Trained
 from beatrice.jaxprobe.metrics import auroc, is_gain
 from beatrice.jaxprobe.stored import use_one_blas_thread
@@ -90,8 +90,11 @@ def block_scale(train: np.ndarray) -> Scale:
     Returns:
       means and divisors, `[n_features]`, of the dtype of `train`.
     """
-    spread = train.std(axis=0)
-    return train.mean(axis=0), np.where(spread > 0, spread, 1) * train.shape[1] ** 0.5
+    # Double precision: in single, the mean of equal values differs from them, and the
+    # difference would be the divisor.
+    mean, std = (f(axis=0, dtype=np.float64) for f in (train.mean, train.std))
+    scale = divisors_of(mean, std) * train.shape[1] ** 0.5
+    return mean.astype(train.dtype), scale.astype(train.dtype)
 
 
 def score_blocks(

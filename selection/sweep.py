@@ -25,6 +25,7 @@ from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler, usual_jax
+from beatrice.jaxprobe.families import divisors_of
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import (
     FitState,
@@ -68,8 +69,7 @@ def sweep_layers(
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
     mean = train_hidden.mean(axis=0, dtype=np.float64)
-    std = train_hidden.std(axis=0, dtype=np.float64)
-    std = np.where(std > 1e-6, std, 1.0)
+    std = divisors_of(mean, train_hidden.std(axis=0, dtype=np.float64))
 
     def rows(hidden: np.ndarray, labels: np.ndarray) -> _States:
         scaled = ((hidden - mean) / std).astype(np.float32).transpose(1, 0, 2)

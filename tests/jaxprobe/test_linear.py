@@ -286,3 +286,17 @@ def test_a_ridge_is_the_regression_of_all_families_and_has_not_seen_a_row(rows):
     assert of_nothing.std() < unseen.std() / 2
     base = np.log(mixed.mean() / (1 - mixed.mean()))
     assert abs(of_nothing.mean() - base) < 0.2
+
+
+@pytest.mark.parametrize("constant", [-0.1, -0.37, 3.3])
+@pytest.mark.parametrize("n", [97, 3000])
+def test_a_feature_that_is_the_same_in_training_is_not_divided_by_its_rounding(
+    constant, n
+):
+    rng = np.random.default_rng(n)
+    labels = rng.random(n) < 0.5
+    family = rng.normal(size=(n, 4)).astype(np.float32) + labels[:, None]
+    family[:, 0] = constant
+    ridge, _ = fit_ridge(Pooled((family,), labels), np.arange(n))
+    assert abs(ridge["kernel_0"][0]) < 1e-3  # of a row one higher the logit moves by it
+    assert np.abs(ridge["kernel_0"][1:]).min() > 0.1

@@ -27,6 +27,11 @@ def test_sweep_finds_the_planted_layer_and_the_others_are_at_chance():
     aurocs = sweep_layers(*states(500, 0), *states(400, 1), config)
     assert aurocs.shape == (5, 2) and aurocs[2].min() > 0.8
     assert np.abs(np.delete(aurocs, 2, axis=0) - 0.5).max() < 0.12  # 4 s.e.
+    small = [
+        (1e-9 * (hidden - 50), y) for hidden, y in (states(500, 0), states(400, 1))
+    ]
+    small = sweep_layers(*small[0], *small[1], config)
+    np.testing.assert_allclose(small, aurocs, atol=1e-3)  # a unit is worth nothing
     hidden, labels = states(50, 0)
     with pytest.raises(ValueError, match="one class"):
         sweep_layers(hidden, labels, hidden, np.ones(50, bool))
