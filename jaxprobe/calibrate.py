@@ -270,7 +270,7 @@ def calibrated_head(
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
     calibrator = FIT_MAP[kind](scores, labels, questions)
-    validation = Validation.of_answers(calibrator(scores), labels, questions)
+    validation = Validation.of_answers(scores, calibrator(scores), labels, questions)
     return SettingHead(
         reads=reads(branch, fused.members, grid.dims.subset_names),
         config=fused.config,

@@ -184,21 +184,31 @@ Decision = Literal["trust", "distrust", "unknown"]
 
 
 class Validation(NamedTuple):
-    """The P of the answers that a head was calibrated on, one a question."""
+    """The P of the answers that a head was calibrated on, one a question.
+
+    They lie in order of the raw scores, lowest first: a map with steps gives many of
+    them one P.
+    """
 
     p_correct: np.ndarray  # `[n]` float64, calibrated
     labels: np.ndarray  # `[n]` bool, whether the answer is right
 
     @classmethod
     def of_answers(
-        cls, p_correct: np.ndarray, labels: np.ndarray, questions: np.ndarray
+        cls,
+        scores: np.ndarray,
+        p_correct: np.ndarray,
+        labels: np.ndarray,
+        questions: np.ndarray,
     ) -> "Validation":
         """Keep an answer to each question, drawn: others are no new evidence.
 
         The first would not do. Files often hold the right answer before the wrong ones.
+        So equal scores lie in random order.
         """
         drawn = np.random.default_rng(0).permutation(len(questions))
-        kept = np.sort(drawn[np.unique(questions[drawn], return_index=True)[1]])
+        kept = drawn[np.sort(np.unique(questions[drawn], return_index=True)[1])]
+        kept = kept[np.argsort(scores[kept], kind="stable")]
         return cls(np.asarray(p_correct, np.float64)[kept], labels[kept])
 
 
@@ -219,8 +229,7 @@ class Threshold:
     # Least P of a trusted, greatest of a distrusted answer; None where no threshold
     # holds the wanted share.
     p_correct: float | None
-    # Validation answers beyond it; beyond the first threshold that was tested where
-    # none holds.
+    # Validation answers beyond it; those of the test that failed where none holds.
     n_decided: int
     n_errors: int  # of them, decided falsely
     low: float  # exact lower bound of the share, with the same confidence
@@ -352,38 +361,40 @@ def certify(
     probable answers, the counts fixed beforehand: each is tested at the full level by
     the exact binomial bound (Clopper and Pearson), the first that fails ends the
     sequence, and the last that passed is the threshold. It lies just above the next
-    answer, so that the trusted ones are a free draw of what lies beyond it. To distrust
-    is to trust that an answer is wrong, whose probability is 1 - P. Only answers beyond
-    one half take part. A precision of 1 is never certified.
+    answer, so that the trusted ones are a free draw of what lies beyond it. Answers of
+    one P are tested in order of their raw scores: the labels have chosen where steps of
+    an isotonic map end, and tests there would often pass by chance. To distrust is to
+    trust that an answer is wrong, whose probability is 1 - P. Only answers beyond one
+    half take part. A precision of 1 is never certified.
     """
     sign = 1 if decision == "trust" else -1  # of P: the surest decision comes first
     least = 0.5 if decision == "trust" else np.nextafter(-0.5, 0)
     p, errors = sign * validation.p_correct, validation.labels == (sign < 0)
     n, n_beyond = len(p), int((p >= least).sum())
-    order = np.argsort(-p, kind="stable")
+    order = np.argsort(validation.p_correct, kind="stable")[::-sign]
     p = np.append(p[order], -np.inf)
     n_errors = np.append(0, np.cumsum(errors[order]))
     starts = [fewest_decided(wanted, e) for e in _ERRORS_AT_START if wanted < 1]
     start = next((m for m in starts if m <= n_beyond / 2), min(starts, default=n + 1))
     counts = [*range(start, n_beyond, max(1, n // _N_STEPS)), n_beyond]
-    threshold, passed, tested = None, 0, 0
-    for count in counts:
-        # Equal probabilities are decided together, or not at all.
-        m = int(np.searchsorted(-p[:-1], -p[count]))
-        if m < start:
-            continue
-        tested = tested or m
-        if _at_most(int(n_errors[m]), m, 1 - wanted) > 1 - CONFIDENCE:
+    threshold, m, tested = None, 0, 0
+    for count in counts if n_beyond >= start else ():
+        if _at_most(int(n_errors[count]), count, 1 - wanted) > 1 - CONFIDENCE:
+            if threshold is None:
+                m = tested = count
             break
-        threshold, passed = sign * float(max(np.nextafter(p[count], 1), least)), m
-    m = passed or tested
+        # Equal probabilities are decided together, or not at all.
+        n_above = int(np.searchsorted(-p[:-1], -p[count]))
+        if n_above >= start:
+            threshold = sign * float(max(np.nextafter(p[count], 1), least))
+            m, tested = n_above, count
     return Threshold(
         decision=decision,
         wanted=wanted,
         p_correct=threshold,
         n_decided=m,
         n_errors=int(n_errors[m]),
-        low=_lower_bound(int(n_errors[m]), m),
+        low=_lower_bound(int(n_errors[tested]), tested),
         n=n,
     )
 

@@ -8,6 +8,7 @@ from scipy.stats import beta, norm
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
+from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
@@ -127,10 +128,11 @@ def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
 
 def test_to_distrust_is_to_trust_that_an_answer_is_wrong():
     rng = np.random.default_rng(0)
-    p = rng.random(500).round(3) + 1e-5  # some equal, none one half
+    p = np.sort(rng.random(500).round(3) + 1e-5)  # some equal, none one half
     labels = rng.random(500) < p**2
     for wanted in (0.7, 0.9):
-        low, high = distrust(p, labels, wanted), trust(1 - p, ~labels, wanted)
+        low = distrust(p, labels, wanted)
+        high = trust(1 - p[::-1], ~labels[::-1], wanted)
         assert low.p_correct == pytest.approx(1 - high.p_correct, abs=1e-12)
         for name in ("n_decided", "n_errors", "low", "n"):
             assert getattr(low, name) == getattr(high, name)
@@ -170,15 +172,16 @@ def test_equal_probabilities_are_decided_together_or_not_at_all():
 
 def test_another_answer_to_the_same_question_is_no_new_evidence():
     p, labels = np.full(30, 0.9), np.ones(30, bool)
-    assert trust(*Validation.of_answers(p, labels, np.arange(30))).p_correct == 0.5
-    some = Validation.of_answers(p, labels, np.arange(30) // 2)
+    assert trust(*Validation.of_answers(p, p, labels, np.arange(30))).p_correct == 0.5
+    some = Validation.of_answers(p, p, labels, np.arange(30) // 2)
     assert trust(*some).p_correct is None and len(some.p_correct) == 15
 
 
 @pytest.mark.parametrize("where", [0, 3])
 def test_the_answer_that_counts_is_not_the_one_that_a_file_has_first(where):
     questions, labels = np.repeat(np.arange(400), 4), np.arange(1600) % 4 == where
-    kept = Validation.of_answers(np.full(1600, 0.5), labels, questions).labels
+    p = np.full(1600, 0.5)
+    kept = Validation.of_answers(p, p, labels, questions).labels
     assert kept.mean() == pytest.approx(0.25, abs=3 * (0.25 * 0.75 / 400) ** 0.5)
 
 
@@ -236,6 +239,20 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
         n_broken_before += is_broken(before)
     most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
     assert n_broken <= most * n_draws < n_broken_before
+
+
+@pytest.mark.parametrize("n", [200, 600])
+@pytest.mark.parametrize("decide", [trust, distrust])
+def test_the_steps_of_an_isotonic_map_do_not_choose_what_is_certified(n, decide):
+    rng, n_decided = np.random.default_rng(n), 0
+    for _ in range(200):  # of a score that tells nothing every threshold is false
+        scores, labels = rng.random(n), rng.random(n) < 0.89
+        if decide is distrust:
+            labels = ~labels
+        p = fit_calibrator(scores, labels)(scores)
+        validation = Validation.of_answers(scores, p, labels, np.arange(n))
+        n_decided += decide(*validation).p_correct is not None
+    assert n_decided <= 0.1 * 200
 
 
 def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path):  # noqa: F811
