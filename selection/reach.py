@@ -28,6 +28,7 @@ from scipy.stats import rankdata
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import GridConfig
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
 from beatrice.jaxprobe.metrics import (
@@ -102,7 +103,7 @@ class SmallSampleTrainer:
         Returns:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
-        labels, config = self.deployed.rows.labels, self.deployed.config
+        labels = self.deployed.rows.labels
         splits = train_valid_split(order)
         if any(len(set(labels[split].tolist())) < 2 for split in splits):
             return None
@@ -111,19 +112,31 @@ class SmallSampleTrainer:
         taken = np.concatenate([*repeated, where])
         indices = np.split(np.arange(len(taken)), np.cumsum(sizes))
         data = self._rows(taken, indices[:2])
-        digest = hashlib.sha256(taken.tobytes()).hexdigest()
-        single_seed = dataclasses.replace(config.train, n_seeds=1)
         trained = train_encoders(
             data,
-            dataclasses.replace(config, train=single_seed, stream=None),
+            self._config,
             subsets=[subset_index(name) for name in names],
-            cache=Cache(self.folder / digest[:16], digest),
+            cache=self.cache(taken),
         )
         shutil.rmtree(self.folder, ignore_errors=True)
         assert trained is not None  # None is of a share
         logits = np.asarray(trained[1].logits)[:, indices[2]]
         subsets = [member.subset for member in trained[0].members]
         return {name: logits[subsets.index(subset_index(name))] for name in names}
+
+    @property
+    def _config(self) -> GridConfig:
+        config = self.deployed.config
+        train = dataclasses.replace(config.train, n_seeds=1)
+        return dataclasses.replace(config, train=train, stream=None)
+
+    def cache(self, taken: np.ndarray) -> Cache:
+        """Return the cache of members that are trained and scored on rows `[n]`."""
+        source = self.deployed
+        text = f"{source.store.id} {source.layer} {self.n_most} {self._config}"
+        labels = source.rows.labels[taken]
+        digest = hashlib.sha256(text.encode() + taken.tobytes() + labels.tobytes())
+        return Cache(self.folder / digest.hexdigest()[:16], digest.hexdigest())
 
     def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
         """Return some rows of the store as if they were all; no others are read.

@@ -269,6 +269,28 @@ def test_with_few_labels_what_knows_is_learned_and_what_knows_nothing_is_not(
     assert not folder.exists()
 
 
+def test_members_of_a_killed_analysis_serve_none_of_other_labels_or_layer(
+    deployed, tmp_path
+):
+    taken = np.arange(40)
+
+    def cache_of(**changes):
+        changed = dataclasses.replace(deployed, **changes)
+        return reach.SmallSampleTrainer(changed, taken, 100, tmp_path).cache(taken)
+
+    cache_of().save("member", {"weights": np.ones(3)})
+    assert cache_of().load("member") is not None
+    labels = deployed.rows.labels ^ (np.arange(len(deployed.rows.labels)) == 7)
+    longer = dataclasses.replace(deployed.config.train, max_epochs=99)
+    for changes in (
+        {"rows": dataclasses.replace(deployed.rows, labels=labels)},
+        {"layer": deployed.layer + 1},
+        {"store": dataclasses.replace(deployed.store, id="another")},
+        {"config": dataclasses.replace(deployed.config, train=longer)},
+    ):
+        assert cache_of(**changes).load("member") is None
+
+
 def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
     deployed, tmp_path
 ):
