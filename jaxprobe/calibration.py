@@ -188,7 +188,7 @@ def choose_calibrator(
     times over. Taken is the first of `MAPS` that loses at most two standard errors
     of the paired difference, by question, to the map of least log loss: rows that had a
     part in choosing the scorer would otherwise prefer the most flexible one. Where
-    there are too few answers to compare, it is the first.
+    there are too few answers or questions to compare, it is the first.
 
     Args:
       raw: `[n]` scores in [0, 1].
@@ -197,9 +197,14 @@ def choose_calibrator(
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
-    if len(raw) < LEAST_TO_CHOOSE or n_rarer < LEAST_OF_RARER:
-        return MAPS["platt"](raw, labels)
+    names, question = np.unique(questions, return_inverse=True)
     folds = folds_of(questions, _N_FOLDS)
+    has_both = all(
+        len({*labels[folds != fold].tolist()}) == 2 for fold in {*folds.tolist()}
+    )
+    is_few = len(raw) < LEAST_TO_CHOOSE or n_rarer < LEAST_OF_RARER
+    if is_few or len(names) < _N_FOLDS or not has_both:
+        return MAPS["platt"](raw, labels)
     losses = {name: np.zeros(len(raw)) for name in MAPS}
     for fold in np.unique(folds):
         unseen = folds == fold
@@ -207,7 +212,6 @@ def choose_calibrator(
             p_correct = fit(raw[~unseen], labels[~unseen])(raw[unseen])
             losses[name][unseen] = log_losses(p_correct, labels[unseen])
     best = min(losses.values(), key=np.sum)
-    _, question = np.unique(questions, return_inverse=True)
 
     def is_good(name: MapName) -> bool:  # as the best itself is, which loses nothing
         lost = np.bincount(question, losses[name] - best)

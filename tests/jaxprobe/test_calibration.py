@@ -156,6 +156,18 @@ def test_few_answers_or_few_right_ones_choose_no_map(n, n_right):
     assert (chosen.name == "platt") == (n < LEAST_TO_CHOOSE or n_right < LEAST_OF_RARER)
 
 
+def test_few_questions_or_a_class_of_a_single_question_choose_no_map():
+    raw, labels = planted(300, "bent")
+    of_classes = np.where(labels, 0, np.arange(300))
+    for questions in (
+        np.zeros(300),
+        np.arange(300) % 2,
+        np.arange(300) % 9,
+        of_classes,
+    ):
+        assert choose_calibrator(raw, labels, questions).name == "platt"
+
+
 @pytest.mark.parametrize("name", list(MAPS))
 @pytest.mark.parametrize("kind", ["true", "over"])
 def test_every_map_for_probes_leaves_the_ranking_as_it_was(name, kind):
