@@ -205,8 +205,13 @@ def _fit_heads(
         )
     if recipe == "paper":
         n_seeds = config.encoders.train.n_seeds
+        questions: dict[Setting, np.ndarray] = {
+            setting: np.array([key[0] for key in signals.store.spec.keys])
+            for setting, signals in passes.items()
+        }
         pools: dict[Setting, Pool] = {
-            setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes
+            setting: pool_of(outputs, rows, setting, n_seeds, questions)
+            for setting in passes
         }
         selected = select_heads(pools, config.heads)
         return {

@@ -1,6 +1,7 @@
 """A frozen language model: it answers questions, and its signals are read."""
 
 import dataclasses
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,9 +150,9 @@ class LanguageModel:
         penalties or suppressed tokens has no part in it.
 
         Args:
-          questions: texts, or `Example`s, whose ids the answers keep. The passages of
-            an `Example` are shown only where `contexts` holds them:
-            `model.answer(examples, [e.passages for e in examples])`.
+          questions: texts, whose ids are digests, or `Example`s, whose ids the answers
+            keep. The passages of an `Example` are shown only where `contexts` holds
+            them: `model.answer(examples, [e.passages for e in examples])`.
           contexts: what is shown with each question: a text, a `Passage`, a mapping of
             "title" and "text", a document with `page_content`, or several of these.
             None asks closed-book.
@@ -537,14 +538,24 @@ def as_examples(
     """Return questions as records, with the passages that are shown."""
     texts = as_list(questions, "questions", "a list of texts or Examples")
     shown = as_contexts(contexts, len(texts))
-    pairs = enumerate(zip(texts, shown, strict=True))
-    return [_as_example(question, n, passages) for n, (question, passages) in pairs]
+    named = zip(texts, _names(texts), shown, strict=True)
+    return [_as_example(n, *question) for n, question in enumerate(named)]
+
+
+def _names(texts: Sequence[Any]) -> list[str]:
+    """Return an id of each text, the same in every list; a repeated one is numbered."""
+    names, counts = [], Counter()
+    for text in map(str, texts):
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
+        counts[digest] += 1
+        names.append(digest if counts[digest] == 1 else f"{digest}-{counts[digest]}")
+    return names
 
 
 def _as_example(
-    question: str | Example, number: int, passages: tuple[Passage, ...]
+    number: int, question: str | Example, name: str, passages: tuple[Passage, ...]
 ) -> Example:
-    name, text = str(number), question
+    text = question
     if isinstance(question, Example):
         name, text = question.id, question.question
     elif not isinstance(question, str) or not question.strip():

@@ -120,15 +120,29 @@ def pool_of(
     rows: Mapping[Setting, Rows],
     setting: Setting,
     n_seeds: int,
+    questions: Mapping[Setting, np.ndarray] | None = None,
 ) -> Pool:
     """Return a setting's pool, of the outputs of encoders on all rows of their passes.
 
-    With context the closed-book pass is read too where it is there.
+    With context the closed-book pass of the same question is read too where it is
+    there. `questions` are the ids of the questions where those of `rows` are others: of
+    groups.
     """
     setting_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
-        where = partners(setting_rows.ids, rows["closed_book"].ids)
-        passes.append(_take(outputs["closed_book"], where))
+        questions = questions or {s: x.ids for s, x in rows.items()}
+        ids, closed_book = questions[setting], questions["closed_book"]
+        # Rows without a split or a label may lack a closed-book answer.
+        is_needed = (setting_rows.splits != "") & setting_rows.is_labelled
+        is_read = is_needed | np.isin(ids, closed_book)
+        where = np.zeros(len(ids), np.int64)
+        where[is_read] = partners(ids[is_read], closed_book)
+        closed_book_outputs = _take(outputs["closed_book"], where)
+        if not is_read.all():
+            logits, pooled = map(np.array, closed_book_outputs)
+            logits[:, ~is_read] = pooled[:, ~is_read] = np.nan
+            closed_book_outputs = MemberOutputs(logits, pooled)
+        passes.append(closed_book_outputs)
 
     def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
         of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)

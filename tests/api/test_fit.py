@@ -310,6 +310,35 @@ def test_a_part_of_signals_is_those_answers(rng):
     assert "20 answers" in repr(signals) and "3 families" in repr(signals)
 
 
+def test_answers_are_read_beside_closed_book_ones_to_the_same_question(rng):
+    lengths = np.full(200, 2)
+    spans = np.tile([[0, 1], [1, 1], [1, 2]], (200, 1, 1))
+    labels = rng.random(200) < 0.5
+    rows = rng.normal(size=(2, 400, 3)) + 1.5 * np.repeat(labels, 2)[:, None]
+    from_arrays, names = beatrice.Signals.from_arrays, np.array([*map(str, range(200))])
+    stored = from_arrays({"a": rows[0]}, lengths=lengths, spans=spans, ids=names)
+    # In another order, and without the questions that are not fitted on.
+    order = rng.permutation(160)
+    closed_book = rows[1, ::2][order]
+    passes = {
+        "with_context": stored[:160],
+        "closed_book": from_arrays({"a": closed_book}, ids=names[order]),
+    }
+    groups = {"with_context": np.arange(160) // 2, "closed_book": order // 2}
+    verdicts = {"with_context": labels[:160], "closed_book": labels[order]}
+    how = {"recipe": "paper", "config": small_config(), "progress": False}
+    splits = {s: np.where(x < 50, "train", "validation") for s, x in groups.items()}
+    probe = beatrice.fit(passes, verdicts, groups=groups, splits=splits, **how)
+    where = np.arange(100, 160)
+    p = probe.predict(stored[where], closed_book=passes["closed_book"])
+    report = probe.report.query("head == 'with_context' and metric == 'brier'")
+    assert np.square(p - labels[where]).mean() == pytest.approx(
+        report["value"].item(), abs=1e-6
+    )
+    (head,) = (x for name, x in probe.detector.heads.items() if name == "with_context")
+    assert {where for where, _ in head.reads} == {*SETTINGS}
+
+
 ROWS = np.ones((6, 2))
 
 

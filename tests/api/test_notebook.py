@@ -27,6 +27,7 @@ from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
 from beatrice.extract.store.store import open_store, read_family
+from beatrice.model import as_examples
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 from tests.test_house import ROOMS
@@ -231,6 +232,12 @@ def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
     both = {"closed_book": signals, "with_context": shown}
     with pytest.raises(ValueError, match="their attention_layers are full and all"):
         beatrice.fit(both, dict.fromkeys(both, labels), config="smoke", progress=False)
+
+
+def test_a_question_has_one_id_in_every_list_and_twice_in_a_list_it_has_two():
+    first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
+    again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
+    assert again == first[1::-1] and first[2] == f"{first[0]}-2"
 
 
 def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
