@@ -328,7 +328,7 @@ def _rows_of(
     }
     chosen: dict[Setting, np.ndarray]
     if splits is None:
-        chosen = _drawn_splits(names, truth, seed)
+        chosen = drawn_splits(names, truth, seed)
     else:
         known = ("train", "validation", "test", "")
         chosen = {
@@ -357,25 +357,33 @@ def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
     return stored
 
 
-def _drawn_splits(
+def drawn_splits(
     names: Mapping[Setting, np.ndarray],
     truth: Mapping[Setting, tuple[np.ndarray, np.ndarray]],
     seed: int,
 ) -> dict[Setting, np.ndarray]:
-    """Draw validation groups, three tenths of those with as many right answers."""
+    """Draw validation groups, three tenths of those with as many right answers.
+
+    Groups that no other is like are taken at even distances in order of how many, from
+    a random start: each of them validates with some seed.
+    """
     n_right: dict[str, int] = {}
     for setting, ids in names.items():
         labels, is_labelled = truth[setting]
         for name, is_right in zip(ids, labels & is_labelled, strict=True):
             n_right[name] = n_right.get(name, 0) + int(is_right)
-    rng, validation = np.random.default_rng(seed), set()
-    n_owed = 0.0  # of kinds that are too few to be rounded up
+    rng, validation, unlike = np.random.default_rng(seed), set(), []
     for count in sorted(set(n_right.values())):
         alike = sorted(name for name, n in n_right.items() if n == count)
-        share = _VALIDATION_SHARE * len(alike)
-        n_drawn = round(share) + (n_owed > 1)
-        n_owed += share - n_drawn
+        if len(alike) == 1:
+            unlike += alike
+            continue
+        n_drawn = round(_VALIDATION_SHARE * len(alike))
         validation.update(rng.permutation(alike)[:n_drawn].tolist())
+    at = (np.arange(len(unlike)) + rng.random()) / _VALIDATION_SHARE
+    validation.update(unlike[int(i)] for i in at[at < len(unlike)])
+    if unlike and not validation:
+        validation.add(unlike[rng.integers(len(unlike))])
     return {
         setting: np.array(["validation" if n in validation else "train" for n in ids])
         for setting, ids in names.items()

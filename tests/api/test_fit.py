@@ -225,7 +225,7 @@ def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
     signals = beatrice.Signals.from_arrays({"a": rows})
     probe = beatrice.fit(signals, labels, groups=groups, progress=False)
     assert 80 <= probe.rows[0]["n"] <= 140
-    with pytest.raises(ValueError, match="there are no labelled validation answers"):
+    with pytest.raises(ValueError, match="there are no labelled training answers"):
         beatrice.fit(signals, labels, groups=["a"] * 400, progress=False)
 
 

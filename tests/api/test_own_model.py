@@ -8,6 +8,7 @@ import beatrice
 from beatrice.cli import main
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
+from beatrice.fitting import drawn_splits
 from beatrice.own_model import Labelled, in_parts, split_answers
 from tests.extract.datasets.published import write_lines
 
@@ -89,3 +90,17 @@ def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_pa
         intervals.append(float((of.ci_high - of.ci_low).iloc[0]))
     assert evidence[0] == evidence[1]
     assert intervals[0] == pytest.approx(intervals[1], abs=0.02)
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_of_few_unlike_groups_each_validates_with_some_seed(n):
+    names, number = np.divmod(np.arange(n * n), n)
+    labels = number < names  # as many of a group are right as its number
+    truth = {"closed_book": (labels, np.ones(n * n, bool))}
+    n_times = np.zeros(n)
+    for seed in range(100):
+        (splits,) = drawn_splits({"closed_book": names}, truth, seed).values()
+        drawn = np.unique(names[splits == "validation"])
+        n_times[drawn] += 1
+        assert 1 <= len(drawn) < n
+    assert n_times.min() > 15  # of 30 or more
