@@ -331,8 +331,8 @@ def answer_log_prob(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> floa
     """Return the mean log-probability of an answer's tokens, in nats; at most 0.
 
     Of the prob family of one example, `[n_tokens, 5]`: the logarithm of the inverse
-    perplexity, so higher means more likely correct. An answer without a token has an
-    empty literal span; it is read at the last prompt token, which emitted the end.
+    perplexity, so higher means more likely correct. A row is of the token behind it, so
+    that the span begins at the last prompt token; an empty one is read there.
     """
     start, stop = answer_span
     if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
@@ -348,10 +348,16 @@ def answer_log_prob(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> floa
 def answer_log_probs(store: FeatureStore) -> np.ndarray:
     """Return the mean log-probability of every stored answer, `[n_rows]` nats."""
     ragged = read_family(store, "prob")
-    spans = (store.spec.spans[:, ANSWER] - ragged.first_tokens[:, None]).tolist()
+    spans = store.spec.spans[:, ANSWER] - ragged.first_tokens[:, None]
+    spans[:, 0] -= first_step(store)  # a row is of the token behind it
     return np.array(
-        [answer_log_prob(ragged.example(i), span) for i, span in enumerate(spans)]
+        [answer_log_prob(ragged.example(i), (a, b)) for i, (a, b) in enumerate(spans)]
     )
+
+
+def first_step(store: FeatureStore) -> int:
+    """Return the step of the answer span's first row; 1 where the span is literal."""
+    return int(store.spec.fingerprint.get("answer_span") == "literal")
 
 
 def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:

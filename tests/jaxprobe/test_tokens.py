@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.extract.store.spec import Family, encode, scale_family
 from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
@@ -32,6 +33,7 @@ from beatrice.jaxprobe.tokens import (
     stored_lengths,
 )
 from tests.jaxprobe.samples import assert_same_leaves, store_like
+from tests.records import an_answer
 
 N, LAYERS, D = 12, (1, 3), 6
 
@@ -145,6 +147,29 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
     means = (mean_answer_states(store, some, 1) for store in (whole, spared))
     np.testing.assert_array_equal(*means)
     np.testing.assert_array_equal(*map(answer_log_probs, (whole, spared)))
+
+
+def test_a_literal_span_has_the_log_probability_of_its_first_token_too():
+    answers = [
+        an_answer(token_ids=ids, stop_id=stop)
+        for ids, stop in (((7, 8), 2), ((7,), 2), ((), 2), ((7, 8), None), ((7,), None))
+    ]
+    n_read = np.array([len(a.prompt_ids) + len(a.token_ids) for a in answers])
+    prob = np.random.default_rng(0).random((n_read.sum(), 5)).astype(np.float32)
+    emitting, literal = (
+        answer_log_probs(
+            store_like(
+                f"memory://spans-{span}",
+                {"prob": Family(shape=(5,))},
+                [sequence_of(a, answer_span=span).spans for a in answers],
+                {"prob": prob},
+                lengths=n_read,
+                fingerprint={"answer_span": span},
+            )
+        )
+        for span in ("emitting", "literal")
+    )
+    np.testing.assert_array_equal(literal, emitting)
 
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):

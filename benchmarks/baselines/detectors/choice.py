@@ -22,6 +22,7 @@ from beatrice.jaxprobe.families import ANSWER
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.tokens import first_step
 
 
 def reading(
@@ -108,7 +109,7 @@ def chosen_rows(
 
 def answer_lengths(store: FeatureStore) -> np.ndarray:
     """Return how many tokens every answer has, the stop token left out, `[n_rows]`."""
-    n_prompt = store.spec.spans[:, ANSWER, 0] + 1 - _first_step(store)
+    n_prompt = store.spec.spans[:, ANSWER, 0] + 1 - first_step(store)
     return store.spec.lengths - n_prompt
 
 
@@ -119,12 +120,7 @@ def last_steps(store: FeatureStore) -> np.ndarray:
     emitted is unknown, so the store lacks that token.
     """
     spans = store.spec.spans[:, ANSWER]
-    return spans[:, 1] - spans[:, 0] - 1 + _first_step(store)
-
-
-def _first_step(store: FeatureStore) -> int:
-    """The step of the answer span's first row; 1 where it is the literal answer."""
-    return int(store.spec.fingerprint.get("answer_span") == "literal")
+    return spans[:, 1] - spans[:, 0] - 1 + first_step(store)
 
 
 def states_at(
@@ -141,7 +137,7 @@ def states_at(
     Returns:
       `[n_rows, d_model]` float32; NaN where the answer span has no such step.
     """
-    rows = steps - _first_step(store)
+    rows = steps - first_step(store)
     d_model = store.spec.families["hidden"].shape[1]
     states = np.full((len(rows), d_model), np.nan, np.float32)
     for start in range(0, len(rows), n_chunk):
