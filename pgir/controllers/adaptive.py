@@ -68,13 +68,12 @@ def question_encoder(
 ) -> QuestionEncoder:
     """Return the encoder of questions for the rivals that read questions alone.
 
-    From the folder of a sentence encoder (SKR takes SimCSE) states are averaged over
-    the tokens. None counts words and pairs of words (TF-IDF, weighed on the training
-    questions), which needs no weights.
+    A folder's is run in its own way, see `read_encoder_config` (SKR takes SimCSE's
+    pooler, which has another layer). None counts words and pairs of words (TF-IDF,
+    weighed on the training questions), which needs no weights.
     """
     if checkpoint is not None:
-        options = {"query_prefix": "", "pooling": "mean", "max_tokens": 128}
-        encoder = TextEncoder(read_encoder_config(checkpoint, **options))
+        encoder = TextEncoder(read_encoder_config(checkpoint, max_tokens=128))
         return lambda texts: encoder.encode(texts, "query")
     from sklearn.feature_extraction.text import TfidfVectorizer
 

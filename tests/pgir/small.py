@@ -112,7 +112,7 @@ def make_corpus(folder, n=60):
     return build_corpus(folder / "corpus", [source], lambda text: None)
 
 
-def save_encoder(folder, seed=0):
+def save_encoder(folder, seed=0, n_positions=64):
     """Save a small random BERT, as `save_pretrained` does; return its settings."""
     import torch
 
@@ -129,7 +129,7 @@ def save_encoder(folder, seed=0):
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=64,
+        max_position_embeddings=n_positions,
         initializer_range=0.5,
     )
     BertModel(config).save_pretrained(folder)

@@ -1,6 +1,7 @@
 """Each rival does what its publication and its code do."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -27,7 +28,8 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
-from tests.pgir.small import PASSAGE, QUESTION, played, reply
+from beatrice.pgir.index import TextEncoder, read_encoder_config
+from tests.pgir.small import PASSAGE, QUESTION, played, reply, save_encoder
 from tests.pretended_gpu import PretendedGpu
 from tests.records import an_example
 
@@ -72,6 +74,19 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     assert index.retrieves(new, k=5).tolist() == [False, True]
     index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), len)
     assert index.retrieves(np.ones((1, 1)), k=5).tolist() == [False]  # nobody is near
+
+
+def test_questions_are_encoded_in_the_encoders_own_way(tmp_path):
+    folder = tmp_path / "small-e5"
+    save_encoder(folder, n_positions=128)
+    (folder / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    questions = ["where is the river?", "is it an island?"]
+    vectors = adaptive.question_encoder([], folder)(questions)
+    encoder = TextEncoder(read_encoder_config(folder, max_tokens=128))
+    assert (encoder.config.query_prefix, encoder.config.pooling) == ("query: ", "cls")
+    np.testing.assert_array_equal(vectors, encoder.encode(questions, "query"))
 
 
 # Adaptive-RAG
