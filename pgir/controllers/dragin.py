@@ -152,14 +152,16 @@ class Wording(BatchedService):
     def _words(self, calls: Sequence[Call], replies: Sequence[Any]) -> list[Words]:
         tokenizer = self._backbone.tokenizer
         words_of = [Words((), (), ()) for _ in calls]
-        written = [i for i, reply in enumerate(replies) if reply.text]
+        # Not by the text, which may hold the beginning of the stop token.
+        texts = [decode_ids(tokenizer, reply.token_ids) for reply in replies]
+        written = [i for i, text in enumerate(texts) if text.strip()]
         if not written:
             return words_of
         maps = self._attention([replies[i].token_ids for i in written])
         for i, weights in zip(written, maps, strict=True):
             ids = replies[i].token_ids
             ends = [len(decode_ids(tokenizer, ids[: n + 1])) for n in range(len(ids))]
-            words, owners = word_owners(ends, decode_ids(tokenizer, ids))
+            words, owners = word_owners(ends, texts[i])
             entropy = np.array(self._entropies(calls[i], replies[i]))
             looked_at = weights.max(axis=1).mean(axis=0)
             counts = np.bincount(owners, minlength=len(words))

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -428,6 +429,16 @@ def test_words_of_an_answer_have_attention_and_entropy(answering, answers):
         n_before = len(QUESTION.split()) + position
         assert sum(row) == pytest.approx(1, abs=1e-5)
         assert not any(row[n_before:])  # of what comes before alone
+
+
+def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering):
+    call = Call("answer", "is it?")
+    full_stop = msgspec.structs.replace(reply("."), token_ids=(), log_probs=(-0.5,))
+    other = copy.copy(answering)
+    other.journal = CallJournal(None, "")
+    other.journal.add("first", [call], [full_stop], 0.0)
+    words = values_of(dragin.Wording(other), [as_kind(call, "words")])
+    assert words == [Words((), (), ())]
 
 
 def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
