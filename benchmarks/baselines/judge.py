@@ -258,10 +258,10 @@ def cost_of(
     n_paid = n_rows if detector.draws_for else max(1, len(samples))
     n_drawn = sum(map(len, samples)) / n_paid
     n_new = sum(len(s.token_ids or ()) for row in samples for s in row)
-    n_samples = max(map(len, samples), default=0)
     per_draw = draw_seconds if samples else 0.0
     per_question = scores.seconds / n_rows
-    # Everything of the answer behind its own prompt is read in one pass.
+    # Everything of the answer behind its own prompt is read in one pass. States of
+    # draws are those of the call that draws, as published; seconds are of another pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
     return DetectorCost(
@@ -274,7 +274,7 @@ def cost_of(
         is_trained=detector.is_trained,
         seconds=None if per_draw is None else per_question + per_draw * n_drawn,
         peak_bytes=scores.peak_bytes,
-        n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
+        n_forwards=is_read + n_others,
         n_new_tokens=n_new / n_paid,
         n_rows=n_rows,
         reason=scores.reason,

@@ -116,8 +116,12 @@ class Spreading(BatchedService):
         return states
 
     def cost(self, call: Call, value: tuple[float, int]) -> Cost:
-        """Return what draws cost; their request is that of the answer beside them."""
-        return Cost(sequences=call.n, tokens=value[1], forwards=call.n)
+        """Return what draws cost; their request is that of the answer beside them.
+
+        Each reads one token more, the stop token. As published that is a step of the
+        call that draws; it is a pass of its own here, which the seconds have alone.
+        """
+        return Cost(sequences=call.n, tokens=value[1] + call.n)
 
 
 def seakr(

@@ -21,6 +21,7 @@ from beatrice.pgir.controllers.loop import (
     Attended,
     Call,
     ControllerConfig,
+    Cost,
     Policy,
     Words,
     best_under_cap,
@@ -362,7 +363,7 @@ def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
     (guess, _), (read, n_new) = values_of(seakr.Spreading(answering), calls)
     assert read < guess and n_new >= 12
     cost = seakr.Spreading(answering).cost(calls[1], (read, n_new))
-    assert (cost.generations, cost.sequences, cost.forwards) == (0, 12, 12)
+    assert cost == Cost(sequences=12, tokens=n_new + 12)  # each its stop token
 
 
 class TextsInTurn:

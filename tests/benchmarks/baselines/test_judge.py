@@ -315,6 +315,12 @@ def test_draws_that_are_learned_from_alone_are_paid_once():
     assert (cost.seconds, cost.n_new_tokens) == (2 / 4, 2 / 4)
 
 
+def test_states_of_draws_count_no_forward():
+    given = drawn_inputs([["a", "b"]])
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, 1))), seconds=0.0)
+    assert cost_of(catalogue()["eigenscore"], given, scores, 0.0).n_forwards == 0
+
+
 @pytest.mark.parametrize(
     ("name", "lack"),
     [
