@@ -22,9 +22,9 @@ of "the answer is", or after `max_budget` retrievals (4; theirs ten sentences, o
 15 paragraphs).
 
 **Perplexity** needs no detector: the mean log-probability of the answer, which
-generation gives for nothing. An isotonic map for each setting, fitted on the detector's
-own validation answers, makes it a probability, so that drafts with and without passages
-can be compared under one threshold.
+generation gives for nothing. A map of each setting, of the detector's kind and fitted
+on its validation answers, makes it a probability, so that drafts with and without
+passages can be compared under one threshold.
 """
 
 import collections
@@ -38,7 +38,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from beatrice.extract.records import Example, Setting
-from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.jaxprobe.calibrate import FIT_MAP, MapKind
 from beatrice.jaxprobe.tokens import answer_log_probs
 from beatrice.pgir.controllers.loop import (
     Call,
@@ -270,13 +270,16 @@ def run_adaptive(session: Session) -> None:
 Map = Callable[[np.ndarray], np.ndarray]
 
 
-def perplexity_maps(stores: Stores) -> dict[Setting, Map]:
-    """Return what makes a mean log-probability P(correct), of each setting."""
+def perplexity_maps(stores: Stores, kind: MapKind) -> dict[Setting, Map]:
+    """Return what makes exp of a mean log-probability P(correct), of each setting.
+
+    Of the same kind as the detector's: one that made answers equal would lose ties.
+    """
     maps: dict[Setting, Map] = {}
     for setting, (store, rows) in stores.items():
         where = rows.where("validation")
-        log_probs = answer_log_probs(store)[where]
-        maps[setting] = fit_calibrator(log_probs, rows.labels[where])
+        likely = np.exp(answer_log_probs(store)[where])  # in (0, 1]
+        maps[setting] = FIT_MAP[kind](likely, rows.labels[where], rows.ids[where])
     return maps
 
 
@@ -287,7 +290,7 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
         question: str, passages: tuple[int, ...], reply: Reply
     ) -> Plan[tuple[float, float]]:
         p_correct_of = maps["with_context" if passages else "closed_book"]
-        return float(p_correct_of(np.array(reply.log_prob))), reply.log_prob
+        return float(p_correct_of(np.exp(reply.log_prob))), reply.log_prob
         yield  # a plan without a call
 
     return judge
@@ -296,7 +299,7 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
 @rival("perplexity_rag", "")
 def run_perplexity(session: Session) -> None:
     """Choose threshold and budget on validation, and run; no detector is asked."""
-    judge = perplexity_judge(perplexity_maps(session.stores()))
+    judge = perplexity_judge(perplexity_maps(session.stores(), session.maps))
     session.run_loop("perplexity_rag", judge)
     if session.queries != "paper":
         session.deferred.append(

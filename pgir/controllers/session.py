@@ -18,6 +18,7 @@ import numpy as np
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.calibrate import MapKind
 from beatrice.jaxprobe.rows import Rows
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
@@ -141,6 +142,7 @@ class Session:
     encoder: Callable[[], QuestionEncoder]  # loads the encoder of questions
     # Opens the signals of answers with their labels, of each setting.
     stores: Callable[[], Stores]
+    maps: MapKind = "increasing"  # from scores to P, of the detector
     # Training questions whose outcomes are not known.
     unanswered: Sequence[Example] = ()
     n_draws: int = 20  # answers that SeaKR draws at a time

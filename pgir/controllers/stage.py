@@ -31,7 +31,12 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import MACRO, ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
-from beatrice.jaxprobe.calibrate import N_FOLDS, fold_calibrators, run_bootstrap
+from beatrice.jaxprobe.calibrate import (
+    CALIBRATE_PRESETS,
+    N_FOLDS,
+    fold_calibrators,
+    run_bootstrap,
+)
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
@@ -538,6 +543,7 @@ def _open_session(
         encoder=functools.cache(lambda: question_encoder(questions, checkpoint)),
         n_draws=config.n_draws,
         stores=lambda: {setting: open_rows(run, setting) for setting in SETTINGS},
+        maps=run.settle("calibrate", CALIBRATE_PRESETS).maps,
         queries=config.queries,
         config=ControllerConfig(
             max_budget=config.max_budget, max_generations=config.max_generations

@@ -15,6 +15,7 @@ from beatrice.benchmarks.results.tables import controller_table, results_of
 from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
+from beatrice.extract.store.spec import Family
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import CONTROLLERS, adaptive, dragin, probing, seakr
 from beatrice.pgir.controllers.loop import (
@@ -31,6 +32,7 @@ from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from beatrice.pgir.index import TextEncoder, read_encoder_config
+from tests.jaxprobe.samples import rows_of, store_like
 from tests.pgir.small import PASSAGE, QUESTION, played, reply, save_encoder
 from tests.pretended_gpu import PretendedGpu
 from tests.records import an_example
@@ -40,6 +42,10 @@ SEARCH = ControllerConfig(n_passages=3, depth=9)
 
 def kinds(calls):
     return [call.kind for call in calls]
+
+
+def no_call(call):
+    raise AssertionError(f"a draft that was written asks for {call.kind}")
 
 
 def nine_or_x(call):
@@ -313,7 +319,7 @@ def test_probes_in_a_tie_retrieve_four_times_unless_theta_moves_them():
 
 
 def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
-    maps = {"closed_book": lambda x: 0.3, "with_context": lambda x: np.exp(x)}
+    maps = {"closed_book": lambda x: 0.3, "with_context": lambda x: x}
     judge = adaptive.perplexity_judge(maps)
 
     def serve(call):
@@ -324,6 +330,20 @@ def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
     policy = Policy(threshold=0.7, budget=2)
     answer, calls = played(pgir("who?", policy, ControllerConfig(), judge), serve)
     assert (answer, kinds(calls)) == ("sure", ["answer", "search", "answer"])
+
+
+def test_perplexity_tells_drafts_apart_as_the_detectors_increasing_map_does():
+    rng = np.random.default_rng(0)
+    n = 90
+    spans = np.tile([(0, 0), (0, 1), (1, 2)], (n, 1, 1))
+    store = store_like("memory://likely", {"prob": Family(shape=(5,))}, spans)
+    rows = rows_of(rng.random(n) < 0.5, "with_context", ["validation"] * n)
+    maps = adaptive.perplexity_maps({"with_context": (store, rows)}, "increasing")
+    judge = adaptive.perplexity_judge(maps)
+    log_probs = np.linspace(-5, -0.01, 200)
+    plans = [judge("who?", (0,), reply("x", log_prob)) for log_prob in log_probs]
+    p_correct = [played(plan, no_call)[0][0] for plan in plans]
+    assert (np.diff(p_correct) > 0).all()
 
 
 def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
