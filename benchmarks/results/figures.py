@@ -648,14 +648,15 @@ def cost_figure(
     points: Sequence[tuple[str, CostKind, float, float]],
     setting: str,
     axis: str,
-    ours: float | None,
+    ours: Mapping[str, float],
     *,
     is_log: bool,
 ) -> Figure:
     """Draw AUROC against cost, a point a detector; the best few are named.
 
     Of title, kind, cost and AUROC of each, the best first. `ours` is the AUROC of the
-    selected set, a dashed line; on a logarithmic axis no cost may be 0.
+    selected set by label, a dashed line, and perhaps of another, a dotted one; on a
+    logarithmic axis no cost may be 0.
     """
     figure, axes = _figure(4.2)
     for kind, (marker, label) in MARKERS.items():
@@ -670,8 +671,8 @@ def cost_figure(
         shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
         axes.annotate(text, (cost, auroc), color=MUTED, **shift)
         axes.plot([], [], " ", label=_label(f"{text}  {title}", 99))
-    if ours is not None:
-        axes.axhline(ours, label="BEATRICE", **_DASHED)
+    for (label, auroc), style in zip(ours.items(), ((0, (4, 3)), ":"), strict=False):
+        axes.axhline(auroc, label=label, **_DASHED | {"linestyle": style})
     axes.set_xscale("log" if is_log else "linear")
     axes.set(xlabel=axis, ylabel="AUROC, all in-domain test questions")
     axes.margins(x=0.12, y=0.12)

@@ -14,7 +14,7 @@ and a lag overstated. The bootstrap does not choose anew.
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas
@@ -349,7 +349,11 @@ _COSTS = (
 )
 _CAPTION = (
     "The five best are numbered. Dashed: the selected encoders, whose signals come "
-    "from the pass that gave the answer."
+)
+_ONE_PASS = "from the pass that gave the answer."
+_TWO_PASSES = (
+    "from a closed-book answer too: one generation more. Dotted: those that read the "
+    "pass with context alone."
 )
 _TIMED = (
     " Time is measured on this machine, fitting included; what was not timed has no "
@@ -357,12 +361,33 @@ _TIMED = (
 )
 
 
+def _selected_lines(
+    results: pandas.DataFrame, setting: str, selection: Mapping[str, Any]
+) -> tuple[dict[str, float], str]:
+    """Return the AUROC of selected sets by label, and what their signals come from."""
+    selected = selection[setting]["selected"] if setting in selection else ()
+    is_two = setting == "with_context" and any(x.startswith("(") for x in selected)
+    subjects = {"BEATRICE": CHAMPION}
+    if is_two:
+        alone = Subject("without_closed_book")
+        subjects[names.DETECTORS[alone]] = alone
+    aurocs = {x: _test_auroc(results, setting, y) for x, y in subjects.items()}
+    lines = {label: auroc for label, auroc in aurocs.items() if auroc is not None}
+    return lines, _TWO_PASSES if is_two else _ONE_PASS
+
+
 def cost_pictures(
-    judged: Sequence[DetectorCost], results: pandas.DataFrame
+    judged: Sequence[DetectorCost],
+    results: pandas.DataFrame,
+    selection: Mapping[str, Any],
 ) -> list[Picture]:
-    """Return AUROC against each cost that differs among a setting's detectors."""
+    """Return AUROC against each cost that differs among a setting's detectors.
+
+    Of a selection the names are as `pool_names` prints them, by setting.
+    """
     pictures = []
     for setting in SETTINGS:
+        ours, source = _selected_lines(results, setting, selection)
         known = [
             (detector, auroc)
             for detector, auroc in measured(judged, results)
@@ -376,9 +401,9 @@ def cost_pictures(
             ]
             if len({cost for *_, cost, _ in points}) < 2:
                 continue
-            ours, is_time = _test_auroc(results, setting, CHAMPION), name == "seconds"
+            is_time = name == "seconds"
             figure = cost_figure(points, setting, axis, ours, is_log=is_time)
             title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
-            caption = _CAPTION + _TIMED * is_time
+            caption = _CAPTION + source + _TIMED * is_time
             pictures.append(picture(figure, f"cost-{name}-{setting}", title, caption))
     return pictures

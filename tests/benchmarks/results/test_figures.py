@@ -108,7 +108,7 @@ def test_a_title_is_drawn_as_it_is(title):
     for figure in (
         figures.frontier({"PGIR": [point]}, {title: (2.0, 0.4)}, "em", 1),
         figures.cost_figure(
-            [(title, kind, 1.0, 0.5)], "closed_book", "s", None, is_log=True
+            [(title, kind, 1.0, 0.5)], "closed_book", "s", {}, is_log=True
         ),
     ):
         assert f"{title}</text>" in figures.to_svg(figure, "name", "what is shown")

@@ -40,6 +40,7 @@ from tests.jaxprobe.samples import rows_of
 
 OUTSIDE = ("places", "ood")
 JUDGED = PARTS["judged"]  # costs of three rivals that have rows
+SELECTION = PARTS["selection"]  # closed-book encoders alone, in both settings
 
 
 def test_holm_gives_the_textbook_values():
@@ -252,22 +253,33 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
 
 
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
-    pictures = cost_pictures(JUDGED, RESULTS)
+    pictures = cost_pictures(JUDGED, RESULTS, SELECTION)
     assert len(pictures) == 6
     same = [msgspec.structs.replace(x, n_forwards=1) for x in JUDGED]
-    titles = [p.title for p in cost_pictures(same, RESULTS)]
+    titles = [p.title for p in cost_pictures(same, RESULTS, SELECTION)]
     assert len(titles) == 4 and not any("forwards" in title for title in titles)
-    assert cost_pictures([], RESULTS) == []
+    assert cost_pictures([], RESULTS, SELECTION) == []
     for picture in pictures:
         assert "Rival tfidf" in picture.svg and "BEATRICE" in picture.svg
         assert ("Time is measured" in picture.caption) == ("seconds" in picture.title)
+
+
+@pytest.mark.parametrize("names", [["[HP]", "(A)"], ["[HP]", "[A]"]])
+def test_one_pass_gives_all_signals_where_no_member_reads_a_closed_book_answer(names):
+    selection = SELECTION | {"with_context": {"selected": names}}
+    pictures = cost_pictures(JUDGED, RESULTS, selection)
+    for picture in pictures:
+        is_one = picture.title.startswith("Closed") or "(A)" not in names
+        assert ("the pass that gave the answer" in picture.caption) == is_one
+        assert ("one generation more" in picture.caption) != is_one
+        assert ("with-context pass alone" in picture.svg) != is_one
 
 
 def test_what_was_not_timed_has_a_dash_and_no_point():
     first, *others = JUDGED
     untimed = [msgspec.structs.replace(first, seconds=None), *others]
     assert closed_book_costs(untimed)[first.title]["Seconds a question"] == "–"
-    for picture in cost_pictures(untimed, RESULTS):
+    for picture in cost_pictures(untimed, RESULTS, SELECTION):
         timed = "seconds" in picture.title and "Closed" in picture.title
         assert (first.title in picture.svg) != timed
 
