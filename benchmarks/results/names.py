@@ -161,7 +161,7 @@ COSTS = {
     "tokens": "read, written",
     "retrievals": "per question",
     "forwards": "over text",
-    "seconds": "this machine",
+    "seconds": "this machine, signals read for all",
 }
 
 
