@@ -13,7 +13,8 @@ after one retrieval, C retrieves again with what was generated last and adds to 
 passages until the answer stands. The classifier is trained on this backbone's own
 outcomes: the label of a question is the cheapest strategy that answers it, and
 questions that no strategy answers are left out; of other questions of a known set the
-label is B for single-hop and C for multi-hop ("inductive bias"). Departures: the
+label is B for single-hop and C for multi-hop ("inductive bias"; published with sets of
+both kinds, so that those of one kind alone favour its strategy). Departures: the
 classifier is a logistic regression over the question's vector; theirs is T5-large.
 Its strength is chosen on validation questions; theirs chooses epochs on the labels of
 test. A step of C is an answer under the run's template and not a sentence of a chain of
