@@ -556,16 +556,15 @@ def run_published(
     def tick() -> None:
         update(next(ticks), total)
 
-    own, new = (
-        read_again(
-            place, inputs, detectors, run_identities(place, given), tick, splits=splits
-        )
-        for place, inputs, splits in (
-            (run, scene.trained, LEARNED),
-            (here, scene.new, None),
-        )
+    of_run, trained = run_identities(run, given), scene.trained
+    # Answers that a detector learned from and is put to are cut at one cue.
+    of_new = run_identities(here, given) | {"cue": of_run["answers"]}
+    readings = (
+        read_again(run, trained, detectors, of_run, tick, splits=LEARNED),
+        read_again(here, scene.new, detectors, of_new, tick, cue_like=trained),
     )
-    return published_scores(scene, detectors, (own.values, new.values), tick, **models)
+    values = readings[0].values, readings[1].values
+    return published_scores(scene, detectors, values, tick, **models)
 
 
 def _transfer(

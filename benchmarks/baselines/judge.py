@@ -591,8 +591,12 @@ def read_again(
     tick: Callable[[], None] = lambda: None,
     *,
     splits: Sequence[str] | None = None,
+    cue_like: DetectorInput | None = None,
 ) -> CachedReadings:
-    """Return what detectors read beyond the families, of rows of splits (None: all)."""
+    """Return what detectors read beyond the families, of rows of splits (None: all).
+
+    With `cue_like`, see `AnswerReader`, identities have that of its answers as "cue".
+    """
     wanted = rows_read(inputs.rows, detectors)
     if splits is not None:
         is_wanted = np.isin(inputs.rows.splits, splits)
@@ -603,7 +607,7 @@ def read_again(
     folder = run.path / "readings" / setting
     keys = reading_keys(setting, identities, wanted)
     caches = {name: Cache(folder / name, key) for name, key in keys.items()}
-    reader = AnswerReader(inputs, partial(_open_backbone, run))
+    reader = AnswerReader(inputs, partial(_open_backbone, run), cue_like)
     return cached_readings(reader, wanted, len(inputs.rows.ids), caches, tick)
 
 

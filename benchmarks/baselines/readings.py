@@ -45,12 +45,16 @@ NOTHING_READ = CachedReadings({}, {}, {})
 def reading_keys(
     setting: str, identities: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, str]:
-    """Return what each reading depends on: not on labels, nor the sweep's layer."""
-    answers, samples = identities["answers"], identities["samples"]
-    drawn = {name: (samples,) if name in _OF_SAMPLES else () for name in names}
-    return {
-        name: " ".join((FORMAT, name, setting, answers, *drawn[name])) for name in drawn
-    }
+    """Return what each reading depends on: not on labels, nor the sweep's layer.
+
+    Identities have a "cue" where other answers show it, see `AnswerReader.cue_like`.
+    """
+    beside = {**dict.fromkeys(_OF_SAMPLES, "samples"), "lookback": "cue"}
+    keys = {name: [FORMAT, name, setting, identities["answers"]] for name in names}
+    for name, key in keys.items():
+        if identity := identities.get(beside.get(name, "")):
+            key.append(identity)
+    return {name: " ".join(key) for name, key in keys.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +63,7 @@ class AnswerReader:
 
     inputs: DetectorInput  # the answers
     open_backbone: "Callable[[], Backbone]"  # opens the model that gave them
+    cue_like: DetectorInput | None = None  # whose prompts show the cue; None: these
 
     @cached_property
     def _backbone(self) -> "Backbone":
@@ -68,7 +73,7 @@ class AnswerReader:
     def _n_cue(self) -> int:
         from beatrice.extract.readings.batch import cue_length
 
-        return cue_length(self.inputs.answers)
+        return cue_length((self.cue_like or self.inputs).answers)
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return readings of some rows by name, `[n, ...]` float32."""

@@ -677,6 +677,23 @@ def test_a_row_is_read_alike_whichever_others_are_read_with_it(smoke_run):
     assert min(moved.values()) > 1e-3
 
 
+def test_lookback_is_read_alike_among_the_runs_answers_and_retrieved_ones(smoke_run):
+    run = RunDir(smoke_run)
+    inputs, open_run = run_inputs(run, "with_context"), partial(_open_backbone, run)
+    others = dataclasses.replace(inputs, answers=inputs.answers[:1] * 9)
+    alone = AnswerReader(others, open_run, inputs)
+    among = AnswerReader(inputs, open_run)
+    read = (reader.read([0], ["lookback"])["lookback"] for reader in (alone, among))
+    np.testing.assert_array_equal(*read)
+    keys = [
+        reading_keys("closed_book", IDENTITIES | more, ("lookback", *NAMES))
+        for more in ({}, {"cue": "3"})
+    ]
+    assert {name for name, key in keys[0].items() if key != keys[1][name]} == {
+        "lookback"
+    }
+
+
 @pytest.mark.parametrize(
     ("changed", "gone"), [("answers", set(NAMES)), ("samples", {"p_true"})]
 )
