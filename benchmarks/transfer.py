@@ -575,7 +575,9 @@ def _transfer(
     questions, rows = asked_questions(read_examples(run), config), []
     how, detectors = _baselines_config(run), []
     for rival in chosen_detectors(how):
-        if lack := unmet(rival, run, how) or unmet(rival, _inner(run), how):
+        # Who learns from draws has those of the run, and needs none of new answers.
+        places = (run,) if rival.draws_for else (run, _inner(run))
+        if lack := next(filter(None, (unmet(rival, x, how) for x in places)), None):
             progress.note(f"transfer: {rival.name} {lack}")
         else:
             detectors.append(rival)

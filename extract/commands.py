@@ -302,7 +302,8 @@ class DrawOptions:
         "Drawn answers per question, setting and variant.", 10, min=1, max=MAX_SAMPLES
     )
     split: tuple[Split, ...] = option(
-        "May be given several times.", ("validation", "test", "ood")
+        "May be given several times; what was drawn alike before stays.",
+        ("validation", "test", "ood"),
     )
     temperature: float = option(
         "Of the distribution drawn from.", 1.0, rare=True, min=0, is_above=True

@@ -34,8 +34,7 @@ if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
 #   swapped        the answer is read behind another question's passages
 #   encoder        a text encoder, which is fine-tuned
 Requirement = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
-# Draws for every split at once, since what is drawn later replaces what was drawn
-# before. Training answers teach probes of semantic entropy.
+# Draws for every split: training answers teach probes of semantic entropy.
 SAMPLE = "beatrice sample {} " + " ".join(f"--split {x}" for x in get_args(Split))
 # P(entailment), P(neutral), P(contradiction) of pairs of texts, `[n_pairs, 3]`.
 Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]

@@ -39,7 +39,7 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.benchmarks.results.names import CHAMPION
-from beatrice.extract.generate.answers import answer_config
+from beatrice.extract.generate.answers import answer_config, read_drawing
 from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import (
     Answer,
@@ -451,8 +451,14 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
 
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Say what a detector lacks in a run, or None."""
-    if "samples" in detector.needs and not run.samples_file.exists():
-        return f"needs drawn answers: `{SAMPLE.format(run.path)}`"
+    if "samples" in detector.needs:
+        if not run.samples_file.exists():
+            return f"needs drawn answers: `{SAMPLE.format(run.path)}`"
+        splits = read_drawing(run).get("splits", ())
+        lacking = [split for split in detector.draws_for if split not in splits]
+        if lacking:
+            options = "".join(f" --split {split}" for split in lacking)
+            return f"needs drawn answers: `beatrice sample {run.path}{options}`"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
     if "encoder" in detector.needs and config.encoder is None:

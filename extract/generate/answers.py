@@ -443,6 +443,16 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     return dataclasses.replace(forecast, basis=basis)
 
 
+_DRAWING = "config.json"  # beside the samples
+
+
+def read_drawing(run: RunDir) -> dict[str, Any]:
+    """Return how a run's answers were drawn, `splits` too; empty if none were."""
+    path = run.samples / _DRAWING
+    what_to_do = f"delete {run.samples} and draw again"
+    return read_json(path, dict[str, Any], what_to_do) if path.exists() else {}
+
+
 def draw_stage(
     run: RunDir,
     generator: Generator,
@@ -454,14 +464,21 @@ def draw_stage(
     *,
     as_text: bool = False,
 ) -> TextStage[Drawn]:
-    """Return the stage that draws answers to the questions of some splits."""
+    """Return the stage that draws answers to the questions of some splits.
+
+    Splits that were drawn in the same way before stay.
+    """
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
         "prompt": dataclasses.asdict(prompt),
-        "splits": list(splits),
         "draws": dataclasses.asdict(draws),
     }
+    before = read_drawing(run)
+    drawn_splits = before.pop("splits", [])
+    if sha256_json(before) == sha256_json(identity):
+        splits = [*dict.fromkeys([*drawn_splits, *splits])]
+    identity["splits"] = list(splits)
     limit = draws.sampling.max_new_tokens
 
     def make(replies: Texts, update: Update) -> Drawn | None:
@@ -482,7 +499,7 @@ def draw_stage(
             f"{n_cut} cut at {limit} tokens"
         )
         write_text_atomic(run.samples_file, write_lines(samples))
-        write_json_atomic(run.samples / "config.json", identity)
+        write_json_atomic(run.samples / _DRAWING, identity)
         write_json_atomic(run.draw_seconds_file, seconds)
 
     return TextStage(

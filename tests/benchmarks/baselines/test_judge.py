@@ -458,6 +458,13 @@ def test_what_a_run_lacks_is_said(tmp_path):
         assert unmet(known[name], run, BaselinesConfig()) is None
     assert unmet(known["semantic_entropy"], run, BaselinesConfig(nli="x")) is None
     assert "--encoder" in unmet(known["text_encoder"], run, BaselinesConfig())
+    drawn = {"splits": ["validation", "test"]}
+    write_json_atomic(run.samples / "config.json", drawn)
+    message = unmet(known["sep:words"], run, BaselinesConfig())
+    assert f"`beatrice sample {tmp_path} --split train`" in message
+    assert unmet(known["semantic_entropy:words"], run, BaselinesConfig()) is None
+    write_json_atomic(run.samples / "config.json", {"splits": ["train", "test"]})
+    assert unmet(known["sep:words"], run, BaselinesConfig()) is None
 
 
 def test_what_is_asked_for_beside_all_others_is_added_to_them(here):

@@ -236,6 +236,24 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     assert config["draws"]["sampling"] == sampling | {"seed": 0, "stop": []}
 
 
+def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path):
+    run = make_run(tmp_path / "run", questions(1, 1, 1))
+    splits = {e.id: e.split for e in read_examples(run)}
+
+    def drawn_after(n_samples, *names):
+        names = [x for name in names for x in ("--split", name)]
+        beatrice("sample", run.path, "--n-samples", n_samples, *names)
+        samples = read_records(run.samples_file, Sample)
+        return {splits[sample.example_id] for sample in samples}
+
+    assert drawn_after(1, "validation", "ood") == {"validation", "ood"}
+    replies = run.path / "replies" / "sample.jsonl"
+    before = replies.read_text()
+    assert drawn_after(1, "train") == {"train", "validation", "ood"}
+    assert replies.read_text().startswith(before)  # none of these is drawn again
+    assert drawn_after(2, "train") == {"train"}  # the others have one draw alone
+
+
 def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):
     backbone = BackboneConfig(dtype="bfloat16")
     run = make_run(tmp_path / "run", questions(1, 1, 1), backbone=backbone)
