@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,7 +114,8 @@ class RetrievalOptions(EncoderSettings):
 
 
 def _absolute(path: Path | None) -> str | None:
-    return None if path is None else str(path.resolve())
+    # A link keeps its name, by which E5 is known.
+    return None if path is None else os.path.abspath(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

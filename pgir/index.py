@@ -68,9 +68,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, dict[str, Any], what_to_do) if path.is_file() else {}
 
 
+def _read_pooling(path: Path) -> Pooling:
+    """Return the pooling in an encoder's files; the mean where they name none."""
+    file = _read_json(path / "1_Pooling" / "config.json")
+    # Sentence-transformers 5.4 writes a name or several, before it a flag of each.
+    flags = [name for name in file if name.startswith("pooling_mode_")]
+    modes = file.get("pooling_mode", [x for x in flags if file[x]] if flags else "mean")
+    if modes in ("mean", ["pooling_mode_mean_tokens"]):
+        return "mean"
+    if modes in ("cls", ["pooling_mode_cls_token"]):
+        return "cls"
+    raise ValueError(
+        f"{path}: expected a pooling by mean or first token, found {modes!r} in "
+        "1_Pooling/config.json; take another encoder"
+    )
+
+
 def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     """Return how an encoder is run, by its files, by its name (E5), or as chosen."""
-    path = Path(path).expanduser().resolve()
+    given = Path(path).expanduser()
+    path = given.resolve()
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{path} is no encoder: expected a directory with config.json and "
@@ -79,21 +96,16 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     model = _read_json(path / "config.json")
     of_library = _read_json(path / "config_sentence_transformers.json")
     prompts = of_library.get("prompts") or {}
-    pooled = _read_json(path / "1_Pooling" / "config.json")
-    pooling: Pooling = "cls" if pooled.get("pooling_mode_cls_token") else "mean"
-    if pooling == "mean" and not pooled.get("pooling_mode_mean_tokens", True):
-        raise ValueError(
-            f"{path}: expected a pooling by mean or first token, found another one in "
-            "1_Pooling/config.json; take another encoder"
-        )
-    names = (path.name, str(model.get("_name_or_path", "")))
+    # In the Hub's cache a folder is named by its commit, one above it by the model.
+    of_hub = (part for part in path.parts if part.startswith("models--"))
+    names = (given.name, path.name, *of_hub, str(model.get("_name_or_path", "")))
     is_e5 = any(_E5.search(name) for name in names)
+    # Sentence-transformers 5 writes empty prompts for models that it knows none of.
+    of_passages = prompts.get("passage") or prompts.get("document")
     fields = {
-        "query_prefix": prompts.get("query", "query: " if is_e5 else ""),
-        "passage_prefix": prompts.get(
-            "passage", prompts.get("document", "passage: " if is_e5 else "")
-        ),
-        "pooling": pooling,
+        "query_prefix": prompts.get("query") or ("query: " if is_e5 else ""),
+        "passage_prefix": of_passages or ("passage: " if is_e5 else ""),
+        "pooling": _read_pooling(path),
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
     return PassageEncoderConfig(path=path, **fields)

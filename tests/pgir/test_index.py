@@ -130,6 +130,58 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
     assert plain.identity != requests.identity
 
 
+@pytest.mark.parametrize("prompts", [{"query": "", "document": ""}, None])
+def test_e5_is_known_as_a_link_or_in_the_hubs_cache_and_by_prompts_that_are_empty(
+    tmp_path, prompts
+):
+    hub = tmp_path / "e5s" / "models--intfloat--e5-base-v2" / "snapshots" / "f52bf8ec"
+    plain, link = tmp_path / "e5s" / "plain", tmp_path / "my-e5"
+    for path in (hub, plain):
+        save_encoder(path)
+        file = path / "config_sentence_transformers.json"
+        file.write_text(json.dumps({"prompts": prompts}))
+    link.symlink_to(plain)
+    results = [index.read_encoder_config(path) for path in (hub, link, plain)]
+    prefixes = [(result.query_prefix, result.passage_prefix) for result in results]
+    assert prefixes == [("query: ", "passage: ")] * 2 + [("", "")]
+    file.write_text(json.dumps({"prompts": {"query": "q ", "document": "d "}}))
+    result = index.read_encoder_config(link)
+    assert (result.query_prefix, result.passage_prefix) == ("q ", "d ")
+
+
+MODES = ("mean_tokens", "cls_token", "max_tokens", "lasttoken")
+
+
+def flags(*modes):
+    """Return a pooling as sentence-transformers wrote it before 5.4."""
+    return {f"pooling_mode_{mode}": mode in modes for mode in MODES}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "files"),
+    [
+        ("mean", ({"pooling_mode": "mean"}, flags("mean_tokens"))),
+        ("cls", ({"pooling_mode": "cls"}, flags("cls_token"))),
+        (None, ({"pooling_mode": "lasttoken"}, flags("lasttoken"))),
+        (None, ({"pooling_mode": ["cls", "mean"]}, flags("cls_token", "mean_tokens"))),
+        (None, ({"pooling_mode": None}, flags())),
+    ],
+)
+def test_both_layouts_of_a_pooling_give_it_and_any_other_is_refused(
+    tmp_path, pooling, files
+):
+    path = save_encoder(tmp_path / "tiny").path
+    (path / "1_Pooling").mkdir()
+    for content in files:
+        content = {"embedding_dimension": 16, "include_prompt": True, **content}
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(content))
+        if pooling is None:
+            with pytest.raises(ValueError, match="a pooling by mean or first token"):
+                index.read_encoder_config(path)
+        else:
+            assert index.read_encoder_config(path).pooling == pooling
+
+
 def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
     with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):

@@ -360,6 +360,13 @@ def test_questions_without_passages_are_asked_where_others_are_searched(
         assert sets() == (["bare", "with"], ["bare", "with"])
 
 
+def test_a_link_is_written_down_by_its_name_which_tells_an_encoder(run, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(make_corpus(tmp_path, 20).folder)
+    RetrievalOptions(corpus=link).write(run.path)
+    assert retrieval_config(run).corpus == str(link)
+
+
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="needs a corpus and the encoder"):
         RetrievalOptions(retriever="fused").write(run.path)
