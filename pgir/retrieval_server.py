@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.corpus import as_document
+from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrievers import Retriever
 
 _MOST_REQUEST_BYTES = 16 << 20
@@ -123,7 +123,7 @@ class RetrievalServer(ThreadingHTTPServer):
             raise _SearchFailed(f"the search failed: {what}") from error
 
     def _document(self, index: Any) -> dict[str, str]:
-        contents = as_document(self.passages[int(index)])
+        contents = as_served(self.passages[int(index)])
         return {"id": str(index), "contents": contents}
 
     def answer(self, path: str, request: Mapping[str, Any]) -> Any:

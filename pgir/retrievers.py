@@ -47,7 +47,7 @@ from beatrice.pgir.arguments import (
     from_document,
     is_passage,
 )
-from beatrice.pgir.corpus import Corpus, as_document
+from beatrice.pgir.corpus import Corpus, as_served
 from beatrice.pgir.index import (
     DenseRetriever,
     Form,
@@ -229,7 +229,8 @@ class _CachedRanking(msgspec.Struct, frozen=True):
 class CachedRetriever:
     """Ranks documents of somebody else's search, which get indices that stay.
 
-    A passage without a word is never ranked, but counted: no prompt can hold it.
+    A passage is ranked once, where it came first. One without a word is never ranked,
+    but counted: no prompt can hold it.
 
     Args:
       name: of the searcher, for messages.
@@ -269,7 +270,8 @@ class CachedRetriever:
             self.passages.append(from_document(contents))
             self.n_empty += not self.passages[-1].text.strip()
         readable = (p for p in row.places if self.passages[p].text.strip())
-        self._rankings[row.query, row.depth] = tuple(readable)
+        # A document that came twice would be shown twice, and count twice when fused.
+        self._rankings[row.query, row.depth] = tuple(dict.fromkeys(readable))
 
     def search(self, queries: Sequence[str], depth: int) -> list[tuple[int, ...]]:
         """Return at most `depth` indices into `passages` of each query, best first.
@@ -467,7 +469,7 @@ def _contents(document: Any) -> str:
             return document["contents"]
         title, text = document.get("title", ""), document.get("text")
         if isinstance(text, str) and isinstance(title, str):
-            return as_document(Passage(title=title, text=text))
+            return as_served(Passage(title=title, text=text))
     raise ValueError("a document has neither 'contents' nor 'title' and 'text'")
 
 
@@ -499,7 +501,8 @@ class OwnRetriever(CachedRetriever):
                 raise ValueError(
                     f"expected {len(queries)} lists of passages, found {len(rankings)}"
                 )
-            return [_documents(x, f"passages[{i}]") for i, x in enumerate(rankings)]
+            pairs = enumerate(rankings)
+            return [_documents(x, f"passages[{i}]")[:depth] for i, x in pairs]
         except OSError as error:
             raise _RequestFailed(str(error)) from error
         # Whatever a person's own code raises is a mistake in that code.

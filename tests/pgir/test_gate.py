@@ -350,6 +350,11 @@ def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
     assert plug.n_queries == 2
 
 
+def test_what_an_own_retriever_returns_beyond_the_depth_is_left_out():
+    retriever = OwnRetriever(Fixed(lambda queries, depth: [["x", "y", "z"]]))
+    assert retriever.search(["a"], 2) == [(0, 1)]
+
+
 def broken(queries, depth):
     raise KeyError("nothing there")
 

@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from beatrice.extract.records import Passage
+from beatrice.pgir.arguments import from_document
+from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Bm25Retriever, read_reply
 from tests.pgir.small import CORPUS, corpus_server, make_corpus, serving
@@ -55,6 +58,26 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     assert len(default["result"][0]) == 3
     assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
     assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # it has no more
+
+
+class Ordered:
+    """A retriever that ranks passages as they lie."""
+
+    def search(self, queries, depth):
+        return [range(depth)] * len(queries)
+
+
+def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
+    texts = ("one line", "a\nb", '"a"\nb\n', "\nb", "a\r\nb")
+    passages = [Passage(title=t, text=x) for t in ("", "T", '"T"', " ") for x in texts]
+    request = {"query": ["q"], "top_n": len(passages)}
+    with RetrievalServer(Ordered(), passages, port=0) as server:
+        replies = [server.answer("/batch_search", request)]
+    fields = [{"title": p.title, "text": p.text} for p in passages]
+    for reply in (*replies, [fields]):  # of ours, and of who sends them apart
+        (documents,) = read_reply(reply, 1, len(passages))
+        assert [from_document(document) for document in documents] == passages
+    assert from_document(as_served(Passage(title="a\nb", text="c"))).title == "a b"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ class _Moods(BaseHTTPRequestHandler):
             time.sleep(0.5)
         found = {"half a pair": ["\ud800"], "nothing": []}
         found["empty"] = [{"contents": " "}, {"contents": '"A"\ntext'}]
-        documents = found.get(mood, [{"contents": '"A"\ntext'}] * 2)
+        found["twice"] = [{"contents": x} for x in ("a", "b", "a")]
+        documents = found.get(mood, [{"contents": f'"{x}"\ntext'} for x in "AB"])
         content = json.dumps({"result": [documents] * len(request["queries"])})
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
         content = babble.get(mood, content)
@@ -186,7 +187,7 @@ def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, rea
         assert "no more is sent" in failed.value.reasons[99]
         assert len(server.queries) == 2 * (1 + 3)  # a batch, then three alone
         server.moods.clear()  # it recovers
-        assert asking.search(queries, 2)[99] == (0, 0)
+        assert asking.search(queries, 2)[99] == (0, 1)
 
 
 @pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
@@ -209,10 +210,18 @@ def test_a_passage_without_a_word_is_never_ranked_nor_is_one_that_was_kept(tmp_p
     with serving(server) as url:
         asking = client(f"{url}/retrieve", cache)
         assert titles(asking.passages, asking.search(["poison"], 2)) == [["A"]]
-        assert titles(asking.passages, asking.search(["a"], 2)) == [["A"] * 2]
+        assert titles(asking.passages, asking.search(["a"], 2)) == [["A", "B"]]
         assert asking.n_empty == 1
         again = client(f"{url}/retrieve", cache)
         assert titles(again.passages, again.search(["poison"], 2)) == [["A"]]
+
+
+def test_a_document_that_came_twice_is_ranked_once_in_its_first_place(tmp_path):
+    cache, server = tmp_path / "cache.jsonl", Moody({"poison": "twice"})
+    with serving(server) as url:
+        asking = client(f"{url}/retrieve", cache)
+        assert asking.search(["poison"], 3) == [(0, 1)]
+    assert client(f"{url}/retrieve", cache).search(["poison"], 3) == [(0, 1)]
 
 
 def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
