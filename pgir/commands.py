@@ -351,7 +351,7 @@ class ControlOptions:
     )
     encoder: str | None = option(
         "A sentence encoder's folder, for rivals that read questions alone.",
-        type=click.Path(exists=True, file_okay=False),
+        type=click.Path(exists=True, file_okay=False, resolve_path=True),
     )
     judge: tuple[str, ...] = option(
         "A judge of drafts of one's own, to run PGIR's loop with; repeatable.",

@@ -94,13 +94,8 @@ class Corpus(Sequence[Passage]):
 
     def __init__(self, folder: Path) -> None:
         """Open a corpus; every file is checked against its SHA-256."""
-        if not (folder / "corpus.json").is_file():
-            raise ValueError(
-                f"{folder} holds no finished corpus: build one with `beatrice corpus "
-                f"{folder} --source FILE`"
-            )
         self.folder = folder
-        self.facts = read_sealed(folder / "corpus.json", _AGAIN)
+        self.facts = read_facts(folder)
         for name, sha256 in self.facts["files"].items():
             path = folder / name
             if not path.is_file() or sha256_file(path) != sha256:
@@ -134,6 +129,16 @@ class Corpus(Sequence[Passage]):
     def golds(self) -> list[Gold]:
         """Return the questions whose gold passages are known."""
         return list(read_records(self.folder / "gold.jsonl", Gold))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return the facts of a finished corpus; none of its other files is read."""
+    if not (folder / "corpus.json").is_file():
+        raise ValueError(
+            f"{folder} holds no finished corpus: build one with `beatrice corpus "
+            f"{folder} --source FILE`"
+        )
+    return read_sealed(folder / "corpus.json", _AGAIN)
 
 
 def as_document(passage: Passage) -> str:

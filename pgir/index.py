@@ -111,27 +111,28 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     return PassageEncoderConfig(path=path, **fields)
 
 
-class TextEncoder:
-    """An encoder in memory, of vectors `d_model` wide.
+def encoder_identity(config: PassageEncoderConfig) -> str:
+    """Return the SHA-256 of all that an encoder's vectors depend on, but its path."""
+    files = [*sorted(config.path.glob("*.safetensors"))]
+    if not files:
+        raise ValueError(f"{config.path} has no weights as safetensors")
+    files += [path for n in _ENCODER_FILES if (path := config.path / n).is_file()]
+    settings = dataclasses.asdict(config)
+    del settings["path"]
+    return sha256_json([settings, {file.name: sha256_file(file) for file in files}])
 
-    Its identity is the SHA-256 of all that its vectors depend on, but its path.
-    """
+
+class TextEncoder:
+    """An encoder in memory, of vectors `d_model` wide; see `encoder_identity`."""
 
     def __init__(self, config: PassageEncoderConfig) -> None:
         """Load the weights."""
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        files = [*sorted(config.path.glob("*.safetensors"))]
-        if not files:
-            raise ValueError(f"{config.path} has no weights as safetensors")
+        self.config, self.identity = config, encoder_identity(config)
         about = _read_json(config.path / "config.json")
         check_weights(str(config.path), config.path, about)
-        files += [path for n in _ENCODER_FILES if (path := config.path / n).is_file()]
-        settings = dataclasses.asdict(config)
-        del settings["path"]
-        hashes = {file.name: sha256_file(file) for file in files}
-        self.config, self.identity = config, sha256_json([settings, hashes])
         # Without a word about it Transformers asks whoever sits there.
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.path, trust_remote_code=False

@@ -47,13 +47,15 @@ from beatrice.pgir.arguments import (
     from_document,
     is_passage,
 )
-from beatrice.pgir.corpus import Corpus, as_served
+from beatrice.pgir.corpus import Corpus, as_served, read_facts
 from beatrice.pgir.index import (
     DenseRetriever,
     Form,
+    PassageEncoderConfig,
     TextEncoder,
     Vectors,
     check_index,
+    encoder_identity,
     index_folder,
     read_encoder_config,
 )
@@ -634,10 +636,36 @@ def check_retrieval(config: RetrievalConfig) -> None:
     if config.corpus is None:
         return
     corpus = Corpus(Path(config.corpus))
-    if config.encoder is not None and config.retriever != "bm25":
-        options: dict[str, Any] = config.encoder_options
-        encoder = read_encoder_config(Path(config.encoder), **options)
+    if (encoder := _encoder_config(config)) is not None:
         check_index(Vectors(index_folder(corpus, encoder.path.name)), config.form)
+
+
+def _encoder_config(config: RetrievalConfig) -> PassageEncoderConfig | None:
+    """Return how the chosen encoder is run, or None where words alone are searched."""
+    if config.encoder is None or config.retriever == "bm25":
+        return None
+    options: dict[str, Any] = config.encoder_options
+    return read_encoder_config(Path(config.encoder), **options)
+
+
+def retrieval_identity(config: RetrievalConfig, passages: Path) -> str:
+    """Return the identity of a `Retrieval`; loads no index and asks no server.
+
+    `passages` is the file of those that came with a run's questions.
+    """
+    if config.retriever not in KINDS:
+        return sha256_json(["own", identity_of(load_retriever(config.retriever))])
+    if config.url is not None:
+        return sha256_json(["served", config.url])
+    if config.corpus is None:
+        return sha256_json([_BM25, sha256_file(passages)])
+    facts = read_facts(Path(config.corpus))
+    identities = [config.retriever, facts["files"]["passages.jsonl"]]
+    if config.retriever != "dense":
+        identities.append(_BM25)
+    if (encoder := _encoder_config(config)) is not None:
+        identities += [encoder_identity(encoder), config.form]
+    return sha256_json(identities)
 
 
 def open_retrieval(
@@ -648,28 +676,19 @@ def open_retrieval(
     `passages` is the file of those that came with its questions, `searches` the folder
     in which rankings of a server or of a person's own retriever are kept.
     """
+    identity = retrieval_identity(config, passages)
+    cache = searches / f"{identity[:16]}.jsonl"
     if config.retriever not in KINDS:
-        plug = load_retriever(config.retriever)
-        identity = sha256_json(["own", identity_of(plug)])
-        cache = searches / f"{identity[:16]}.jsonl"
-        plugged = OwnRetriever(plug, cache, note)
+        plugged = OwnRetriever(load_retriever(config.retriever), cache, note)
         return Retrieval(plugged, plugged.passages, identity)
     if config.url is not None:
-        identity = sha256_json(["served", config.url])
-        cache = searches / f"{identity[:16]}.jsonl"
         served = ServedRetriever(config.url, cache, note=note)
         return Retrieval(served, served.passages, identity)
     if config.corpus is None:
         of_run = list(read_records(passages, Passage))
-        identity = sha256_json([_BM25, sha256_file(passages)])
         return Retrieval(Bm25Retriever(of_run), of_run, identity)
     corpus = Corpus(Path(config.corpus))
-    encoder, identities = None, [config.retriever, corpus.identity]
-    if config.retriever != "dense":
-        identities.append(_BM25)
-    if config.encoder is not None and config.retriever != "bm25":
-        options: dict[str, Any] = config.encoder_options
-        encoder = TextEncoder(read_encoder_config(Path(config.encoder), **options))
-        identities += [encoder.identity, config.form]
+    chosen = _encoder_config(config)
+    encoder = None if chosen is None else TextEncoder(chosen)
     retriever = open_corpus_retrieval(corpus, config.retriever, encoder, config.form)
-    return Retrieval(retriever, corpus, sha256_json(identities))
+    return Retrieval(retriever, corpus, identity)

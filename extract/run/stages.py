@@ -89,6 +89,8 @@ class Stage:
     verb: str = ""  # what of the command line does it; by default its name
     # What its record names beside its inputs, given its settings.
     identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
+    # What its record names of what it reads outside of the run.
+    outside: Callable[[RunDir], Mapping[str, str]] = lambda run: {}
     # Its settings for every preset; empty where it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None  # of its settings in the manifest; by default its own
@@ -295,7 +297,7 @@ def run_stage(
     def work(update: Update) -> int | None:
         return stage.work(run, settings, update, progress)
 
-    inputs |= stage.identity(settings)
+    inputs |= {**stage.identity(settings), **stage.outside(run)}
     outputs = stage.outputs(run)
     n_missing = once(run, stage.name, inputs, outputs, progress, work, stage.verb)
     if run.share.is_whole:
@@ -336,7 +338,8 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)
     inputs = current_inputs(run, stage.name, stage.inputs(run))
-    return run.stage_done(stage.name, {**inputs, **stage.identity(settings)})
+    inputs |= {**stage.identity(settings), **stage.outside(run)}
+    return run.stage_done(stage.name, inputs)
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
@@ -345,7 +348,8 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
     run = RunDir(run_dir)
     before = stage.settle(run, is_recorded=False)
     settings = stage.settle(run, change, is_recorded=False)
-    inputs = {**run.hash_inputs(*stage.inputs(run)), **stage.identity(settings)}
+    inputs = run.hash_inputs(*stage.inputs(run))
+    inputs |= {**stage.identity(settings), **stage.outside(run)}
     if run.stage_done(stage.name, inputs) and settings == before:
         return f"{stage.name}: already done, nothing is left to forecast"
     return stage.forecast(run, settings).as_text()

@@ -83,11 +83,13 @@ from beatrice.pgir.controllers.waves import (
     Waves,
     open_services,
 )
+from beatrice.pgir.index import encoder_identity, read_encoder_config
 from beatrice.pgir.retrievers import (
     RETRIEVAL_PRESETS,
     Retrieval,
     RetrievalConfig,
     open_retrieval,
+    retrieval_identity,
 )
 from beatrice.pgir.score_files import shown_tokens
 
@@ -677,7 +679,20 @@ def _inputs(run: RunDir) -> list[Path]:
 
 def _identity(config: ControlConfig) -> dict[str, str]:
     judges = {n: _load_judge(n) for n in config.rivals if n.startswith(OWN_JUDGE)}
-    return {name: sha256_of_code(judge) for name, judge in judges.items()}
+    identity = {name: sha256_of_code(judge) for name, judge in judges.items()}
+    if config.encoder is not None:
+        identity["encoder"] = encoder_identity(
+            read_encoder_config(Path(config.encoder))
+        )
+    return identity
+
+
+def _outside(run: RunDir) -> dict[str, str]:
+    """Return the identity of a search that is not over the run's own passages."""
+    config = retrieval_config(run)
+    if config == RetrievalConfig():
+        return {}
+    return {"retrieval": retrieval_identity(config, run.passages)}
 
 
 CONTROL = Stage(
@@ -686,5 +701,6 @@ CONTROL = Stage(
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     identity=_identity,
+    outside=_outside,
     presets=CONTROL_PRESETS,
 )

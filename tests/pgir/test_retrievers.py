@@ -1,7 +1,9 @@
 """Corpora hold each passage once; retrievers behind HTTP, and servers that babble."""
 
 import contextlib
+import dataclasses
 import json
+import shutil
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import InUse
+from beatrice.extract.run.stages import run_stage
 from beatrice.pgir.arguments import from_document
 from beatrice.pgir.commands import CorpusOptions, RetrievalOptions
 from beatrice.pgir.controllers.stage import (
+    CONTROL,
     ControlConfig,
     _open_session,
     retrieval_config,
@@ -43,7 +48,14 @@ from beatrice.pgir.retrievers import (
     fuse,
 )
 from tests.extract.small_run import beatrice, make_run
-from tests.pgir.small import CORPUS, corpus_server, make_corpus, serving, write_passages
+from tests.pgir.small import (
+    CORPUS,
+    corpus_server,
+    make_corpus,
+    save_encoder,
+    serving,
+    write_passages,
+)
 from tests.records import an_example
 
 QUERIES = ["word3", "word7 shared", "word1"]
@@ -475,6 +487,56 @@ def test_replies_of_two_servers_lie_in_two_files(run):
     assert retrieval_of(run).retriever.search(["q"], 1) == [(0,)]
     RetrievalOptions(url=urls[0]).write(run.path)
     assert retrieval_of(run).passages == [] and len(set(identities)) == 2
+
+
+VERSIONED = """
+from pathlib import Path
+class Notes:
+    def __init__(self):
+        self.identity = Path("notes.txt").read_text()
+    def search(self, queries, depth):
+        return [["a passage"] for _ in queries]
+"""
+
+
+def test_control_is_done_again_where_what_it_searches_is_another_under_its_name(
+    run, working_folder
+):
+    (working_folder / "versioned.py").write_text(VERSIONED)
+    (working_folder / "notes.txt").write_text("of May")
+    corpus, done = make_corpus(working_folder, 5).folder, []
+    stage = dataclasses.replace(
+        CONTROL,
+        inputs=lambda _: [],
+        outputs=lambda _: [],
+        work=lambda *x: done.append(x),
+    )
+
+    def n_done(**options):
+        """Return how often the stage has been done after a line that is given twice."""
+        for _ in range(2):
+            RetrievalOptions(**options).write(run.path)
+            run_stage(stage, run, Progress())
+        return len(done)
+
+    assert n_done() == 1
+    assert n_done(retriever="versioned:Notes") == 2
+    (working_folder / "notes.txt").write_text("of June")
+    assert n_done(retriever="versioned:Notes") == 3
+    assert n_done(corpus=corpus) == 4
+    shutil.rmtree(corpus)
+    make_corpus(working_folder, 6)
+    assert n_done(corpus=corpus) == 5
+
+
+def test_another_encoder_in_the_same_folder_is_another_of_controls(tmp_path):
+    config = ControlConfig(encoder=str(tmp_path / "tiny"))
+    identities = []
+    for seed in (0, 0, 1):
+        shutil.rmtree(config.encoder, ignore_errors=True)
+        save_encoder(tmp_path / "tiny", seed)
+        identities.append(CONTROL.identity(config))
+    assert identities[0] == identities[1] != identities[2]
 
 
 PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
