@@ -179,7 +179,8 @@ class Session:
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
     ) -> list[Done]:
         """Run a controller; after a ConnectionError all but failed calls are kept."""
-        results = self.waves.run(label, [plan_of(e) for e in examples])
+        plans = [_fitting(plan_of(e), e.question, self.answering) for e in examples]
+        results = self.waves.run(label, plans)
         done = [result for result in results if isinstance(result, Done)]
         if len(done) < len(results):
             call, reason = next(iter(self.waves.failed.items()))
@@ -287,6 +288,22 @@ class Session:
             self.training,
             lambda e: vanilla_rag(e.question, self.config),
         )
+
+
+def _fitting(plan: Plan[Any], question: str, answering: Answering) -> Plan[Any]:
+    """Run a plan on rankings without passages too long for the model.
+
+    As a call such a passage would fail in every run.
+    """
+    value = None
+    while True:
+        try:
+            call = plan.send(value)
+        except StopIteration as end:
+            return end.value
+        value = yield call
+        if call.kind == "search":
+            value = answering.fitting(question, value)
 
 
 def _split(values: Sequence[Any], sets: Sequence[QuestionSet]) -> Iterator[list[Any]]:

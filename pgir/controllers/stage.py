@@ -510,11 +510,11 @@ def _open_answering(
         Detector.load(run.detector),
         answer_config(run).generation,
     )
-    hashes = run.hash_inputs(run.passages, run.detector).values()
-    journal = CallJournal(
-        run.control / "calls.jsonl",
-        hashlib.sha256("\n".join([*hashes, retrieval.identity]).encode()).hexdigest(),
-    )
+    parts = [*run.hash_inputs(run.passages, run.detector).values(), retrieval.identity]
+    if (window := probed.trained.prompt.window) is not None:
+        parts.append(f"window {window}")  # which earlier versions did not heed
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    journal = CallJournal(run.control / "calls.jsonl", key)
     layers = ()
     if "probing_rag" in config.rivals:
         layers = state_layers(probed.backbone.n_layers)
@@ -667,6 +667,7 @@ def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
     )
     counts = {
         "passages without a word were left out": n_empty,
+        "passages alone are too long for the model, left out": len(answering.overlong),
         "passages hold control tokens of the model, which a blank splits": n_escaped,
     }
     return "; ".join(f"{n} {text}" for text, n in counts.items() if n)

@@ -331,7 +331,7 @@ class Answering(Service):
     """Serves "answer": a greedy answer under the run's own template, for everyone.
 
     `escaped` are passages that hold control tokens of the model, which no prompt can; a
-    blank splits them.
+    blank splits them. `overlong` are those that `fitting` has left out.
     """
 
     def __init__(
@@ -346,6 +346,8 @@ class Answering(Service):
         self.passages = passages
         self.journal = journal
         self.escaped: set[int] = set()
+        self.overlong: set[int] = set()
+        self._frames: dict[str, int] = {}  # tokens of a question's prompt otherwise
         self._state_layers = list(state_layers)
         # By prompt, the latest alone; and mean states, which are small, of all.
         self._signals: dict[tuple[int, ...], AnswerSignals] = {}
@@ -369,11 +371,40 @@ class Answering(Service):
                 return request, n_shown
         raise AssertionError("the loop ends at no passage")
 
+    @property
+    def _window(self) -> float:
+        """Return the most tokens of a prompt with its answer: of model and training."""
+        limits = self.probed.backbone.max_length, self.probed.trained.prompt.window
+        return min((n for n in limits if n is not None), default=math.inf)
+
+    def fitting(self, question: str, ranking: Sequence[int]) -> tuple[int, ...]:
+        """Return a ranking without passages that no prompt of a question can hold."""
+        long = {place for place in ranking if not self._fits(question, place)}
+        self.overlong |= long
+        return tuple(place for place in ranking if place not in long)
+
+    def _fits(self, question: str, place: int) -> bool:
+        passage, room = self.passages[place], self._window
+        room -= self._sampling.max_new_tokens
+        if question not in self._frames:
+            shortest = Passage(title="", text=".")
+            self._frames[question] = self._n_tokens(question, shortest)
+        # No token is shorter than a byte: those of short passages need no counting.
+        n_bytes = len(f"{passage.title}: {passage.text}".encode())
+        if self._frames[question] + n_bytes <= room:
+            return True
+        return self._n_tokens(question, passage) <= room
+
+    def _n_tokens(self, question: str, passage: Passage) -> int:
+        """Return the tokens of a question's prompt with one passage."""
+        parts = self.probed.backbone.tokenizer, self.probed.template, question
+        return len(build_prompt(*parts, showable(*parts, [passage])).ids)
+
     def _why_too_long(self, request: Request) -> str | None:
         """Return why a prompt with its answer does not fit the window, or None."""
         backbone, n_new = self.probed.backbone, self._sampling.max_new_tokens
-        n, window = len(request.prompt.ids), backbone.max_length
-        if window is None or n + n_new <= window:
+        n, window = len(request.prompt.ids), self._window
+        if n + n_new <= window:
             return None
         return (
             f"its prompt has {n} tokens and its answer may have {n_new}, but "

@@ -1,5 +1,6 @@
 """Many questions at once, and settings that are chosen on them under one cap."""
 
+import dataclasses
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from beatrice.extract.records import Passage
+from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import loop
 from beatrice.pgir.controllers.session import (
     Session,
@@ -16,8 +18,15 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.waves import CallJournal, Failed, Waves, written_tokens
-from tests.pgir.small import played, reply
+from beatrice.pgir.controllers.waves import (
+    Answering,
+    CallJournal,
+    Failed,
+    Waves,
+    open_services,
+    written_tokens,
+)
+from tests.pgir.small import PASSAGE, QUESTION, played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
@@ -210,7 +219,7 @@ test = tuple(Example(id=f"t{e.id}", dataset="world", split="test", golds=e.golds
                      question=e.question.replace("what is", "name")) for e in examples)
 session = Session(
     waves=Waves(open_services(answering, Bm25Retriever(passages)), journal),
-    sets=[QuestionSet(dataset="world", split=s, examples=e)
+    sets=[loop.QuestionSet(dataset="world", split=s, examples=e)
           for s, e in (("validation", examples), ("test", test))],
     training=(), config=ControllerConfig(max_budget=2),
     answering=answering,
@@ -282,6 +291,13 @@ def example(i, split="validation", dataset="world", **fields):
     return an_example(**usual | fields)
 
 
+class Roomy:
+    """Has room for every passage."""
+
+    def fitting(self, question, ranking):
+        return tuple(ranking)
+
+
 def session(tmp_path, test_golds=("yes",), **config):
     sets = [
         loop.QuestionSet(
@@ -297,7 +313,7 @@ def session(tmp_path, test_golds=("yes",), **config):
         sets=sets,
         training=tuple(example(i, "train") for i in range(3)),
         config=loop.ControllerConfig(max_budget=2, **config),
-        answering=None,
+        answering=Roomy(),
         encoder=lambda: None,
         stores=lambda: {},
     )
@@ -340,6 +356,66 @@ def test_training_outcomes_are_those_of_training_questions(tmp_path):
     assert [done.value for done in without] == ["no"] * 3
     assert [done.value for done in once] == ["yes"] * 3
     assert all("train" in e.question for e in given.training)
+
+
+class Ranked:
+    """A retriever that ranks as it is told, whatever is asked."""
+
+    def __init__(self, *ranking):
+        self.ranking = ranking
+
+    def search(self, queries, depth):
+        return [self.ranking[:depth]] * len(queries)
+
+
+def answers_of_ranking(probed, passages, ranking):
+    """Return what a controller answers at what cost, and what was too long for it."""
+    journal = CallJournal(None, "")
+    answering = Answering(probed, passages, journal)
+    services = open_services(answering, Ranked(*ranking))
+    examples = (example(0), example(1))
+    sets = [loop.QuestionSet(dataset="world", split="test", examples=examples)]
+    given = Session(
+        waves=Waves(services, journal),
+        sets=sets,
+        training=(),
+        config=CONFIG,
+        answering=answering,
+        encoder=lambda: None,
+        stores=lambda: {},
+    )
+    (traced,) = given.trace("trace", loop.ControllerConfig(n_passages=1, max_budget=2))
+    given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, CONFIG))
+    return (traced.traces, counted(given.answers[0]["vanilla_rag"])), answering.overlong
+
+
+def test_a_passage_that_fits_no_window_is_left_out_and_changes_no_answer(probed):
+    texts = (PASSAGE, PASSAGE * 90, "Wegrur Trapolt is a man.")
+    passages = [Passage(title="", text=text) for text in texts]
+    others, none = answers_of_ranking(probed, passages, (0, 2))
+    for ranking in ((1, 0, 2), (0, 1, 2)):
+        values, overlong = answers_of_ranking(probed, passages, ranking)
+        assert values == others
+        assert (overlong, none) == ({1}, set())
+
+
+def test_the_window_of_training_is_heeded_where_the_models_is_longer(probed):
+    trained = probed.trained
+    prompt = dataclasses.replace(trained.prompt, window=64)
+    detector = dataclasses.replace(
+        probed.detector, provenance=dataclasses.replace(trained, prompt=prompt)
+    )
+    narrow = ProbedBackbone(probed.backbone, detector, probed.config)
+    passages = [Passage(title="", text=PASSAGE)] * 30
+    call = loop.Call("answer", QUESTION, tuple(range(30)))
+    lengths = []
+    for each in (narrow, probed):
+        request, n_shown = Answering(each, passages, CallJournal(None, "")).request(
+            call
+        )
+        lengths.append(len(request.prompt.ids))
+        assert n_shown > 1
+    assert lengths[0] + 8 <= 64 < lengths[1]
 
 
 def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
