@@ -514,7 +514,8 @@ def _open_answering(
     if (window := probed.trained.prompt.window) is not None:
         parts.append(f"window {window}")  # which earlier versions did not heed
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    journal = CallJournal(run.control / "calls.jsonl", key)
+    calls = run.control / "calls.jsonl"
+    journal = CallJournal(calls, key, len(retrieval.passages))
     layers = ()
     if "probing_rag" in config.rivals:
         layers = state_layers(probed.backbone.n_layers)

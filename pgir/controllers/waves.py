@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import html
 import math
 import numbers
 import time
@@ -136,14 +137,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class CallJournal:
     """Every call that was made under one identity, in memory and in a file.
 
-    The key is of everything that values depend on beside the calls: from the first line
-    on that is damaged or of another identity the file is begun again. `on_calls` is
-    called with the number of all calls when some were made.
+    The key is of everything that values depend on beside the calls, and `n_passages`
+    counts those that have an index: from the first line on that is damaged, of another
+    identity or of a passage beyond these the file is begun again. `on_calls` is called
+    with the number of all calls when some were made.
     """
 
-    def __init__(self, path: Path | None, key: str) -> None:
+    def __init__(
+        self, path: Path | None, key: str, n_passages: float = math.inf
+    ) -> None:
         """Open the file and read its calls."""
-        self._key = key
+        self._key, self._n_passages = key, n_passages
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
         self.on_calls: Callable[[int], None] = lambda n: None
@@ -171,6 +175,9 @@ class CallJournal:
             return False
         if entry.check != self._check(entry) or not line.endswith(b"\n"):
             return False
+        places = value if entry.call.kind == "search" else entry.call.passages
+        if max(places, default=-1) >= self._n_passages:
+            return False  # somebody deleted what a server's indices meant
         self._add(msgspec.structs.replace(entry, value=value))
         return True
 
@@ -586,8 +593,10 @@ def written_tokens(answer: Answer) -> tuple[int, int]:
 def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
     """Return a passage whose title and text hold no control token of a model."""
     escape = functools.partial(escape_control_tokens, tokenizer)
-    title, text = escape(passage.title), escape(passage.text)
-    return msgspec.structs.replace(passage, title=title, text=text)
+    title, shown = passage.title, html.unescape(passage.title)
+    if escape(shown) != shown:  # a prompt shows titles unescaped
+        title = html.escape(escape(shown), quote=False)
+    return msgspec.structs.replace(passage, title=title, text=escape(passage.text))
 
 
 def showable(

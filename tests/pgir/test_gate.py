@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from beatrice import load
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.stage import CONTROL, ControlConfig
-from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging
+from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging, showable
 from beatrice.pgir.gate import (
     Draft,
     FlashRagJudger,
@@ -541,3 +543,19 @@ def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
     assert answering.escaped == {0}
     ((_, reply),) = [pair for b in answering.batches([call], ()) for pair in b]
     assert reply.text
+
+
+def test_a_title_is_shown_without_the_control_tokens_that_its_escaped_html_spells(
+    backbone,
+):
+    template, tokenizer = TEMPLATES["paper"], backbone.tokenizer
+    titles = {
+        "a &lt;s&gt; b": "a < s> b",
+        "a &amp;lt;s&amp;gt; &lt;/s> b": "a &lt;s&gt; < /s> b",
+        "R&amp;D": "R&D",
+    }
+    for title, shown in titles.items():
+        passages = [Passage(title=title, text="x")]
+        (passage,) = showable(tokenizer, template, QUESTION, passages)
+        assert template.passage_text(passage) == f"{shown}: x"
+        build_prompt(tokenizer, template, QUESTION, [passage])

@@ -146,6 +146,19 @@ def test_a_line_that_was_cut_or_changed_or_of_another_corpus_is_asked_again(tmp_
     assert len(other.services["search"].served) > 0
 
 
+def test_calls_of_passages_that_have_no_index_any_more_are_made_again(tmp_path):
+    path = tmp_path / "calls.jsonl"
+    expected = counted(run(waves(path)))
+    served = {}
+    for n_passages in (7, 0):  # all that is ranked; of a table that was deleted
+        runner = waves(path)
+        runner.journal = CallJournal(path, "corpus", n_passages)
+        assert counted(run(runner)) == expected
+        served[n_passages] = {k: len(s.served) for k, s in runner.services.items()}
+    assert set(served[7].values()) == {0}
+    assert served[0]["search"] > 0
+
+
 def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "calls.jsonl"
     values = {
