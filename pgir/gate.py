@@ -10,6 +10,7 @@ enough to be pasted.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -35,8 +36,10 @@ from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
     Judge,
+    Plan,
     Policy,
     Query,
+    Reply,
     Trace,
     TracedDraft,
     decide,
@@ -54,7 +57,7 @@ from beatrice.pgir.controllers.waves import (
 )
 from beatrice.pgir.retrievers import OwnRetriever
 from beatrice.pgir.scorer import Scorer
-from beatrice.pgir.warnings import WARNINGS
+from beatrice.pgir.warnings import REASONS, WARNINGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,9 +168,14 @@ class Gate:
         """
         path = as_path(path, "path")
         if threshold is None:
-            policy = RunDir(path).control / "control.json"
+            run = RunDir(path)
             again = "run `beatrice control`, or give a threshold"
-            threshold = read_json(policy, _Policy, again).tau
+            threshold = read_json(run.control / "control.json", _Policy, again).tau
+            if (gap := run.stage_gap("control")) is not None:
+                raise ValueError(
+                    f"{path} has a threshold that was not chosen for what is there now "
+                    f"({gap}); run `beatrice control` again, or give a threshold"
+                )
         threshold = as_probability(threshold, "threshold")  # before weights are loaded
         scorer = Scorer.load(path, model=model, device=device, dtype=dtype)
         return cls(scorer, threshold)
@@ -381,8 +389,9 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
 
     Args:
       gate: an open one.
-      engine: any query engine; its answer is kept if it scores better. Where it could
-        not be read, the metadata has the `reason` of `Kept`.
+      engine: any query engine; its answer is kept if it scores better, and rests on a
+        source node at least. Where it could not be read, the metadata has the `reason`
+        of `Kept`.
     """
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
@@ -395,7 +404,12 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
                 return Response(response=draft.answer, metadata=facts)
             reply = engine.query(query_str)
             passages = [node.get_content() for node in reply.source_nodes]
-            best = gate.keep(draft, str(reply), passages)
+            text = str(reply)  # which reads a stream to its end
+            # The text of a reply without words is "None", of one without nodes
+            # "Empty Response".
+            words = getattr(reply, "response", getattr(reply, "response_txt", None))
+            grounded = text if words and passages else ""
+            best = gate.keep(draft, grounded, passages)
             return Response(
                 response=best.answer,
                 source_nodes=reply.source_nodes if best.is_grounded else [],
@@ -416,10 +430,12 @@ class RagAnswer:
     Attributes:
       question: as it was asked.
       answer: of the draft that is returned; None where nothing was written.
-      p_correct: in [0, 1], of that draft; None likewise, or where its judge failed.
+      p_correct: in [0, 1], of that draft; None likewise, or where its judge failed or
+        the detector cannot read it, as no other draft either.
       is_trusted: whether it reaches the threshold; else it is the best of all drafts.
       passages: that the model was shown; none for a closed-book draft.
       n_generations: drafts that were written.
+      reason: why the detector cannot read the draft, as of a `Draft`.
       error: why no further draft was written or judged: a search or a judge failed, or
         a prompt does not fit the model's window.
     """
@@ -430,6 +446,7 @@ class RagAnswer:
     is_trusted: bool = False
     passages: tuple[Passage, ...] = ()
     n_generations: int = 0
+    reason: str | None = None
     error: str | None = None
 
 
@@ -461,7 +478,8 @@ def run_pgir(
       ValueError: an argument is of another type, the probe was fitted on one setting
         alone, or the retriever or judge fails.
     """
-    probed = _checked(scorer).load_scorer().probed
+    loaded = _checked(scorer).load_scorer()
+    probed = loaded.probed
     fitted = [x for x in SETTINGS if x in probed.detector.heads]
     if judge is None and len(fitted) < len(SETTINGS):
         raise ValueError(
@@ -482,7 +500,8 @@ def run_pgir(
     cached, journal = OwnRetriever(retriever), CallJournal(None, "")
     answering = Answering(probed, cached.passages, journal)
     waves = Waves(open_services(answering, cached), journal)
-    draft_judge: Judge = detector_judge
+    detector = _DetectorJudge(loaded, answering)
+    draft_judge: Judge = detector.judge
     if judge is not None:
         draft_judge = waves.add_judge("judge", judge)
     traces: list[list[TracedDraft]] = [[] for _ in texts]
@@ -493,12 +512,41 @@ def run_pgir(
     results = waves.run("pgir", plans)
     return [
         dataclasses.replace(
-            _answer_of(text, tuple(trace), policy, answering),
+            _answer_of(text, tuple(trace), policy, detector),
             n_generations=int(result.cost.generations),
             error=result.reason if isinstance(result, Failed) else None,
         )
         for text, trace, result in zip(texts, traces, results, strict=True)
     ]
+
+
+class _DetectorJudge:
+    """Judges drafts by the detector; the P of one that it cannot read is NaN.
+
+    `reasons` says why, by question and the passages that were shown.
+    """
+
+    def __init__(self, scorer: Scorer, answering: Answering) -> None:
+        self._scorer, self.answering = scorer, answering
+        self.reasons: dict[tuple[str, tuple[int, ...]], str] = {}
+
+    def judge(
+        self, question: str, passages: tuple[int, ...], reply: Reply
+    ) -> Plan[tuple[float, float]]:
+        p_correct, raw = yield from detector_judge(question, passages, reply)
+        probed, shown = self._scorer.probed, passages[: reply.n_shown]
+        context = [self.answering.passages[index] for index in shown]
+        context = showable(
+            probed.backbone.tokenizer, probed.template, question, context
+        )
+        answer = self.answering.answer_of(Call("answer", question, passages), reply)
+        reason = self._scorer.why_unreadable(question, context, answer)
+        if reason is None and not math.isfinite(raw):
+            reason = REASONS["not_finite"]
+        if reason is None:
+            return p_correct, raw
+        self.reasons[question, shown] = reason
+        return math.nan, raw
 
 
 def _recording(trace: list[TracedDraft], accept: Accept) -> Accept:
@@ -512,9 +560,10 @@ def _recording(trace: list[TracedDraft], accept: Accept) -> Accept:
 
 
 def _answer_of(
-    question: str, trace: Trace, policy: Policy, answering: Answering
+    question: str, trace: Trace, policy: Policy, detector: _DetectorJudge
 ) -> RagAnswer:
     """Return what a policy takes of a question's drafts."""
+    answering = detector.answering
     if not trace:  # the first was not judged, or not written
         first = answering.journal.find(Call("answer", question))
         return RagAnswer(question=question, answer=first and first.value.text)
@@ -523,7 +572,8 @@ def _answer_of(
     return RagAnswer(
         question=question,
         answer=draft.answer,
-        p_correct=draft.p_correct,
+        p_correct=None if math.isnan(draft.p_correct) else draft.p_correct,
         is_trusted=decision.is_accepted,
+        reason=detector.reasons.get((question, draft.passages)),
         passages=tuple(answering.passages[index] for index in draft.passages),
     )

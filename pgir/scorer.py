@@ -23,7 +23,7 @@ from beatrice.extract.generate.prompts import (
     Request,
     apply_template,
 )
-from beatrice.extract.records import SETTINGS, Answer, Setting
+from beatrice.extract.records import SETTINGS, Answer, Passage, Setting
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import batches_of
@@ -286,6 +286,18 @@ class Scorer(AnswerScorer):
             pieces=token_texts(self.probed.backbone.tokenizer, answer.token_ids),
             sequence=self.probed.sequence(request, answer),
         )
+
+    def why_unreadable(
+        self, question: str, context: Sequence[Passage], answer: Answer
+    ) -> str | None:
+        """Return why an answer that the model has written has no P, or None."""
+        questions = QuestionBatch(
+            texts=[question], contexts=[context] if context else None
+        )
+        (prompt,), (request,) = self._requests(questions)
+        with self.probed.lock:
+            prepared = self._written(prompt, request, answer)
+        return why_unreadable(self.probed.backbone, prepared)
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
         """Return the score of an answer whose signals would mean nothing, or None."""

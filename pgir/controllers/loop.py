@@ -328,7 +328,7 @@ def _fresh_of_round(
     elif (
         query == "question"
         or (query == "question_first" and len(trace) == 1)
-        or (query == "sure_draft" and trace[-1].p_correct < config.sure)
+        or (query == "sure_draft" and not trace[-1].p_correct >= config.sure)  # or NaN
     ):
         queries = [question]
     else:

@@ -36,7 +36,7 @@ from beatrice.pgir.gate import (
 from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriever
 from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice
-from tests.pgir.small import PASSAGE, QUESTION, reply
+from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
 from tests.process import ROOT, forked
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -222,6 +222,19 @@ def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
         Gate.load(tmp_path)
 
 
+def test_a_threshold_is_of_the_detector_that_control_has_chosen_it_for(
+    smoke_run, tmp_path, backbone
+):
+    run = tmp_path / "run"
+    shutil.copytree(smoke_run, run)
+    tau = json.loads((run / "control" / "control.json").read_text())["tau"]
+    assert Gate.load(run).threshold == tau
+    make_detector(backbone).save(run / "detector")
+    with pytest.raises(ValueError, match="input detector has changed.*control` again"):
+        Gate.load(run)
+    assert Gate.load(run, threshold=0.5).threshold == 0.5
+
+
 class FlashRagDataset:
     """What a judger reads of FlashRAG's dataset."""
 
@@ -283,6 +296,28 @@ def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
     assert response.metadata["p_correct"] == best.p_correct
     assert bool(response.source_nodes) == best.is_grounded
     assert response.metadata["reason"] is None
+
+
+@needs("llama_index.core")
+@pytest.mark.parametrize(
+    ("response", "texts"), [(None, [PASSAGE]), ("", [PASSAGE]), ("Empty Response", [])]
+)
+def test_an_engine_that_answers_nothing_or_from_nothing_leaves_the_draft(
+    scorer, response, texts
+):
+    from llama_index.core.base.response.schema import Response
+    from llama_index.core.query_engine import CustomQueryEngine
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    class Silent(CustomQueryEngine):
+        def custom_query(self, query_str):
+            nodes = [NodeWithScore(node=TextNode(text=x), score=1.0) for x in texts]
+            return Response(response=response, source_nodes=nodes)
+
+    reply = llama_index_engine(strict(scorer), Silent()).query(QUESTION)
+    assert str(reply) == scorer.answer(QUESTION).text
+    assert not reply.metadata["is_grounded"] and not reply.source_nodes
+    assert "is empty" in reply.metadata["reason"]
 
 
 @pytest.fixture
@@ -425,6 +460,19 @@ def test_a_passage_that_fits_no_window_costs_its_question_no_draft(scorer):
     (draft,) = strict(scorer).draft([QUESTION])
     assert (bad.answer, bad.n_generations, bad.is_trusted) == (draft.answer, 1, False)
     assert bad.p_correct == pytest.approx(draft.p_correct, abs=1e-5)
+
+
+def test_a_draft_that_the_detector_cannot_read_is_never_trusted(scorer):
+    question = "xyzzy plugh qwerty?"
+    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
+    (draft,) = lenient(scorer).draft([question])
+    assert draft.p_correct is None and "unknown to" in draft.reason
+    answers = run_pgir(scorer, [question, QUESTION], retriever, threshold=1e-6)
+    unread, read = answers
+    assert (unread.is_trusted, unread.p_correct) == (False, None)
+    assert (unread.reason, unread.answer) == (draft.reason, draft.answer)
+    assert unread.n_generations == 2 and unread.error is None
+    assert read.is_trusted and read.p_correct and read.reason is None
 
 
 def test_what_was_written_is_returned_though_its_judge_is_away(scorer):
