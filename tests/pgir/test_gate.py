@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from beatrice import load
-from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.prompts import ANSWER_PRESETS, build_prompt
 from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe.scope import Evidence, Validation
@@ -35,7 +35,7 @@ from beatrice.pgir.gate import (
 )
 from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriever
 from beatrice.pgir.scorer import Scorer
-from tests.extract.small_run import beatrice
+from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
 from tests.process import ROOT, forked
 
@@ -223,16 +223,20 @@ def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
 
 
 def test_a_threshold_is_of_the_detector_that_control_has_chosen_it_for(
-    smoke_run, tmp_path, backbone
+    tmp_path, backbone
 ):
-    run = tmp_path / "run"
-    shutil.copytree(smoke_run, run)
-    tau = json.loads((run / "control" / "control.json").read_text())["tau"]
-    assert Gate.load(run).threshold == tau
-    make_detector(backbone).save(run / "detector")
+    run, detector = make_run(tmp_path / "run"), make_detector(backbone)
+    run.settle("answer", ANSWER_PRESETS)
+    detector.save(run.detector)
+    run.control.mkdir()
+    (run.control / "control.json").write_text(json.dumps({"tau": 0.6}))
+    run.mark_stage("control", run.hash_inputs(run.detector), 1.0, [run.control])
+    assert Gate.load(run.path).threshold == 0.6
+    heads = detector.heads | {"single_pass": detector.heads["with_context"]}
+    dataclasses.replace(detector, heads=heads).save(run.detector)
     with pytest.raises(ValueError, match="input detector has changed.*control` again"):
-        Gate.load(run)
-    assert Gate.load(run, threshold=0.5).threshold == 0.5
+        Gate.load(run.path)
+    assert Gate.load(run.path, threshold=0.5).threshold == 0.5
 
 
 class FlashRagDataset:
