@@ -284,7 +284,8 @@ def draw_answers(
     Returns None where these replies are a share of the texts.
     """
     draws = [
-        (request, dataclasses.replace(prompt, sample=k))
+        # Draws are never read, so that all of an equal prompt is computed once.
+        (request, dataclasses.replace(prompt, sample=k, n_common=None))
         for request, prompt in zip(requests, prompts_of(requests), strict=True)
         for k in range(config.n_samples)
     ]

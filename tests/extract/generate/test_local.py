@@ -17,6 +17,7 @@ from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate import local
+from beatrice.extract.generate.answers import DrawConfig, draw_answers
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
@@ -28,6 +29,7 @@ from beatrice.extract.generate.local import Choice, TransformersGenerator
 from tests.extract.generate.loopback import (
     GREEDY,
     Numbers,
+    open_replies,
     prompts_of,
     shapes_run,
     texts,
@@ -244,6 +246,15 @@ def test_an_equal_prompt_is_computed_once():
     with shapes_run(backbone) as shapes:
         written(backbone, [*prompts[:2], *prompts[:2], prompts[0]])
     assert shapes[:3] == [(1, N_SHARED), (2, 8), (5, 1)]
+
+
+def test_of_draws_every_prompt_is_computed_once(local, requests, tmp_path):
+    config = DrawConfig(n_samples=3)
+    replies = open_replies(tmp_path / "sample.jsonl")
+    with shapes_run(local.backbone) as shapes:
+        draw_answers(requests[:2], local, replies, config, lambda done, total: None)
+    width = max(len(request.prompt.ids) for request in requests[:2])
+    assert shapes[:2] == [(2, width - 1), (6, 1)]
 
 
 ENDING = SamplingConfig(max_new_tokens=24, stop=("5",))
