@@ -210,9 +210,13 @@ class PromptTemplate(Words):
         """Return one question in its words, and where its context lies in them."""
         if context is None:
             return self.closed_book.replace("{question}", question), (0, 0)
-        before, after = self.with_context.split("{context}")
-        text = before + context + after.replace("{question}", question)
-        return text, (len(before), len(before) + len(context))
+        # Parted first: question and context may hold these marks themselves.
+        before, after = (
+            part.replace("{question}", question)
+            for part in self.with_context.split("{context}")
+        )
+        span = len(before), len(before) + len(context)
+        return before + context + after, span
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {

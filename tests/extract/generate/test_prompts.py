@@ -445,6 +445,15 @@ def test_words_of_ones_own_ask_as_a_named_template_of_the_same_words(tokenizer):
     assert msgspec.convert(dataclasses.asdict(named), PromptConfig) == named
 
 
+def test_a_question_stands_wherever_words_of_ones_own_have_a_place_for_it(bytewise):
+    words = Words(with_context="{question}? By {context}: {question}!")
+    template = PromptConfig(template=words).prompt_template()
+    asked = "{question}{context}"
+    prompt = build_prompt(bytewise, template, asked, passages("{a}"))
+    assert prompt.text == f"{asked}? By {{a}}: {asked}!"
+    assert context_of(bytewise, prompt) == "{a}"
+
+
 @pytest.mark.parametrize("context", [(), ("A fact.", "Another.")])
 def test_a_services_words_are_a_chat_behind_its_system_message(bytewise, context):
     bytewise.chat_template = (
