@@ -240,7 +240,7 @@ def usual_stop_id(
       stop_ids: tokens at which generation ends, if any are known.
     """
     usual = tokenizer.eos_token_id
-    if prompt.usual_stop:
+    if prompt.usual_stop and not prompt.chat:
         # After an example comes the next one, whose words decide how ends are cut.
         after = f"\n\n{prompt.prompt_template().closed_book}"
         end = after if prompt.shots else prompt.usual_stop[0]

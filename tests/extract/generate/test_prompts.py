@@ -539,6 +539,8 @@ def test_an_answer_that_exists_ends_as_the_model_would_end_it(bytewise):
     mark = bytewise("!")["input_ids"][0]
     chat = PromptConfig(chat=True)
     assert usual_stop_id(bytewise, chat, (eos, mark)) == mark
+    shots = dataclasses.replace(shots, chat=True)
+    assert usual_stop_id(bytewise, shots, (eos, mark)) == mark
     bytewise.chat_template = "{{ nothing.of_that() }}"
     assert usual_stop_id(bytewise, chat, (eos, mark)) == eos
 
