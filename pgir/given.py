@@ -400,8 +400,8 @@ def _answer_tokens(
         return (*_continue(tokenizer, text), stop)
     ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")
-    if ids[-1] == stop or ids[-1] in control_tokens(tokenizer, len(tokenizer)):
-        ids, stop = ids[:-1], ids[-1]
+    is_whole = ids[-1] == stop or ids[-1] in control_tokens(tokenizer, len(tokenizer))
+    ids, stop = (ids[:-1], ids[-1]) if is_whole else (ids, None)
     return ids, token_texts(tokenizer, ids), stop
 
 

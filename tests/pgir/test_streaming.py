@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -90,10 +89,10 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
         ids = answer.token_ids[:n]
         ended = scorer.score(QUESTION, context=context, answer_ids=[*ids, stop_id])
         assert token.p_correct == pytest.approx(ended.p_correct, abs=1e-5)
-        cut = msgspec.structs.replace(answer, token_ids=ids, stop_id=None)
-        features = scorer.probed.read([cut]).features(request.setting)
-        scores = scorer._detect(request.setting, features)
-        assert token.p_if_cut == pytest.approx(scores.p_correct[0], abs=1e-5)
+        cut = scorer.score(QUESTION, context=context, answer_ids=ids)
+        assert token.p_if_cut == pytest.approx(cut.p_correct, abs=1e-5)
+        assert any("cut answer" in warning for warning in cut.warnings)
+        assert not any("cut answer" in warning for warning in ended.warnings)
     if len(tokens) > 3:
         assert len({token.p_correct for token in tokens[: n_tokens - 1]}) > 1
     if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
