@@ -432,9 +432,12 @@ class Scorer(AnswerScorer):
         """Return what computes `Score.effects` of one answer."""
 
         def effects() -> tuple[float, ...]:
-            values = []
-            # A token's signals are those of the place that emits it.
-            for position in np.flatnonzero(features.masks[-1][0])[: len(score.tokens)]:
+            n_tokens, places = len(score.tokens), np.flatnonzero(features.masks[-1][0])
+            # A token's signals are those of the place that emits it. A literal span
+            # begins one place later: P does not read that of the first token.
+            is_literal = self.probed.answer_span == "literal"
+            values = [0.0][:n_tokens] if is_literal else []
+            for position in places[: n_tokens - len(values)]:
                 answer = features.masks[-1].copy()
                 answer[0, position] = False
                 without = Features(features.tokens, (*features.masks[:-1], answer))

@@ -78,17 +78,30 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
     assert "log p" not in bare._repr_html_()
 
 
+@pytest.mark.parametrize("span", ["emitting", "literal"])
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
-def test_an_effect_is_what_p_loses_without_the_signals_of_a_token(passages):
-    scorer = beatrice.load("embedded").scorer  # P of the small run has two steps
+def test_an_effect_is_what_p_loses_without_the_signals_of_a_token(passages, span):
+    probed = beatrice.load("embedded").scorer.probed  # P of the small run has two steps
+    trained = dataclasses.replace(probed.trained, answer_span=span)
+    detector = dataclasses.replace(probed.detector, provenance=trained)
+    scorer = Scorer(probed.backbone, detector)
     probed, score = scorer.probed, scorer.score(QUESTION, ANSWER, passages)
     setting, head = "closed_book", "closed_book"
     if passages:
         setting, head = "with_context", "single_pass"
     given = {"question": QUESTION, "answer": ANSWER, "context": passages}
-    sequence = prepared_of(probed, **given).sequence
-    tokens, masks = probed.read_sequences([sequence]).features(setting)
-    for position, effect in enumerate(score.effects):
+    prepared = scorer.prepare(AnswerToScore(**given))
+    reading = probed.read_sequences([prepared.sequence])
+    tokens, masks = reading.features(setting)
+    start = prepared.sequence.spans[2, 0]
+    assert len(score.effects) == len(score.tokens)
+    for token, effect in enumerate(score.effects):
+        place = len(prepared.prompt.ids) - 1 + token
+        surprisal = reading.signals[0].prob[place - reading.signals[0].first_token, 1]
+        assert score.log_probs[token] == pytest.approx(-surprisal, abs=1e-5)
+        if (position := place - start) < 0:
+            assert effect == 0.0
+            continue
         answer = [np.delete(x[-1], position, axis=1) for x in (tokens, masks)]
         without = Features((*tokens[:-1], answer[0]), (*masks[:-1], answer[1]))
         (p_correct,) = probed.forward.score(head, {setting: without}).p_correct
