@@ -14,10 +14,12 @@ from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.generate.prompts import (
     Prompt,
     apply_template,
+    blank_before_answer,
     build_prompt,
     check_text,
     control_tokens,
     encode_any,
+    encode_behind,
     encode_text,
     special_texts,
     token_span,
@@ -326,6 +328,7 @@ def _prompt_from_template(
     """Return the prompt that the run's own template makes."""
     prompt = build_prompt(tokenizer, template, question, passages)
     texts = [("the question", question)]
+    plain = {"add_special_tokens": False}
     texts += [
         (f"passage {i}", f"{passage.title} {passage.text}".strip())
         for i, passage in enumerate(passages, start=1)
@@ -334,18 +337,10 @@ def _prompt_from_template(
         **vars(prompt),
         is_templates=True,
         parts=[
-            Part(what, text, _continue(tokenizer, f" {text}")[0])
+            Part(what, text, encode_text(tokenizer, f" {text}", **plain).ids)
             for what, text in texts
         ],
     )
-
-
-def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ids of a text as it follows another, and the text piece by piece."""
-    encoded = encode_text(tokenizer, text, add_special_tokens=False)
-    stops = [stop for _, stop in encoded.offsets]
-    pieces = (text[a:b] for a, b in itertools.pairwise([0, *stops]))
-    return encoded.ids, tuple(pieces)
 
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
@@ -388,16 +383,23 @@ def _check_ends(tokenizer: Any, answer: str) -> None:
 
 
 def _answer_tokens(
-    tokenizer: Any, template: PromptTemplate, given: AnswerToScore, stop: int | None
+    tokenizer: Any,
+    template: PromptTemplate,
+    given: AnswerToScore,
+    prompt: PromptTokens,
+    stop: int | None,
 ) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
     """Return the answer's ids, its text piece by piece, and the stop token."""
     if given.answer_ids is None:
         text = str(given.answer)
         check_text(text, "the answer")
         _check_ends(tokenizer, text)
-        if given.uses_template:  # as the run's own begin; a chat's begins a line
-            text = ("" if template.chat else " ") + text.strip()
-        return (*_continue(tokenizer, text), stop)
+        if given.uses_template:  # as the run's own begin
+            blank = blank_before_answer(tokenizer, prompt, chat=template.chat)
+            text = blank + text.strip()
+        encoded = encode_behind(tokenizer, prompt, text)
+        edges = itertools.pairwise([0, *(stop for _, stop in encoded.offsets)])
+        return encoded.ids, tuple(text[a:b] for a, b in edges), stop
     ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")
     is_whole = ids[-1] == stop or ids[-1] in control_tokens(tokenizer, len(tokenizer))
@@ -431,7 +433,7 @@ def prepare(
     """
     prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id
-    ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
+    ids, pieces, stop = _answer_tokens(tokenizer, template, given, prompt, usual)
     answer = Answer(
         example_id=example_id,
         setting=prompt.setting,

@@ -247,20 +247,31 @@ def usual_stop_id(
         encoded = encode_any(tokenizer, f"a{end}", add_special_tokens=False)
         ids = (i for i, (_, stop) in zip(*encoded, strict=True) if stop > 1)
         return next(ids, usual)
+    usual = usual if usual in stop_ids or not stop_ids else stop_ids[0]
     if prompt.chat:
-        turns = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "a"},
-        ]
-        with contextlib.suppress(Exception):  # a template is the authors' program
-            before = apply_template(tokenizer, turns[:1])
-            text = tokenizer.apply_chat_template(
-                turns, tokenize=False, **TEMPLATE_FIELDS
-            )
-            end = text[len(before) :].partition("a")[2]
-            ids = encode_any(tokenizer, end, add_special_tokens=False).ids
-            return next(i for i in ids if i in stop_ids)
-    return usual if usual in stop_ids or not stop_ids else stop_ids[0]
+        end = _around_reply(tokenizer, str(tokenizer.chat_template))[1]
+        ids = encode_any(tokenizer, end, add_special_tokens=False).ids
+        return next((i for i in ids if i in stop_ids), usual)
+    return usual
+
+
+@functools.lru_cache(maxsize=8)
+def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
+    """Return what a tokenizer's chat template writes before and behind a reply.
+
+    Before is what the model writes itself: it stands behind what is ready for a reply.
+    """
+    mark = "BEATRICE-REPLY"
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": mark},
+    ]
+    with contextlib.suppress(Exception):  # a template is the authors' program
+        ready = apply_template(tokenizer, turns[:1])
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **TEMPLATE_FIELDS)
+        before, _, behind = text.partition(mark)
+        return before.removeprefix(ready) if before.startswith(ready) else "", behind
+    return "", ""
 
 
 def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
@@ -306,6 +317,40 @@ class Prompt:
     context_span: tuple[int, int]
     text: str = ""  # of which the ids were made; a chat's special tokens are in it
     question_start: int | None = None  # of its span; None: where the context ends
+
+
+def blank_before_answer(tokenizer: Any, prompt: Prompt, *, chat: bool) -> str:
+    """Return the white space with which a model begins its answer to a prompt."""
+    if chat:
+        before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
+        return "" if before.strip() else before
+    return "" if prompt.text[-1:].isspace() else " "
+
+
+def encode_behind(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
+    """Return the ids of a text behind a prompt, as the model writes them.
+
+    Some tokenizers begin every text with a blank, which no answer has twice. So the
+    text is read with the prompt's end before it; by itself where that would change how
+    the end is read.
+    """
+    control = control_tokens(tokenizer, len(tokenizer)).get(prompt.ids[-1], "")
+    at = prompt.text.rfind(control) if control else -1
+    ends = [prompt.text[at:], "\n"]
+    if at >= 0:  # behind a control token, which one in the text is not
+        is_plain = not special_pattern(tokenizer, len(tokenizer)).search(text)
+        ends = ends[: int(is_plain)]
+    options = {"add_special_tokens": False, "split_special_tokens": at < 0}
+    for end in ends:
+        before = encode_any(tokenizer, end, **options)
+        whole = encode_any(tokenizer, end + text, **options)
+        n, n_end = len(before.ids), len(end)
+        if whole.ids[:n] == before.ids and whole.offsets[:n] == before.offsets:
+            offsets = [(a - n_end, b - n_end) for a, b in whole.offsets[n:]]
+            encoded = Encoded(whole.ids[n:], offsets)
+            _check_control_tokens(tokenizer, text, encoded, (0, len(text)))
+            return encoded
+    return encode_text(tokenizer, text, add_special_tokens=False)
 
 
 def check_text(text: str, what: str) -> None:

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers.decoders import Sequence, Strip
 
 import beatrice
-from beatrice.extract.generate.templates import SHOTS, PromptConfig
+from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.families import Features
@@ -205,6 +205,54 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     written = sequence_of(answer)
     for name in ("ids", "targets", "spans"):
         np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
+
+
+def prepending():
+    """A tokenizer as Llama 2's and Phi 3's: a text begins with a blank of its own."""
+    tokenizer = byte_fallback()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    reply = AddedToken("<reply>", special=True, rstrip=True)
+    tokenizer.add_tokens([reply], special_tokens=True)
+    return tokenizer
+
+
+LINES = Words(closed_book="{question}\n")
+TURNS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)  # DeepSeek's
+REPLY = (
+    "{% for m in messages %}<{{ 'reply' if m['role'] == 'assistant' else 'ask' }}>\n"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<reply>\n{% endif %}"
+)  # Phi's
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_fallback, prepending])
+@pytest.mark.parametrize(
+    ("template", "chat_template", "written"),
+    [
+        ("short", None, " Paris"),
+        (LINES, None, "Paris"),
+        (Words(closed_book="{question} "), None, "Paris"),
+        ("short", TURNS, " Paris"),
+        ("short", CHAT, "Paris"),
+        ("short", REPLY, "Paris"),
+    ],
+)
+def test_an_answer_begins_as_the_model_begins_it(
+    make_tokenizer, template, chat_template, written
+):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    config = PromptConfig(template=template, chat=chat_template is not None)
+    given = AnswerToScore(question="who?", answer=written.strip())
+    prepared = prepare(tokenizer, config.prompt_template(), given)
+    text, ids = prepared.prompt.text, prepared.prompt.ids
+    whole = tuple(tokenizer(text + written)["input_ids"])
+    assert whole == ids + prepared.answer.token_ids
+    assert "".join(prepared.pieces) == prepared.answer.text == written
 
 
 @pytest.mark.parametrize(
