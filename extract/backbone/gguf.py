@@ -302,9 +302,13 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     candidates = [header.values.get(name) for name in names]
     control = tokenizer.added_tokens_decoder.items()
-    candidates += [i for i, t in control if t.special and t.content in _ENDS_OF_TURN]
+    ends = {t.content: i for i, t in control if t.special}
+    candidates += [i for text, i in ends.items() if text in _ENDS_OF_TURN]
+    # Beside them <|end|> ends a message, such as gpt-oss's analysis before its answer.
+    is_messages = {"<|return|>", "<|call|>"} <= ends.keys()
+    no_end = (None, ends.get("<|end|>") if is_messages else None)
     generation = GenerationConfig.from_model_config(config)
-    in_vocabulary = (i for i in candidates if i is not None and i < header.n_tokens)
+    in_vocabulary = (i for i in candidates if i not in no_end and i < header.n_tokens)
     stops = list(dict.fromkeys(in_vocabulary))
     generation.eos_token_id = stops or generation.eos_token_id
     return generation

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     Gemma3ForCausalLM,
@@ -21,10 +22,12 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from beatrice.extract.backbone.gguf import (
+    Header,
     Weights,
     _unpack,
     _write_weights,
     config_of,
+    generation_of,
     read_header,
     unpacked,
 )
@@ -243,6 +246,21 @@ def test_a_file_says_its_stop_tokens_its_name_and_its_revision(llama_file, cache
     sha256 = hashlib.sha256(llama_file.read_bytes()).hexdigest()
     assert (backbone.name, backbone.revision) == (str(llama_file), sha256)
     assert [name.partition("-")[0] for name in files_in(cache)] == [sha256]
+
+
+def test_the_end_of_a_message_before_the_answer_ends_none(bytewise):
+    """With the end of Phi's turn gpt-oss ends its analysis."""
+
+    def ends_of(*texts):
+        bytewise.add_tokens([AddedToken(text, special=True) for text in texts])
+        size, end = len(bytewise), bytewise.convert_tokens_to_ids("<|end|>")
+        values = {"tokenizer.ggml.eot_token_id": end}
+        header = Header(Path("m.gguf"), values=values, n_tokens=size, tensors={})
+        ids = generation_of(header, LlamaConfig(), bytewise).eos_token_id
+        return bytewise.convert_ids_to_tokens(ids)
+
+    assert ends_of("<|end|>") == ["<|end|>"]
+    assert ends_of("<|return|>", "<|call|>") == ["<|return|>", "<|call|>"]
 
 
 def test_a_file_is_unpacked_once_and_again_only_when_damaged(llama_file):
