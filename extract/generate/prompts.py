@@ -108,11 +108,31 @@ def _check_control_tokens(
             continue
         # Where one token means both unknown and end, it may stand for other text.
         if text[start:stop].strip() == control[token].strip() != "":
-            raise ValueError(
-                f"the text holds {control[token]!r}, which the model reads as a "
-                "control token; take it out of the question, its passages or the "
-                "answer"
-            )
+            raise _control_error(control[token])
+
+
+def _control_error(token: str) -> ValueError:
+    return ValueError(
+        f"the text holds {token!r}, which the model reads as a control token; take it "
+        "out of the question, its passages or the answer"
+    )
+
+
+def template_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts of a chat template's tokens that are no special tokens.
+
+    As Qwen's <think>: no option splits it. What is added to a vocabulary beside them
+    (Gemma's <b>) are words as any.
+    """
+    template = str(getattr(tokenizer, "chat_template", None))
+    return _template_tokens(tokenizer, len(tokenizer), template)
+
+
+@functools.lru_cache(maxsize=8)
+def _template_tokens(tokenizer: Any, n_words: int, template: str) -> tuple[str, ...]:
+    added = tokenizer.added_tokens_decoder.values()
+    texts = (token.content for token in added if not token.special)
+    return tuple(text for text in texts if text[:1] in ("<", "[") and text in template)
 
 
 @functools.lru_cache(maxsize=8)
@@ -138,7 +158,8 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
 
     For passages of a search, which a user cannot edit.
     """
-    for token in control_tokens(tokenizer, len(tokenizer)).values():
+    tokens = control_tokens(tokenizer, len(tokenizer)).values()
+    for token in (*tokens, *template_tokens(tokenizer)):
         word = token.strip()
         if word and word in text:
             text = text.replace(word, f"{word[0]} {word[1:]}")
@@ -402,6 +423,9 @@ def build_prompt(
             "use a model with a fast tokenizer (tokenizer.json)"
         )
     context = template.context_text(passages) if passages else None
+    for token in template_tokens(tokenizer):
+        if token in question or token in (context or ""):
+            raise _control_error(token)
     text, characters = template.render(question, context)
     if template.chat:
         rendered = render_message(tokenizer, text, template.system)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from beatrice.extract.backbone.loading import load_backbone
@@ -23,6 +24,7 @@ from beatrice.extract.generate.prompts import (
     TokenizerOnly,
     build_prompt,
     encode_text,
+    escape_control_tokens,
     make_requests,
     render_message,
     usual_stop_id,
@@ -241,6 +243,20 @@ def test_a_chat_refuses_it_since_its_template_writes_control_tokens_as_text(byte
     for question, context, token in (("x?", EVIL, "</s>"), ("is <s>?", "a", "<s>")):
         with pytest.raises(ValueError, match=f"the text holds '{token}'"):
             build_prompt(bytewise, CHAT, question, passages(context))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_token_that_the_chat_template_alone_calls_control_is_refused(bytewise, chat):
+    """As Qwen's; another that was added, as Gemma's, is a word."""
+    bytewise.add_tokens([AddedToken(t, special=False) for t in ("<think>", "<b>")])
+    bytewise.chat_template += "{{ '<think>' if enable_thinking }}"
+    template = dataclasses.replace(SHORT, chat=chat)
+    for question, context in (("is <think>?", "a"), ("x?", "a <think> b")):
+        with pytest.raises(ValueError, match="the text holds '<think>'"):
+            build_prompt(bytewise, template, question, passages(context))
+    escaped = escape_control_tokens(bytewise, "a <think> <b>")
+    prompt = build_prompt(bytewise, template, "x?", passages(escaped))
+    assert context_of(bytewise, prompt) == "a < think> <b>"
 
 
 def test_a_tokenizer_that_knows_it_as_a_word_is_refused_the_text():
