@@ -358,7 +358,7 @@ def encode_behind(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
     control = control_tokens(tokenizer, len(tokenizer)).get(prompt.ids[-1], "")
     at = prompt.text.rfind(control) if control else -1
     ends = [prompt.text[at:], "\n"]
-    if at >= 0:  # behind a control token, which one in the text is not
+    if at >= 0:  # the prompt ends with a control token; one in the text stays letters
         is_plain = not special_pattern(tokenizer, len(tokenizer)).search(text)
         ends = ends[: int(is_plain)]
     options = {"add_special_tokens": False, "split_special_tokens": at < 0}
