@@ -480,11 +480,25 @@ def _human_files(run: RunDir) -> list[Path]:
     return [path] if path.exists() else []
 
 
+def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
+    """Return a person's verdicts on the labels of now, if there are some."""
+    again = "run `beatrice label --audit` again"
+    verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
+    judged = run.hash_inputs(run.answers, run.labels)
+    current = [x for x in verdicts if x.get("read") == judged]
+    if current != verdicts:
+        progress.note(
+            "evaluate: a person has judged other answers or labels than the run's; "
+            f"read the annotations again: `beatrice label {run.path} --audit "
+            "--annotations FILE`"
+        )
+    return current
+
+
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
     bootstrap, spell = run_bootstrap(run), _speller(run, progress)
-    again = "run `beatrice label --audit` again"
-    verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
+    verdicts = _verdicts(run, progress)
     calibrated = Detector.load(run.detector)
     result, curves, shown = [], {}, []
     settings = settings_of(run)

@@ -663,7 +663,8 @@ def audit_labels(run: RunDir, n_sample: int) -> dict[str, Any]:
 def compare_annotations(run: RunDir, path: Path) -> HumanAgreement:
     """Compare a person's annotations with the labels; writes `audit/human.json`."""
     human = read_annotations(path, _labelled(run), seed=run.seed)
-    write_json_atomic(run.audit / "human.json", dataclasses.asdict(human))
+    about = {"read": run.hash_inputs(run.answers, run.labels)}  # others are not judged
+    write_json_atomic(run.audit / "human.json", dataclasses.asdict(human) | about)
     return human
 
 
