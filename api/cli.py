@@ -606,9 +606,11 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
     """
     quiet()
     from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.rows import check_evaluated
     from beatrice.probe import load
 
     probe = load(run_dir)
+    check_evaluated(RunDir(run_dir))
     report, examples = _report_of(RunDir(run_dir))
     probe = probe.with_report(report)
     probe.save(folder, examples=examples, untrustworthy=untrustworthy)

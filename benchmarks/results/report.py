@@ -71,6 +71,7 @@ from beatrice.extract.run.files import read_json, write_text_atomic
 from beatrice.extract.run.rows import (
     ResultRow,
     Subject,
+    check_evaluated,
     gather,
     label_rule,
     published,
@@ -400,6 +401,7 @@ def comparison(first: Side, second: Side) -> str:
 
 def run_side(run: RunDir) -> Side:
     """Return what is compared of an evaluated run."""
+    check_evaluated(run)
     results = results_of(read_result_rows(run))
     counts = count_correct(read_examples(run), read_labels(run))
     return Side(

@@ -243,6 +243,15 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     write_text_atomic(run.results, "".join(texts))
 
 
+def check_evaluated(run: RunDir) -> None:
+    """Refuse a run whose rows are of another detector than the one it has now."""
+    if gap := run.stage_gap("evaluate"):
+        raise ValueError(
+            f"the rows of {run.path} are out of date ({gap}); run `beatrice evaluate` "
+            "first"
+        )
+
+
 def read_result_rows(run: RunDir) -> list[ResultRow]:
     """Return every row of the run."""
     rows = list(read_rows(run.results))
