@@ -57,6 +57,11 @@ from beatrice.selection.analysis import (
 from beatrice.selection.exhaustive import read_ranking
 
 FORMAT = 4  # of what is saved
+# Which stage writes a part that there is on request, and into which folder.
+_ON_REQUEST: dict[Part, tuple[str, str]] = {
+    "rankings": ("exhaustive", "exhaustive"),
+    "ablations": ("ablate", "ablations"),
+}
 
 
 class Analysis(NamedTuple):
@@ -153,21 +158,33 @@ def _deployed(
     return deployed
 
 
-def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
+def _on_request(run: RunDir) -> dict[Part, Path]:
+    """Return the folders of parts that are there and up to date."""
+    return {
+        part: run.path / folder
+        for part, (stage, folder) in _ON_REQUEST.items()
+        if run.stage_done(stage)
+    }
+
+
+def _other(config: AnatomyConfig) -> dict[Part, str]:
+    """Return what identifies the run of another backbone, if there is one."""
+    if config.other is None:
+        return {}
+    other = RunDir(Path(config.other))
+    files = [*row_files(other), *encoder_folders(other)]
+    return {"other": " ".join(str(sha256_tree(file)) for file in files)}
+
+
+def _parts(run: RunDir, config: AnatomyConfig) -> dict[Part, str]:
     parts: dict[Part, str] = {setting: "" for setting in settings_of(run)}
-    if run.stage_done("exhaustive"):
-        parts["rankings"] = str(sha256_tree(run.path / "exhaustive"))
-    if run.stage_done("ablate"):
-        parts["ablations"] = str(sha256_tree(run.path / "ablations"))
-    if other is not None:
-        files = [*row_files(other), *encoder_folders(other)]
-        parts["other"] = " ".join(str(sha256_tree(file)) for file in files)
-    return parts
+    parts |= {part: str(sha256_tree(x)) for part, x in _on_request(run).items()}
+    return parts | _other(config)
 
 
 def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
     other = None if config.other is None else RunDir(Path(config.other))
-    parts, settings, searches = _parts(run, other), settings_of(run), _searches(run)
+    parts, settings, searches = _parts(run, config), settings_of(run), _searches(run)
     without_hidden: dict[Setting, np.ndarray] = {
         setting: scores
         for setting in (settings if "ablations" in parts else ())
@@ -256,8 +273,9 @@ def _anatomy(
 
 ANATOMY = Stage(
     name="anatomy",
-    inputs=_inputs,
+    inputs=lambda run: [*_inputs(run), *_on_request(run).values()],
     outputs=lambda run: [_folder(run), rows_file(run, "anatomy")],
     work=_anatomy,
     presets=ANATOMY_PRESETS,
+    identity=lambda config: {**_other(config)},
 )
