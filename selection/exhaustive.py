@@ -156,6 +156,11 @@ def _folder(run: RunDir) -> Path:
     return run.path / "exhaustive"
 
 
+def _pieces(run: RunDir) -> Path:
+    """Return where trained heads' numbers lie until the stage is recorded."""
+    return run.path / "exhaustive.pieces"
+
+
 def _rankings(run: RunDir) -> Cache:
     return Cache(_folder(run), EXPERIMENT)
 
@@ -229,7 +234,7 @@ def _enumerate(
     settings = settings_of(run)
     heads = {s: HeadTrainer(run_pool(run, s), config) for s in settings}
     searches = {
-        setting: Enumeration(trainer, _folder(run) / f"{setting}.pieces")
+        setting: Enumeration(trainer, _pieces(run) / setting)
         for setting, trainer in heads.items()
     }
     n_heads = sum(search.n_heads(search.calls) for search in searches.values())
@@ -246,8 +251,6 @@ def _enumerate(
 
     side_by_side(work, settings, update, n_missing)
     publish(run, "exhaustive", [row for s in settings for row in rows[s]], progress)
-    for search in searches.values():  # the rankings hold all of it now
-        search.cache.clear()
 
 
 def read_ranking(run: RunDir, setting: Setting) -> Ranking:
@@ -284,6 +287,7 @@ EXHAUSTIVE = Stage(
     inputs=lambda run: [*row_files(run), run.selection, *encoder_folders(run)],
     outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,
+    leftovers=lambda run: [_pieces(run)],
     presets=SELECT_PRESETS,
     section="select",
 )

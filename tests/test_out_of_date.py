@@ -1,0 +1,83 @@
+"""What is out of date is neither reported, compared nor given away."""
+
+import re
+import shutil
+
+import pytest
+
+from beatrice.benchmarks.results.evaluate import EVALUATE
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.rows import read_result_rows
+from beatrice.extract.run.stages import is_done
+from beatrice.jaxprobe.calibrate import select_config
+from beatrice.selection.anatomy import ANATOMY
+from beatrice.selection.exhaustive import EXHAUSTIVE
+from tests.extract.label.test_audit import fill
+from tests.extract.small_run import assert_error_sentence, beatrice
+
+
+@pytest.fixture
+def run(smoke_run, tmp_path):
+    return RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
+
+
+def test_verdicts_on_labels_of_another_rule_wait_until_they_are_read_again(
+    run, tmp_path
+):
+    def experiments():
+        EVALUATE.work(run, None, lambda *_: None, Progress())
+        return {row.experiment for row in read_result_rows(run)}
+
+    beatrice("label", run.path, "--audit")
+    filled = shutil.copy(run.audit / "sample.csv", tmp_path / "filled.csv")
+    fill(filled)
+    read = ("label", run.path, "--audit", "--annotations", filled)
+    beatrice(*read)
+    before = run.labels.read_bytes()
+    beatrice("label", run.path, "--match", "containment")
+    assert run.labels.read_bytes() != before
+    assert not {"label_noise", "annotated"} & experiments()
+    (run.audit / "sample.csv").unlink()  # drawn by the labels of before
+    beatrice(*read)
+    assert {"label_noise", "annotated"} <= experiments()
+
+
+def test_rows_of_an_earlier_detector_are_neither_exported_nor_compared(
+    run, smoke_run, tmp_path
+):
+    lines = (
+        ("export", run.path, tmp_path / "probe", "--untrustworthy"),
+        ("report", smoke_run, run.path),
+    )
+    beatrice("calibrate", run.path, "--set", "maps=isotonic")
+    for line in lines:
+        done = beatrice(*line, code=1)
+        assert_error_sentence(done, "input detector", "run `beatrice evaluate` first")
+    beatrice("evaluate", run.path)
+    for line in lines:
+        beatrice(*line)
+
+
+def test_the_anatomy_is_not_done_once_a_ranking_is_there_or_the_other_run_is_changed(
+    run, smoke_run, tmp_path
+):
+    other = shutil.copytree(smoke_run, tmp_path / "other")
+    beatrice("anatomy", run.path, other, "--only", "backbones")
+    assert is_done(run.path, ANATOMY)
+    ranking = run.path / "exhaustive"
+    ranking.mkdir()
+    (ranking / "closed_book.safetensors").write_text("a ranking")
+    run.mark_stage("exhaustive", {}, 1.0, [ranking])
+    assert not is_done(run.path, ANATOMY)
+    (run.stages / "exhaustive.json").unlink()
+    assert is_done(run.path, ANATOMY)
+    beatrice("label", other, "--match", "containment")
+    assert not is_done(run.path, ANATOMY)
+
+
+@pytest.mark.slow
+def test_a_ranking_that_is_not_recorded_yet_trains_no_head_again(run, capsys):
+    for n_missing in ("[1-9][0-9]*", "0"):
+        EXHAUSTIVE.work(run, select_config(run), lambda *_: None, Progress())
+        assert re.search(f"exhaustive: {n_missing} of ", capsys.readouterr().err)
