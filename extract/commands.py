@@ -210,7 +210,7 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
     else:
         replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
         counts = (
-            (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
+            row.booked or (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
             for row in replies.intact_rows(SavedReply)
         )
     n_prompt = n_new = 0

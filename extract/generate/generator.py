@@ -110,6 +110,8 @@ class Generated(Record, frozen=True, kw_only=True):
     finish: Finish
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
+    # Prompt and new tokens that are booked, at most, where a server does not count.
+    booked: tuple[int, int] | None = None
     # Since the text before it came, so that the first of a batch has all of the batch;
     # their sum is what the texts took over all starts. None where it is not measured.
     seconds: float | None = None

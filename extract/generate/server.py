@@ -390,6 +390,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 n_prompt = reply.n_prompt_tokens
             if reply.n_new_tokens is not None:
                 n_new = reply.n_new_tokens
+            if None in (reply.n_prompt_tokens, reply.n_new_tokens):
+                reply = msgspec.structs.replace(reply, booked=(n_prompt, n_new))
             return reply
         except openai.OpenAIError as error:
             if not _may_have_cost(error):

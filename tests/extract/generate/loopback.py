@@ -38,6 +38,7 @@ class Loopback:
         self.failures = []  # status codes, bodies or both, of the next replies
         self.requests = []
         self.is_vllm = True
+        self.counts_tokens = True
         self.pause = 0.0  # seconds a request takes at least
         self.trickle = 0.0  # seconds between two bytes of a reply
         self.n_at_once = 0
@@ -116,7 +117,8 @@ class Loopback:
         usage["total_tokens"] = n_prompt + n_new
         kind = "chat.completion" if is_chat else "text_completion"
         about = {"id": "x", "created": 0, "model": body["model"], "object": kind}
-        return {**about, "choices": [choice], "usage": usage}
+        counts = {"usage": usage} if self.counts_tokens else {}
+        return {**about, "choices": [choice], **counts}
 
 
 def _handler(loopback):

@@ -204,6 +204,24 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
         assert n_lines(replies) > 1  # control: without what was kept, the cap is whole
 
 
+def test_a_cap_holds_over_two_starts_where_a_server_does_not_count(run_dir):
+    beatrice("answer", run_dir)
+    prices = "--set price_new=1e6 --set max_cost=40".split()
+
+    def fair(prompt):
+        return generated(fair_verdict(prompt))
+
+    with served(ScriptedGenerator(fair)) as server:
+        server.counts_tokens = False
+        options = ("--judge", "big", "--server", server.url, *prices)
+        done = beatrice("label", run_dir, *options, code=1)
+        assert "spending cap of 40" in done.stderr
+        n_requests = len(server.requests)
+        assert n_requests > 1
+        beatrice("label", run_dir, *options, code=1)
+        assert len(server.requests) == n_requests
+
+
 def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     arguments = ("sample", run_dir, "--n-samples", 3, "--split", "train")
     beatrice(*arguments)
