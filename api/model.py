@@ -269,7 +269,8 @@ class LanguageModel:
         self._require_tokenizer()
         template, answers = self.prompt.prompt_template(), []
         tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
-        stop = usual_stop_id(tokenizer, self.prompt, ends)
+        with self.backbone.halves.lock:
+            stop = usual_stop_id(tokenizer, self.prompt, ends)
         for number, row in enumerate(as_rows(rows, ARGUMENTS)):
             try:
                 answer = as_answer(row)
@@ -391,7 +392,9 @@ class LanguageModel:
         tokenizer = self.backbone.tokenizer
         texts = [answer.text for answer in answers]
         if tokenizer is not None:
-            texts += tokenizer.batch_decode([answer.prompt_ids for answer in answers])
+            with self.backbone.halves.lock:
+                ids = [answer.prompt_ids for answer in answers]
+                texts += tokenizer.batch_decode(ids)
         usual: dict[str, Any] = {"max_new_tokens": 32, "stop": self.prompt.usual_stop}
         chosen = usual if generation is None else dataclasses.asdict(generation)
         return {

@@ -118,7 +118,8 @@ class ProbedBackbone:
     ) -> list[Request]:
         """Return one request per question, named by its place."""
         build = functools.partial(build_prompt, self.backbone.tokenizer, self.template)
-        prompts = [build(*x) for x in zip(questions, contexts, strict=True)]
+        with self.lock:
+            prompts = [build(*x) for x in zip(questions, contexts, strict=True)]
         return [
             Request(str(i), setting, "original", prompt)
             for i, prompt in enumerate(prompts)

@@ -428,7 +428,8 @@ class Answering(Service):
             return self.probed.requests(setting, [question], [context])[0]
         except ValueError:
             tokenizer = self.probed.backbone.tokenizer
-            escaped = [escape_passage(tokenizer, passage) for passage in context]
+            with self.probed.lock:
+                escaped = [escape_passage(tokenizer, passage) for passage in context]
             pairs = zip(places, context, escaped, strict=True)
             self.escaped |= {index for index, old, new in pairs if old != new}
             return self.probed.requests(setting, [question], [escaped])[0]

@@ -16,7 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 
-from beatrice import load
+from beatrice import LanguageModel, load
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, build_prompt
 from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.records import Passage
@@ -362,6 +362,40 @@ def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
     assert judged.passages[0].text == PASSAGE
     doubted = answer(budget=1, judge=lambda q, a, p: 0.1)
     assert not doubted.is_trusted and doubted.n_generations == 2
+
+
+class Guarded:
+    """A tokenizer that only the thread may use that has its model's lock."""
+
+    def __init__(self, tokenizer, lock):
+        self._tokenizer, self._lock = tokenizer, lock
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __len__(self):
+        return len(self._tokenizer)
+
+    def __call__(self, *texts, **options):
+        assert self._lock._owner == threading.get_ident()
+        return self._tokenizer(*texts, **options)
+
+
+def guarded(backbone):
+    tokenizer = Guarded(backbone.tokenizer, backbone.halves.lock)
+    return dataclasses.replace(backbone, tokenizer=tokenizer)
+
+
+def test_no_thread_uses_the_tokenizer_while_another_is_in_the_model(scorer):
+    probed = scorer.probed
+    alone = Scorer(guarded(probed.backbone), probed.detector, probed.config)
+    bos = probed.backbone.tokenizer.bos_token  # no prompt holds it: it is split
+    retriever = Fixed(lambda queries, depth: [[f"{bos} {PASSAGE}"] for _ in queries])
+    (result,) = run_pgir(alone, [QUESTION], retriever, **DOUBTING)
+    assert result.n_generations > 1 and result.error is None
+    model = LanguageModel("embedded")
+    model.backbone = guarded(model.backbone)
+    assert model.as_answers([(QUESTION, ANSWER)])
 
 
 def test_the_readmes_retriever_and_judge_run_in_control(smoke_run, notes, tmp_path):
