@@ -205,8 +205,8 @@ def _name_of(name: str, share: Share) -> str:
 _PATIENCE = 120.0  # seconds; who joins parts, or looks whether to, takes less
 
 
-def _open_patiently(run_dir: Path, share: Share) -> RunDir:
-    until = time.monotonic() + _PATIENCE
+def _open_patiently(run_dir: Path, share: Share, patience: float) -> RunDir:
+    until = time.monotonic() + patience
     while True:
         try:
             return RunDir.open(run_dir, share=share)
@@ -216,6 +216,15 @@ def _open_patiently(run_dir: Path, share: Share) -> RunDir:
             time.sleep(0.2)
 
 
+def _is_shared(run_dir: Path, share: Share) -> bool:
+    """Tell whether a worker may join those that hold a run: none works alone."""
+    try:
+        RunDir.open(run_dir, share=share).close()
+    except InUse:
+        return False
+    return True
+
+
 def do_share(
     run_dir: Path,
     name: str,
@@ -223,18 +232,22 @@ def do_share(
     work: Callable[[RunDir], int | None],
     progress: Progress,
     parts: str,
+    *,
+    patience: float = _PATIENCE,
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
     `work` does what `run.share` says of an open run, by `once` or `run_stage`, and
     returns what these do. After a share of which nothing is missing it is called again,
-    alone with the run. Raises `InUse` if a process that works alone holds the run.
+    alone with the run. Raises `InUse` if a process that works alone holds the run, or
+    if workers of another stage do for longer than `patience`, in seconds, so that
+    nobody joins the parts.
     """
     if share.is_whole:
         with RunDir.open(run_dir) as run:
             work(run)
         return
-    with _open_patiently(run_dir, share) as run:
+    with _open_patiently(run_dir, share, patience) as run:
         n_missing = work(run)
     if n_missing is None:
         return
@@ -246,11 +259,18 @@ def do_share(
         )
         return
     try:
-        run = _open_patiently(run_dir, Share())
-    except InUse:
-        progress.note(
-            f"{_name_of(name, share)}: another process puts the {parts} together"
-        )
+        run = _open_patiently(run_dir, Share(), patience)
+    except InUse as error:
+        if not _is_shared(run_dir, share):
+            what = f"another process holds the run and may put the {parts} together"
+        elif RunDir(run_dir).stage_done(name.split()[0]):  # of "label --judge", label
+            what = f"another process has put the {parts} together"
+        else:
+            raise InUse(
+                f"the {parts} are all there, but not put together: {error}, then run "
+                f"`beatrice {name} {run_dir}`"
+            ) from None
+        progress.note(f"{_name_of(name, share)}: {what}")
         return
     with run:
         work(run)

@@ -9,10 +9,12 @@ import pytest
 
 from beatrice.extract.run.console import Estimate, Progress, in_words
 from beatrice.extract.run.directory import InUse, NewRun, RunDir, read_manifest
+from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import (
     Forecast,
     Stage,
     do,
+    do_share,
     forecast_stage,
     is_done,
     once,
@@ -217,6 +219,21 @@ def test_a_record_says_how_many_seconds_a_stage_took(run):
     once(run, "wait", {}, [], Progress(), lambda update: time.sleep(0.2))
     elapsed = time.monotonic() - began
     assert 0.2 <= run.stage_record("wait").seconds <= elapsed + 0.05
+
+
+def test_a_worker_that_cannot_join_the_parts_says_so_unless_they_are_joined(run):
+    run.close()
+    share, last = Share(1, 2), lambda run: 0  # no part is missing
+
+    def join():
+        do_share(run.path, "sweep", share, last, Progress(), "parts", patience=0.1)
+
+    with RunDir.open(run.path, share=Share(0, 2)):  # a worker of another stage
+        with pytest.raises(InUse, match="all there, but not put .* `beatrice sweep /"):
+            join()
+        once(run, "sweep", {}, [], Progress(), lambda update: None)
+        join()
+    join()
 
 
 def label_stage(text):
