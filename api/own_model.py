@@ -7,6 +7,7 @@ back and measures.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import time
@@ -218,7 +219,8 @@ def answer_and_label(
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     asked = _asked(questions, model.prompt.prompt_template(), note)
-    is_new = not any(work.glob(_WORK))
+    stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
+    is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
     for setting, part in asked.items() if is_new else ():
         tried = part[:_TRIED]
         written = _forecast(
@@ -237,19 +239,28 @@ def answer_and_label(
     for setting, part in asked.items():
         contexts = _contexts(part, setting)
         of_each = contexts or [()] * len(part)
-        digest = sha256_json(  # others begin anew
-            [
-                [q.id, q.question, *([p.title, p.text] for p in context)]
-                for q, context in zip(part, of_each, strict=True)
-            ]
+        answers, signals = model.answer(
+            part, contexts, read=True, store=stores[setting]
         )
-        store = work / f"signals-{digest[:12]}"
-        answers, signals = model.answer(part, contexts, read=True, store=store)
         pairs = zip(answers, part, strict=True)
         labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
         texts = [q.question for q in part]
         parts[setting] = Labelled(texts, of_each, answers, signals, labels)
     return in_parts(parts, note)
+
+
+def _store_name(model: Any, questions: Sequence[Example], setting: Setting) -> str:
+    """Return a name of all that answers depend on: what is different begins anew."""
+    contexts = _contexts(questions, setting) or [()] * len(questions)
+    about = [
+        [model.backbone.revision, str(model.backbone.dtype)],
+        [model.backbone.attention, dataclasses.asdict(model.prompt)],
+        *(
+            [q.id, q.question, *([p.title, p.text] for p in context)]
+            for q, context in zip(questions, contexts, strict=True)
+        ),
+    ]
+    return f"signals-{sha256_json(about)[:12]}"
 
 
 def _asked(

@@ -690,6 +690,12 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     assert done.exit_code == 1
     assert "none of the first 50 answers from memory is right ('" in done.output
     assert "expected 'nothing like it'" in done.output and "--labelled" in done.output
+    # Another prompt begins anew beside what is there.
+    (tmp_path / "words.json").write_text('{"closed_book": "Asked: {question} Answer:"}')
+    words = ("--template", tmp_path / "words.json")
+    done = called("embedded", questions, tmp_path / "probe", *words)
+    assert done.exit_code == 1 and "too few to fit" in done.output
+    assert "none of the first 50 answers from memory is right ('" in done.output
 
 
 def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path):
