@@ -41,7 +41,7 @@ _UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
+    """Make a rename in `folder`, or what a file holds, survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -259,6 +259,8 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     with temporary(path, is_folder=True) as work:
         yield work
         write_checksums(work)
+        for part in (*work.rglob("*"), work):  # before the old one goes
+            sync_folder(part)
         if path.exists():
             # No `temporary`: of a process killed here it is all that is left.
             aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
@@ -271,9 +273,11 @@ def replaced_folder(path: Path) -> Iterator[Path]:
                     old.rename(path)
                 aside.rmdir()
                 raise
+            sync_folder(path.parent)
             shutil.rmtree(aside)
         else:
             work.rename(path)
+            sync_folder(path.parent)
 
 
 def verify_checksums(
