@@ -317,7 +317,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
     inputs: dict[str, str]
     outputs: dict[str, str]  # SHA-256 of what it wrote, by path in the run directory
     verb: str  # what of the command line does it, such as "select --exhaustive"
-    seconds: float  # wall time
+    seconds: float  # wall time of the start that finished it
     finished: str  # UTC; empty while the stage is done again
     versions: dict[str, str]  # of Python and packages, as they were then
 
