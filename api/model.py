@@ -225,14 +225,14 @@ class LanguageModel:
             from beatrice.extract.signals.extract import ExtractConfig, extract
             from beatrice.extract.signals.written import ReadBefore
             from beatrice.extract.store.store import open_store
-            from beatrice.signals import Signals, memory_url
+            from beatrice.signals import Signals, place_of
 
         reader = self._reader(layers, "all")
         if (reason := self._why_read_again(layers)) is not None:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
             return answers, self._read(answers, layers, store, None, generation)
-        config, url = ExtractConfig(hidden_layers=layers), store or memory_url()
+        config = ExtractConfig(hidden_layers=layers)
         if store is None or "://" in str(store):
             answers, signals = generate_and_read(reader, requests, generation)
             written = ReadBefore.of(reader, answers, signals)
@@ -242,11 +242,11 @@ class LanguageModel:
                 answers, written = _answer_on_disk(
                     reader, requests, generation, config, folder
                 )
-        with _alone(store):
+        with _alone(store), place_of(store) as url:
             extract(
                 written, answers, url, config, about=self._about(answers, generation)
             )
-        return answers, Signals(open_store(url), model=self)
+            return answers, Signals(open_store(url), model=self)
 
     def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
         """Return answers that exist as records, which `read` takes.
@@ -332,7 +332,7 @@ class LanguageModel:
         with naming_extra("LanguageModel.read"):
             from beatrice.extract.signals.extract import ExtractConfig, extract
             from beatrice.extract.store.store import open_store
-            from beatrice.signals import Signals, memory_url
+            from beatrice.signals import Signals, place_of
 
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
@@ -342,12 +342,11 @@ class LanguageModel:
             raise argument_error("config", "an ExtractConfig", config)
         chosen = self._layers(layers)
         config = dataclasses.replace(config, hidden_layers=chosen)
-        url = memory_url() if store is None else store
         about = self._about(answers, generation)
         reader = self._reader(chosen, config.hidden_spans)
-        with _alone(store):
+        with _alone(store), place_of(store) as url:
             extract(reader, answers, url, config, about=about)
-        return Signals(open_store(url), model=self)
+            return Signals(open_store(url), model=self)
 
     def _layers(self, layers: Any) -> tuple[int, ...]:
         """Return the entries of the resid axis that are kept."""

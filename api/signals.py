@@ -1,10 +1,11 @@
 """Token signals of many answers: what `LanguageModel.read` reads and `fit` fits."""
 
+import contextlib
 import itertools
 import re
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -33,6 +34,18 @@ _NUMBERS = itertools.count()
 def memory_url() -> str:
     """Return a new URL of a store in this process's memory."""
     return f"{_MEMORY}{next(_NUMBERS)}/"
+
+
+@contextlib.contextmanager
+def place_of(store: str | Path | None) -> Iterator[str | Path]:
+    """Give where signals are kept; memory is given back if the block fails."""
+    url = memory_url() if store is None else store
+    try:
+        yield url
+    except BaseException:
+        if store is None:
+            _forget(str(url))
+        raise
 
 
 def _forget(url: str) -> None:
@@ -147,11 +160,12 @@ class Signals:
             hidden_layers=hidden_layers,
             fingerprint={"source": "arrays", **_sums(values, store)},
         )
-        opened = create_store(memory_url() if store is None else store, spec)
-        for range_id in range(spec.n_ranges):
-            start, stop = spec.range_rows(range_id)
-            write_range(opened, range_id, {k: x[start:stop] for k, x in values.items()})
-        return cls(opened)
+        with place_of(store) as url:
+            opened = create_store(url, spec)
+            for range_id in range(spec.n_ranges):
+                rows = slice(*spec.range_rows(range_id))
+                write_range(opened, range_id, {k: x[rows] for k, x in values.items()})
+            return cls(opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what is sent to another process or copied: with what is in memory."""

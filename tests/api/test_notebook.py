@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
-from beatrice.extract.store.store import open_store, read_family
+from beatrice.extract.signals.extract import ExtractConfig
+from beatrice.extract.store.store import open_kvstore, open_store, read_family
 from beatrice.model import as_examples
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -112,6 +114,34 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
                 stored = read_family(store, name, at).values
                 np.testing.assert_allclose(signals[i][name], stored, rtol=0, atol=1e-4)
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
+
+
+class Failing:
+    """A reader that is lost at its fifth batch."""
+
+    def __init__(self, reader):
+        self._reader, self._numbers = reader, itertools.count(1)
+
+    def __getattr__(self, name):
+        return getattr(self._reader, name)
+
+    def start(self, sequences):
+        if next(self._numbers) == 5:
+            raise ValueError("the device is lost")
+        return self._reader.start(sequences)
+
+
+def test_signals_that_could_not_all_be_read_leave_nothing_in_memory(examples):
+    model = beatrice.LanguageModel("embedded")
+    answers = model.answer(examples, max_new_tokens=4)
+    choice = (3,), "all"
+    model._readers[choice] = (Failing(model._reader(*choice)),)
+    memory = open_kvstore("memory://beatrice-signals-")
+    before = {*memory.list().result()}
+    config = ExtractConfig(tokens_per_batch=64)
+    with pytest.raises(ValueError, match="is lost"):
+        model.read(answers, layers=[3], config=config)
+    assert {*memory.list().result()} <= before
 
 
 def test_whoever_reads_into_a_folder_waits_for_the_other(model, tmp_path):
