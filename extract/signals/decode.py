@@ -644,7 +644,7 @@ def check_decoding(reader: SignalReader) -> str | None:
     attention from the padding on. Returns None where they agree; else why answers have
     to be read again, a sentence.
     """
-    about = [list(reader.hidden_layers), reader.hidden_spans]
+    about = [list(reader.hidden_layers), reader.hidden_spans, reader.backbone.attention]
     why = functools.cache(lambda: _why_undecodable(reader))
     agrees = reader.backbone.check_once(
         "decoding", about, lambda: why() is None or None

@@ -14,7 +14,8 @@ import torch
 
 from beatrice.benchmarks.bench.oracle import twin_of
 from beatrice.benchmarks.bench.tiny_models import FAMILIES, make_batch, tiny_model
-from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
@@ -168,6 +169,15 @@ def test_a_model_that_its_owner_trains_meanwhile_is_read_without_dropout():
     assert answers == expected[0]
     assert_same_signals([*signals, *again], expected[1] * 2, 5e-4)
     assert model.training and model.model.training and not model.lm_head.training
+
+
+def test_a_check_of_some_attention_layers_is_not_believed_of_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))
+    backbone = load_backbone(WEIGHTS)
+    for n_checks, attention in enumerate(("full", "all"), start=1):
+        chosen = dataclasses.replace(backbone, attention=attention)
+        assert check_decoding(SignalReader(chosen, (3,))) is None
+        assert len([*tmp_path.rglob("decoding*")]) == n_checks
 
 
 def test_autocast_around_a_model_rounds_nothing_that_is_written_or_read():
