@@ -208,7 +208,10 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _damage(path: Path, cause: object) -> str:
-    return f"{path} is damaged ({cause}); delete it, and its answers are read again"
+    return (
+        f"{path} is damaged ({cause}); delete it, and the feature store if extract has "
+        "begun one, and its answers are read again"
+    )
 
 
 def _holds(

@@ -163,6 +163,14 @@ class FeatureStore:
         zeros = "/0" * len(self.spec.families[name].shape)
         return [f"{name}/c/{shard}{zeros}" for shard in range(first, last)]
 
+    def source_of(self, range_id: int) -> str:
+        """Name what has to be deleted for one range to be read again.
+
+        The index says which answers were read while they were written, which nobody
+        can do again: with such answers that is the store.
+        """
+        return self.url if self.spec.is_written.any() else self.commit_key(range_id)
+
     def describe(self, range_id: int) -> str:
         """Name one range for a message."""
         first, last = self.spec.range_examples[range_id : range_id + 2].tolist()
@@ -308,7 +316,7 @@ def _finish(
             raise ValueError(
                 f"{store.describe(range_id)} is damaged in "
                 f"{', '.join(store.shard_keys(range_id, name))} ({_cause_of(error)}); "
-                f"delete {store.commit_key(range_id)} and run extract again"
+                f"delete {store.source_of(range_id)} and run extract again"
             ) from error
     pending.clear()
 

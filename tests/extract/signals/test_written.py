@@ -21,7 +21,7 @@ from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.signals.written import WrittenSignals, save_batch
-from beatrice.extract.store.store import open_store, read_family
+from beatrice.extract.store.store import open_store, read_family, verify
 from tests.extract import small_run
 from tests.extract.signals.readers import files_under
 from tests.extract.small_run import beatrice, questions
@@ -218,6 +218,27 @@ def test_a_damaged_file_is_named(run, damage):
     damage(path)
     notes = beatrice("extract", run, code=1).stderr
     assert str(path) in notes and "delete it" in notes
+
+
+def test_what_is_deleted_as_a_message_says_is_read_again(run):
+    waiting = min((run / "written").iterdir())
+    flip_bit(waiting)
+    message = beatrice("extract", run, code=1).stderr
+    assert f"{waiting} is damaged" in message and "and the feature store" in message
+    waiting.unlink()
+    shutil.rmtree(run / "features")
+    beatrice("extract", run)
+    store = open_store(run / "features" / "closed_book")
+    flip_bit(run / "features" / "closed_book" / store.shard_keys(0, "resid")[0], 99)
+    (problem,) = verify(open_store(store.url))
+    assert f"delete {store.url} and run extract again" in problem
+    shutil.rmtree(run / "features" / "closed_book")
+    message = beatrice("extract", run, code=1).stderr  # the other has such answers too
+    assert f"{run}/features/with_context/ holds another store" in message
+    assert "or delete it to extract again" in message
+    shutil.rmtree(run / "features" / "with_context")
+    beatrice("extract", run)
+    assert "every checksum holds" in beatrice("doctor", run, "--verify").stdout
 
 
 def fingerprint_of(path):
