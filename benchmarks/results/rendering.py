@@ -78,7 +78,15 @@ class Style(NamedTuple):
     second: str
     note: str
     absent: str
-    clear: str = "%s"
+    clear: str
+
+
+_CLEAR = "the 95 % interval of the difference excludes zero"
+
+
+def _has_clear(table: Table) -> bool:
+    """Whether the mark of a difference that is clear stands in a table."""
+    return any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell)
 
 
 def _cells(table: Table, style: Style) -> Iterator[list[str]]:
@@ -98,14 +106,15 @@ def _cells(table: Table, style: Style) -> Iterator[list[str]]:
 
 
 def as_markdown(table: Table) -> str:
-    """Format a table as Markdown; its notes are a numbered list below it."""
+    """Format a table as Markdown; below it what † means, and its notes, numbered."""
     heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
-    cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–"))
+    cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–", "%s†"))
     lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
     notes = [f"{i}. {md(note)}\n" for i, note in enumerate(table.notes, start=1)]
+    clear = f"\n† {_CLEAR}\n" if _has_clear(table) else ""
     below = "\n" + "".join(notes) if notes else ""
-    return markdown([table.corner, *heads], lines) + below
+    return markdown([table.corner, *heads], lines) + clear + below
 
 
 def as_latex(table: Table) -> str:
@@ -117,7 +126,7 @@ def as_latex(table: Table) -> str:
         start += width
     heads = [table.corner, *(f"{c.label}, {c.detail}" for c in table.columns)]
     marks = r"\textbf{%s}", r"\underline{%s}", r"\textsuperscript{%s}"
-    cells = _cells(table, Style(*marks, absent="--"))
+    cells = _cells(table, Style(*marks, absent="--", clear=r"%s$^\dagger$"))
     text = latex(
         "l" + "c" * len(table.columns),
         heads,
@@ -126,7 +135,7 @@ def as_latex(table: Table) -> str:
         foot=" & ".join(["$n$ (left out)", *counts_of(table)]) + r" \\",
     )
     notes = [f"{i}. {note}." for i, note in enumerate(table.notes, start=1)]
-    return text + small_print(notes)
+    return text + small_print([f"† {_CLEAR}."] * _has_clear(table) + notes)
 
 
 _LABEL_WIDTH = 22  # of the first column at least, in characters
@@ -197,8 +206,8 @@ def as_text(table: Table, width: int = 100) -> str:
         console.print(_block(table, texts, chosen, title))
     if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
         console.print("* best of its column, + second; below, the 95 % interval")
-    if any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell):
-        console.print("! the 95 % interval of the difference excludes zero")
+    if _has_clear(table):
+        console.print(f"! {_CLEAR}")
     for index, note in enumerate(table.notes, start=1):
         console.print(rich.text.Text(f"[{index}] {note}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().split("\n"))

@@ -17,7 +17,7 @@ from beatrice.benchmarks.results.names import (
     WITHOUT_HIDDEN,
     probe,
 )
-from beatrice.benchmarks.results.rendering import as_latex, as_markdown, as_text
+from beatrice.benchmarks.results.rendering import as_latex, as_markdown, as_text, tex
 from beatrice.benchmarks.results.rivals import leads_as_markdown
 from beatrice.benchmarks.results.tables import (
     CHANCE,
@@ -163,6 +163,12 @@ def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
     assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
     text = as_text(table)
     assert "+.050!" in text and "+.020 to +.080" in text and "-.010\n" in text + "\n"
+    dagger, meaning = r"$^\dagger$", "95 % interval of the difference excludes zero"
+    for text, mark, below in (
+        (as_markdown(table), "†", f"\n† the {meaning}\n"),
+        (as_latex(table), dagger, tex(f"† the {meaning}.")),
+    ):
+        assert f"+.050{mark}" in text and f"-.010{mark}" not in text and below in text
 
 
 def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
