@@ -194,7 +194,11 @@ def run_table(run: RunDir, name: str) -> str:
 def rows_table(
     rows: Sequence[ResultRow], name: str, titles: tables.Titles | None = None
 ) -> str:
-    """Return a table of some rows as text, with its heading; or all of them."""
+    """Return a table of some rows as text, with its heading; or all of them.
+
+    Without `titles`, baselines go by those of the catalogue.
+    """
+    titles = _catalogue_titles() if titles is None else titles
     named = tables.named_tables(results_of(rows), titles)
     if name != "all" and name not in named:
         raise ValueError(
@@ -204,10 +208,13 @@ def rows_table(
     return "\n\n".join(f"{h}\n{rendering.as_text(t)}" for h, t in shown)
 
 
+def _catalogue_titles() -> dict[Subject, str]:
+    return {Subject(name): detector.title for name, detector in catalogue().items()}
+
+
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return the tables of some rows that need nothing else of a run, as Markdown."""
-    results = results_of(rows)
-    titles = {Subject(name): detector.title for name, detector in catalogue().items()}
+    results, titles = results_of(rows), _catalogue_titles()
     parts = [
         f"### {heading}\n\n{rendering.as_markdown(table)}"
         for heading, table in tables.named_tables(results, titles).values()

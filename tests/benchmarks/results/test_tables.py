@@ -2,6 +2,7 @@ import msgspec
 import pandas
 import pytest
 
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.results.names import (
     ALL_SETS,
     COMPARED,
@@ -18,6 +19,7 @@ from beatrice.benchmarks.results.names import (
     probe,
 )
 from beatrice.benchmarks.results.rendering import as_latex, as_markdown, as_text, tex
+from beatrice.benchmarks.results.report import rows_as_markdown, rows_table
 from beatrice.benchmarks.results.rivals import leads_as_markdown
 from beatrice.benchmarks.results.tables import (
     CHANCE,
@@ -364,6 +366,13 @@ def test_the_page_shows_the_two_best_published_detectors_and_no_probe_of_ours():
     values = {"champion": 0.7, **probes, **published}
     shown = main_detectors(table_of(values, POOLED, BOTH), titles)
     assert set(labels(shown)) == {"BEATRICE (selected encoders)", "sep", "ptrue"}
+
+
+def test_rows_alone_name_baselines_alike_in_text_and_markdown():
+    rows = [auroc(name, 0.5, POOLED) for name in catalogue()]
+    text, markdown = rows_table(rows, "detectors"), rows_as_markdown(rows)
+    for detector in catalogue().values():
+        assert f"\n {detector.title} " in text and f"\n| {detector.title} |" in markdown
 
 
 def test_own_encoders_are_left_to_their_own_tables():
