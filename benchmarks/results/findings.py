@@ -216,9 +216,18 @@ def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
 
 
 def _in_words(cells: Sequence[PaperAnswer]) -> str:
-    """Say what one setting's sets answer; a set that cannot tell is counted alone."""
-    known = [cell for cell in cells if cell.answer is not None]
+    """Say what one setting's sets answer, and apart from them all of them together.
+
+    A set that cannot tell is counted alone.
+    """
+    answered = [cell for cell in cells if cell.answer is not None]
+    has_members = sum(cell.place.split == "test" for cell in cells) > 1
+    pooled = [x for x in answered if has_members and x.place.dataset == IN_DOMAIN]
+    known = [x for x in answered if x not in pooled]
     parts, n_open = [], len(known)
+    for x in pooled:
+        answer = x.answer if x.answer in ("yes", "no") else "open"
+        parts.append(f"{answer} on {IN_DOMAIN} questions")
     for answer in ("yes", "no"):
         if sets := [x.place.dataset for x in known if x.answer == answer]:
             on = f" on all {len(sets)} sets"
@@ -237,11 +246,11 @@ def verdicts_in_words(
     lines, undecided = [], []
     by_setting = [dict(grid.lines) for grid in grids(answered)]
     for text in dict.fromkeys(text for lines_of in by_setting for text in lines_of):
-        words = tuple(_in_words(lines_of.get(text, ())) for lines_of in by_setting)
-        if all(x.startswith(("–", "open")) for x in words):
-            undecided.append(text)
+        cells = [lines_of.get(text, ()) for lines_of in by_setting]
+        if any(x.answer in ("yes", "no") for of_setting in cells for x in of_setting):
+            lines.append((text, *map(_in_words, cells)))
         else:
-            lines.append((text, *words))
+            undecided.append(text)
     return lines, undecided
 
 

@@ -182,22 +182,46 @@ def test_the_latex_table_has_a_cell_for_each_set_and_escapes_names():
     assert {line.count(" & ") for line in lines} == {4}
 
 
-def test_what_cannot_be_told_is_said_once_and_not_set_by_set():
-    answered = findings(sample_results(), ENOUGH)
+def of_two_in_domain_sets():
+    rows = sample_rows()
+    several = [r for r in rows if r.dataset == "microworld"]
+    return [*rows, *(msgspec.structs.replace(r, dataset="musique") for r in several)]
+
+
+@pytest.mark.parametrize("rows", [sample_rows(), of_two_in_domain_sets()])
+def test_what_cannot_be_told_is_said_once_and_sets_are_counted_without_all_of_them(
+    rows,
+):
+    answered = findings(results_of(rows), ENOUGH)
     lines, undecided = verdicts_in_words(answered)
     by_text = {text: cells for text, *cells in lines}
     for grid_number, grid in enumerate(grids(answered)):
         for text, cells in grid.lines:
-            answers = [f.answer for f in cells]
+            answers = [f.answer for f in cells if f.place.dataset != IN_DOMAIN]
+            pooled = [f.answer for f in cells if f.place.dataset == IN_DOMAIN]
             if text in undecided:
-                assert set(answers) <= {"cannot tell", None}
+                assert {*answers, *pooled} <= {"cannot tell", None}
                 continue
             words = by_text[text][grid_number]
-            assert ("yes" in words) == ("yes" in answers)
+            together, _, of_sets = words.rpartition(" on all in-domain questions; ")
+            assert together == "".join(x if x == "yes" else "open" for x in pooled)
+            assert ("yes" in of_sets) == ("yes" in answers)
             assert "cannot tell" not in words
             if {"yes", "cannot tell"} <= set(answers):
-                assert f"open on {answers.count('cannot tell')}" in words
+                assert f"open on {answers.count('cannot tell')}" in of_sets
+            if set(answers) == {"yes"}:
+                assert of_sets == f"yes on all {len(answers)} sets"
     assert lines and undecided
+
+
+def test_a_question_that_all_sets_together_alone_answer_is_not_undecided():
+    rows = [
+        msgspec.structs.replace(difference(*ends), dataset=dataset)
+        for dataset, ends in (("a", (-1, 1)), ("b", (-1, 1)), (IN_DOMAIN, (0.1, 0.3)))
+    ]
+    lines, undecided = verdicts_in_words(findings(results_of(rows), ENOUGH))
+    words = "yes on all in-domain questions; open on 2"
+    assert [line[1] for line in lines] == [words] and not undecided
 
 
 CONFIG = BootstrapConfig(n_resamples=400)
