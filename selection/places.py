@@ -219,7 +219,7 @@ def position_ratios(
     for i, span in enumerate(spans):
         at = {"span": span}
         ratios.append(Ratio(subject, "share", moved.spans[:, i], total_moved, at))
-        ratios.append(Ratio(subject, "tokens", moved.lengths[:, i], tokens, at))
+        ratios.append(Ratio(subject, "token_share", moved.lengths[:, i], tokens, at))
         for f, letter in enumerate(LETTERS):
             movement = moved.families[:, i, f]
             ratios.append(

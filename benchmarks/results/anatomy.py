@@ -406,7 +406,9 @@ def _positions(results: pandas.DataFrame) -> Content:
     for setting, here in each_setting(shown):
         spans, tokens = {}, {}
         for name, key in of_span.items():
-            share, n_tokens = (find(here, metric=x, **key) for x in ("share", "tokens"))
+            share, n_tokens = (
+                find(here, metric=x, **key) for x in ("share", "token_share")
+            )
             if share and n_tokens and None not in (share.value, n_tokens.value):
                 spans[name] = share.value, n_tokens.value
         for name, key in of_token.items():
@@ -426,7 +428,7 @@ def _positions(results: pandas.DataFrame) -> Content:
     shares = ("share", "of what moves the logit", {"metric": "share"})
     tables = []
     for heading, corner, keys, other, metric in (
-        ("Spans", "Span", of_span, "tokens", "tokens"),
+        ("Spans", "Span", of_span, "tokens", "token_share"),
         ("Tokens of the answer", "Token", of_token, "even", "even_share"),
     ):
         columns = by_setting(shown, [shares, (other, "share", {"metric": metric})])

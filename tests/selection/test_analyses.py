@@ -235,7 +235,7 @@ def test_the_token_span_and_layer_that_know_are_found(deployed):
 
     by_position = [value("share", position=k) for k in range(1, N_ANSWER + 1)]
     assert np.argmax(by_position) == 1 and by_position[1] > 0.5
-    assert value("share", span="answer") > value("tokens", span="answer")
+    assert value("share", span="answer") > value("token_share", span="answer")
     assert value("share", span="answer", family="H") > 0.5
     gone = results_of(places.spans_gone(deployed))
     at = {"families": "HPRA", "dataset": "held", "metric": "auroc", "seed": "mean"}

@@ -239,7 +239,7 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     assert value("share", span="answer") == pytest.approx(0.8)
     assert value("share", span="question") == pytest.approx(0.2)
     assert value("share", span="answer", family="A") == pytest.approx(0.8)
-    assert value("tokens", span="answer") == pytest.approx(1 / 3)
+    assert value("token_share", span="answer") == pytest.approx(1 / 3)
     assert [value("share", position=k) for k in (1, 2, 3)] == [0.0, 1.0, 0.0]
     assert value("share", kind="last") == 0.0
     assert value("even_share", position=1) == pytest.approx(1 / 3)

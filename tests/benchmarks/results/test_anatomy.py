@@ -1,12 +1,15 @@
 """The anatomy on the page: figures and tables from rows alone."""
 
+import re
+
 import msgspec
 import numpy as np
 import pytest
 
 from beatrice.benchmarks.results import anatomy
+from beatrice.benchmarks.results.names import COSTS
 from beatrice.benchmarks.results.paper import read_ledger, signs_by_table
-from beatrice.benchmarks.results.tables import POOLED, results_of, where
+from beatrice.benchmarks.results.tables import POOLED, results_of, row_value, where
 from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import (
     PARTS,
@@ -72,6 +75,14 @@ def test_the_table_of_flips_has_the_rows_rates(sections):
             assert rates[f"{names[row.family]} in [{row.families}]"] == row
     measures = [m for line in table.lines for cell in line.cells for m in cell]
     assert {measure.rank for measure in measures} == {None}
+
+
+def test_shares_of_the_tokens_have_three_decimals_as_other_shares(sections):
+    assert not {r.metric for r in ROWS} & {*COSTS}  # which have two
+    (table,) = (t for section in sections for h, t in section.tables if h == "Spans")
+    measures = [m for line in table.lines for cell in line.cells for m in cell if m]
+    assert {m.row.metric for m in measures} == {"share", "token_share"}
+    assert all(re.fullmatch(r"\.\d{3}", row_value(m.row)) for m in measures)
 
 
 def test_the_map_of_heads_says_of_how_many_answers_it_is():
