@@ -300,6 +300,13 @@ def measured(
     return sorted(pairs, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
 
+def _plain(value: float, n_digits: int) -> str:
+    """Format a value with so many significant digits and no exponent."""
+    return np.format_float_positional(
+        value, n_digits, unique=False, fractional=False, trim="-"
+    )
+
+
 def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
     """Format a detector, a text for each of `COST_HEADS`."""
     needs = [*detector.needs, *(["labels"] if detector.is_trained else [])]
@@ -307,10 +314,10 @@ def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
     return (
         detector.title,
         "–" if auroc is None else number(auroc),
-        "–" if seconds is None else f"{seconds:.2g}",
+        "–" if seconds is None else _plain(seconds, 2),
         "–" if peak is None else bytes_in_words(peak),
         str(detector.n_forwards),
-        f"{detector.n_new_tokens:.3g}",
+        _plain(detector.n_new_tokens, 3),
         ", ".join(NEEDS.get(need, need) for need in needs) or "nothing",
         "; ".join(filter(None, (detector.variant, detector.reason))),
     )

@@ -252,6 +252,22 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     assert costs_as_markdown([], RESULTS) == ""
 
 
+@pytest.mark.parametrize(
+    ("value", "seconds", "tokens"),
+    [
+        (0.0, "0", "0"),
+        (0.0000123, "0.000012", "0.0000123"),
+        (0.25, "0.25", "0.25"),
+        (123.4, "120", "123"),
+        (1000.0, "1000", "1000"),
+    ],
+)
+def test_a_cost_has_no_exponent(value, seconds, tokens):
+    cost = msgspec.structs.replace(JUDGED[0], seconds=value, n_new_tokens=value)
+    line = closed_book_costs([cost])[cost.title]
+    assert (line["Seconds a question"], line["Tokens more"]) == (seconds, tokens)
+
+
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
     pictures = cost_pictures(JUDGED, RESULTS, SELECTION)
     assert len(pictures) == 6
