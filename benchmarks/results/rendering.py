@@ -24,8 +24,8 @@ _BAR = re.compile(r"(\\*)\|")  # backslashes before it would escape the escape
 
 
 def md(text: str) -> str:
-    """Return a text with what Markdown passes on as HTML escaped."""
-    return _TAG.sub("&lt;", _ENTITY.sub("&amp;", text))
+    """Return a text in one line, with what Markdown passes on as HTML escaped."""
+    return _TAG.sub("&lt;", _ENTITY.sub("&amp;", " ".join(text.splitlines())))
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -460,6 +460,7 @@ def test_letters_with_a_meaning_are_escaped_in_either_spelling():
         ("<b>best</b> <!-- of -->", "&lt;b>best&lt;/b> &lt;!-- of -->"),
         ("a&lt;b & c", "a&amp;lt;b & c"),
         ("p < .05", "p < .05"),
+        ("two\nlines", "two lines"),
         (r"a\|b|c", r"a\\\|b\|c"),  # Markdown: a backslash, and two bars in one cell
     ],
 )
