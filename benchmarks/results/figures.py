@@ -444,7 +444,7 @@ def head_map(shares: pandas.DataFrame, setting: str) -> Figure:
         axes.set(xlabel="head")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-    panels[0].set_ylabel("attention layer")
+    panels[0].set_ylabel("attention layer read, from 0")
     steps = np.linspace(0, most, 21)
     for low, high in itertools.pairwise(steps):
         tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75

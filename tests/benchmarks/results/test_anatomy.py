@@ -90,6 +90,8 @@ def test_the_map_of_heads_says_of_how_many_answers_it_is():
     rows = results_of(msgspec.structs.replace(row, n=123) for row in shares)
     pictures, _ = anatomy._heads(rows)
     assert pictures and all("of 123 test answers" in p.caption for p in pictures)
+    # The model may have other layers between.
+    assert all("attention layer read, from 0" in p.svg for p in pictures)
 
 
 def test_the_boundary_has_a_cell_for_each_row():
