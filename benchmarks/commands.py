@@ -87,12 +87,16 @@ class BaselinesOptions:
 
     def change(self, config: "BaselinesConfig") -> "BaselinesConfig":
         """Return what is judged: what a run had, and what is named here."""
+        from beatrice.benchmarks.baselines.detector import find_detector
         from beatrice.benchmarks.baselines.judge import chosen_detectors
 
         changes: dict[str, Any] = {}
         if self.only:
             names = tuple(x for x in self.only if x not in ("again", "all"))
             changes = {"only": names, "again": len(names) < len(self.only)}
+            with checking("--only"):
+                for name in names:
+                    find_detector(name)
         for name in ("nli", "encoder"):
             if (path := getattr(self, name)) is not None:
                 changes[name] = str(path.resolve())
@@ -385,6 +389,12 @@ class TransferOptions:
         type=NamedValue(click.Path(exists=True, dir_okay=False, resolve_path=True)),
         metavar="NAME=FILE",
     )
+    only: tuple[str, ...] = option(
+        "A detector of your own that `beatrice baselines` judged, to run its code here "
+        "too; repeatable.",
+        (),
+        metavar="MODULE:NAME",
+    )
 
 
 @click.command()
@@ -404,10 +414,16 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
+    from beatrice.benchmarks.baselines.detector import find_detector
     from beatrice.benchmarks.transfer import NAME, TRANSFER_PRESETS, transfer_run
 
+    fields = given(how)
+    with checking("--only"):
+        for name in fields.pop("only", ()):
+            find_detector(name)
+
     def change(config: "TransferConfig") -> "TransferConfig":
-        return dataclasses.replace(config, **given(how))
+        return dataclasses.replace(config, **fields)
 
     retrieval.write(run_dir, "transfer_retrieval")
     with RunDir.open(run_dir) as run:

@@ -12,14 +12,19 @@ from typing import Any
 
 from beatrice.extract.run.files import sha256_file
 
+_named: set[tuple[str, str]] = set()  # plugs that a person named in this process
 
-def load_plug(spec: str, group: str) -> Any:
+
+def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
     """Return the object that a person plugs in.
 
     Args:
       spec: `module:NAME`, of a module that is installed or lies in the current folder;
         NAME may have dots. Or the name of an entry point.
       group: of the entry points, such as "beatrice.judges".
+      option: what of the command line names such a plug; given where `spec` stands in
+        a run. A run may come from anybody and name any code, so a module is loaded for
+        it only after a call without `option`, by which a person names it here too.
     """
     if not isinstance(spec, str):
         raise ValueError(
@@ -33,6 +38,13 @@ def load_plug(spec: str, group: str) -> Any:
     if not all(word.isidentifier() for word in parts):
         raise ValueError(
             f"{spec!r} is not MODULE:NAME; my_file:my_function is that of my_file.py"
+        )
+    if option is None:
+        _named.add((spec, group))
+    elif (spec, group) not in _named:
+        raise ValueError(
+            f"this run uses the code of {spec!r}, which anybody may have put there; "
+            f"give {option} {spec} to run it"
         )
     return _attribute(_import(module_name, spec), name, spec)
 

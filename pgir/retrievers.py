@@ -542,9 +542,12 @@ def identity_of(retriever: Any) -> str:
     return identity
 
 
-def load_retriever(spec: str) -> Any:
-    """Return the retriever of `module:NAME` or an entry point; a class is called."""
-    plug = load_plug(spec, PLUGS)
+def load_retriever(spec: str, *, option: str | None = None) -> Any:
+    """Return the retriever of `module:NAME` or an entry point; a class is called.
+
+    `option` is given where the run names it, see `load_plug`.
+    """
+    plug = load_plug(spec, PLUGS, option=option)
     if isinstance(plug, type) or not hasattr(plug, "search"):
         try:
             plug = plug()
@@ -654,7 +657,8 @@ def retrieval_identity(config: RetrievalConfig, passages: Path) -> str:
     `passages` is the file of those that came with a run's questions.
     """
     if config.retriever not in KINDS:
-        return sha256_json(["own", identity_of(load_retriever(config.retriever))])
+        plug = load_retriever(config.retriever, option="--retriever")
+        return sha256_json(["own", identity_of(plug)])
     if config.url is not None:
         return sha256_json(["served", config.url])
     if config.corpus is None:
@@ -679,7 +683,8 @@ def open_retrieval(
     identity = retrieval_identity(config, passages)
     cache = searches / f"{identity[:16]}.jsonl"
     if config.retriever not in KINDS:
-        plugged = OwnRetriever(load_retriever(config.retriever), cache, note)
+        plug = load_retriever(config.retriever, option="--retriever")
+        plugged = OwnRetriever(plug, cache, note)
         return Retrieval(plugged, plugged.passages, identity)
     if config.url is not None:
         served = ServedRetriever(config.url, cache, note=note)

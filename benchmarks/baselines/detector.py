@@ -296,13 +296,16 @@ def is_plug(spec: str) -> bool:
     return spec not in catalogue()
 
 
-def find_detector(spec: str) -> Baseline:
-    """Return a detector by its name in the catalogue, `module:NAME` or entry point."""
+def find_detector(spec: str, *, option: str | None = None) -> Baseline:
+    """Return a detector by its name in the catalogue, `module:NAME` or entry point.
+
+    `option` is given where the run names it, see `load_plug`.
+    """
     known = catalogue()
     if spec in known:
         return known[spec]
     try:
-        detector = load_plug(spec, "beatrice.baselines")
+        detector = load_plug(spec, "beatrice.baselines", option=option)
     except ValueError as error:
         if ":" in spec:
             raise

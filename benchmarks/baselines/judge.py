@@ -472,7 +472,7 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     if not config.only:
         every = known.values()
         return [x for x in every if config.again or not (x.needs or x.reads)]
-    wanted = {spec: find_detector(spec) for spec in dict.fromkeys(config.only)}
+    wanted = {x: find_detector(x, option="--only") for x in dict.fromkeys(config.only)}
     names = {detector.name for detector in wanted.values()}
     plugs = [detector for spec, detector in wanted.items() if is_plug(spec)]
     chosen = (x for name, x in known.items() if config.again or name in names)
@@ -509,7 +509,7 @@ def _known_detectors(
     known = list(catalogue().values())
     for spec in specs:
         try:
-            known.append(find_detector(spec))
+            known.append(find_detector(spec, option="--only"))
         except ValueError as error:
             if spec in config.only:
                 raise
@@ -734,8 +734,8 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
 
 
 def _identity(config: BaselinesConfig) -> dict[str, str]:
-    plugs = filter(is_plug, config.only)
-    return {f"detector:{x}": sha256_of_code(find_detector(x).score) for x in plugs}
+    plugs = {x: find_detector(x, option="--only") for x in config.only if is_plug(x)}
+    return {f"detector:{x}": sha256_of_code(d.score) for x, d in plugs.items()}
 
 
 BASELINES = Stage(

@@ -597,7 +597,7 @@ def _run_rivals(session: Session, config: ControlConfig) -> None:
 
 
 def _load_judge(name: str) -> DraftJudge:
-    return load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
+    return load_plug(name.removeprefix(OWN_JUDGE), JUDGES, option="--judge")
 
 
 def _control(

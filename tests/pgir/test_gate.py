@@ -19,11 +19,24 @@ import pytest
 from beatrice import LanguageModel, load
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, build_prompt
 from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.scope import Evidence, Validation
 from beatrice.pgir.controllers.loop import Call
-from beatrice.pgir.controllers.stage import CONTROL, ControlConfig
-from beatrice.pgir.controllers.waves import Answering, CallJournal, Judging, showable
+from beatrice.pgir.controllers.stage import (
+    CONTROL,
+    ControlConfig,
+    settle_retrieval,
+)
+from beatrice.pgir.controllers.waves import (
+    JUDGES,
+    Answering,
+    CallJournal,
+    Judging,
+    showable,
+)
 from beatrice.pgir.gate import (
     Draft,
     FlashRagJudger,
@@ -33,7 +46,12 @@ from beatrice.pgir.gate import (
     llama_index_engine,
     run_pgir,
 )
-from beatrice.pgir.retrievers import OwnRetriever, RetrievalFailed, load_retriever
+from beatrice.pgir.retrievers import (
+    OwnRetriever,
+    RetrievalConfig,
+    RetrievalFailed,
+    load_retriever,
+)
 from beatrice.pgir.scorer import Scorer
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
@@ -579,6 +597,25 @@ def test_a_plug_that_is_not_there_is_not_written_down(
     assert manifest.read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", ["retriever", "judge"])
+def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
+    smoke_run, working_folder, kind
+):
+    (working_folder / "planted.py").write_text("")
+    with RunDir.open(shutil.copytree(smoke_run, working_folder / "run")) as run:
+        if kind == "retriever":
+            config = RetrievalConfig(retriever="planted:run")
+            settle_retrieval(run, config, "retrieval")
+        else:
+            config = ControlConfig(rivals=("judge:planted:run",))
+            settle_again(run, CONTROL, lambda _: config)
+    stderr = beatrice("control", run.path, code=1).stderr
+    assert f"give --{kind} planted:run to run it" in stderr
+    assert "planted" not in sys.modules
+    stderr = beatrice("control", run.path, f"--{kind}", "planted:run", code=2).stderr
+    assert "planted has no 'run'" in stderr and sys.modules.pop("planted")
+
+
 def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
     journal = CallJournal(None, "")
     answering = Answering(probed, [Passage(title="", text=PASSAGE)], journal)
@@ -600,6 +637,7 @@ def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
 
     judging = Judging(Answering(probed, [], CallJournal(None, "")))
     config = ControlConfig(rivals=("skr", "judge:my_search:stands_in_a_passage"))
+    load_plug("my_search:stands_in_a_passage", JUDGES)
     number, identity = judging.add("a", stands_in_a_passage), CONTROL.identity(config)
     with open(__file__, "a") as file:
         file.write("# another line\n")

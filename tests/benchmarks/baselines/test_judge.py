@@ -104,6 +104,19 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert "hedging" not in names and "saplma_last" in names
 
 
+def test_a_detector_of_a_run_is_code_that_the_command_line_names_too(here, smoke_run):
+    run = RunDir(shutil.copytree(smoke_run, here / "run"))
+    (here / "foreign.py").write_text("")
+    write_json_atomic(run.path / "baselines" / "plugs.json", ["foreign:x"])
+    done = beatrice("baselines", run.path, "--only", "saplma_last")
+    assert "foreign:x is left out" in done.stderr
+    only = BaselinesConfig(only=("foreign:x",))
+    BASELINES.settle(run, lambda _: only, is_replaceable=True)
+    done = beatrice("baselines", run.path, code=2)
+    assert "give --only foreign:x to run it" in done.stderr
+    assert "foreign" not in sys.modules
+
+
 FAILING = """
 @baseline("failing", title="Failing", source="own")
 def failing(inputs):
