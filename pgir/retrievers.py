@@ -21,6 +21,7 @@ import inspect
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -69,7 +70,8 @@ RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
 _BM25 = "bm25, marks and single characters in words"  # part of a ranking's identity
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
-_URL = re.compile(rf"https?://[^?#]*/({'|'.join(_PROTOCOLS)})/*([?#].*)?", re.DOTALL)
+_URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
+_KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token
 _BATCH = 32  # questions in a request
 _N_TRIED = 3  # questions of a batch that failed, where none was answered before
 _MOST_REPLY_BYTES = 64 << 20
@@ -363,6 +365,11 @@ class ServedRetriever(CachedRetriever):
         if "@" in url.partition("//")[2].partition("/")[0]:
             # Which no request would send, and every error print.
             raise ValueError("expected a URL without a name or password")
+        if re.search("[?#]", url):  # which the run and every error would hold
+            raise ValueError(
+                f"expected a URL without a query, which may hold a key; put the key of "
+                f"the server into {_KEY}, and give what stands before the query"
+            )
         if (named := _URL.fullmatch(url)) is None:
             raise ValueError(
                 f"{url}: expected a URL that ends in /retrieve (Search-R1's protocol) "
@@ -375,6 +382,7 @@ class ServedRetriever(CachedRetriever):
                 "written as %C3%A9"
             )
         self._url, self._protocol = url, _PROTOCOLS[named[1]]
+        self._headers = _headers()
         self._timeout, self._n_attempts, self._pause = timeout, n_attempts, pause
         super().__init__(url, self._request, cache, note)
 
@@ -385,7 +393,7 @@ class ServedRetriever(CachedRetriever):
             body = {"query": queries, "top_n": depth, "return_score": False}
         for attempt in itertools.count(1):
             try:
-                content = _post_within(self._timeout, self._url, body)
+                content = _post_within(self._timeout, self._url, body, self._headers)
                 documents = read_reply(json.loads(content), len(queries), depth)
                 if not (self._has_answered or any(documents)):
                     raise ValueError("expected documents for a question, found none")
@@ -410,7 +418,33 @@ def _can_be_sent_to(url: str) -> bool:
         return False
 
 
-def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
+def _headers() -> dict[str, str]:
+    """Return the headers of a request, with the environment's key if there is one."""
+    headers, key = (
+        {"Content-Type": "application/json"},
+        os.environ.get(_KEY, "").strip(),
+    )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"{_KEY}: expected a key of printable ASCII characters, found another "
+            "among them; copy the key again into that environment variable"
+        )
+    return headers | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a reply that names another place for an error of the server.
+
+    It could send questions, and a key, to whatever this machine alone can reach.
+    """
+
+    def redirect_request(self, *reply: Any) -> None:
+        """Return no request to go on with."""
+
+
+def _post_within(
+    seconds: float, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> bytes:
     """Return the reply to a JSON request, if it is there in full after some seconds.
 
     A socket's own time-out begins anew with every byte: a thread reads, and is left.
@@ -418,10 +452,11 @@ def _post_within(seconds: float, url: str, body: Mapping[str, Any]) -> bytes:
     reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
     def read() -> None:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(url, content, dict(headers))
+        opener = urllib.request.build_opener(_NoRedirects)
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as stream:
+            with opener.open(request, timeout=seconds) as stream:
                 reply.set_result(stream.read(_MOST_REPLY_BYTES))
         except Exception as error:  # whatever it is, somebody waits for it
             if isinstance(error, urllib.error.HTTPError):

@@ -458,20 +458,48 @@ def test_a_url_that_no_request_can_be_sent_to_is_refused_at_once(url):
         ServedRetriever(url, None)
 
 
-def test_a_request_that_ends_in_any_error_is_not_waited_for():
+def test_a_server_that_sends_one_elsewhere_is_not_followed_and_gets_the_key_alone(
+    monkeypatch,
+):
+    monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-planned\n")
+    requests = []
+
     class Elsewhere(BaseHTTPRequestHandler):
+        place = None
+
         def do_POST(self):
+            requests.append((self.path, self.headers["Authorization"]))
             self.send_response(302)
-            self.send_header("Location", "http://a..b/retrieve")  # no host can be that
+            self.send_header("Location", self.place)
             self.end_headers()
+
+        do_GET = do_POST  # with which a redirected request would go on
 
         def log_message(self, *arguments):
             """Keep the test output clean."""
 
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    with serving(server) as url, pytest.raises(RetrievalFailed) as failed:
-        client(f"{url}/retrieve", None, timeout=60).search(["x"], 1)
-    assert "label empty or too long" in failed.value.reasons[0]
+    with serving(other) as place, serving(server) as url:
+        Elsewhere.place = f"{place}/inner"
+        with pytest.raises(RetrievalFailed) as failed:
+            client(f"{url}/retrieve", None, timeout=60).search(["x"], 1)
+    assert "it answered with status 302" in failed.value.reasons[0]
+    assert set(requests) == {("/retrieve", "Bearer sk-planned")}
+
+
+def test_a_key_in_a_url_or_one_that_no_header_holds_is_refused_and_not_repeated(
+    run, monkeypatch
+):
+    before = run.manifest.read_bytes()
+    with pytest.raises(click.UsageError, match="BEATRICE_RETRIEVAL_KEY") as refused:
+        RetrievalOptions(url="http://there/retrieve?key=sk-planned").write(run.path)
+    assert "sk-planned" not in str(refused.value)
+    assert run.manifest.read_bytes() == before
+    monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-one\nsk-two")
+    with pytest.raises(ValueError, match="printable ASCII") as refused:
+        ServedRetriever("http://there/retrieve", None)
+    assert "sk-" not in str(refused.value)
 
 
 def test_replies_of_two_servers_lie_in_two_files(run):
