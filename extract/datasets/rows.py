@@ -455,9 +455,21 @@ def _table_rows(
 
     Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
     """
-    lines = (x.decode("utf-8", "surrogateescape") + "\n" for _, x in _lines(chunks))
+    n_bytes = 0  # since the last row
+
+    def lines() -> Iterator[str]:
+        nonlocal n_bytes
+        for number, line in _lines(chunks):
+            if n_bytes and n_bytes + len(line) > MAX_RECORD:
+                raise ValueError(
+                    f"{path}, line {number}: {_TOO_LONG_ROW}, perhaps since a quote is "
+                    "left open before it: close it, nothing behind it can be read"
+                )
+            n_bytes += len(line)
+            yield line.decode("utf-8", "surrogateescape") + "\n"
+
     allow_long_cells()
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] = []
     names: list[str] = []
     n_records = 0
@@ -469,6 +481,7 @@ def _table_rows(
             cells, problem = ["unread"], f"the row is no valid CSV ({error})"
         if cells is None:
             return
+        n_bytes = 0
         if not cells:
             continue  # a blank line
         if not names and problem is None:

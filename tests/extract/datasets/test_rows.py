@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -225,6 +226,17 @@ def test_a_quote_left_open_ends_the_reading_at_its_line(end, tmp_path):
     assert report["loaded"] == 1
     assert "lines 2-2" in report["error"]
     assert "a quote is left open on line 2" in report["error"]
+
+
+def test_a_row_of_many_lines_ends_the_reading_where_it_is_too_long(tmp_path):
+    cells = (b"a" * (MAX_RECORD // 32) + b'","\n') * 64
+    path = write(tmp_path / "a.csv", b'question,answers\nq,a\n"' + cells)
+    tracemalloc.start()
+    error = inspect_file(path)["error"]
+    _, n_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "longer than 32 MiB" in error and "a quote is left open" in error
+    assert n_bytes < 100e6
 
 
 def test_a_cell_of_several_lines_is_one_row(tmp_path):
