@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, NamedTuple
 import msgspec
 
 from beatrice.extract.run.files import (
+    open_unlinked,
     read_json,
     sha256_of_model,
     user_cache,
@@ -322,7 +323,7 @@ def name_of_released(revision: str) -> str | None:
 def locked(folder: Path) -> Iterator[None]:
     """Make a folder and hold its lock; other processes wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("wb") as stream:
+    with open(folder / ".lock", "wb", opener=open_unlinked) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 

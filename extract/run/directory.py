@@ -26,6 +26,7 @@ import msgspec
 
 from beatrice.extract.records import Record, Setting, check_choices
 from beatrice.extract.run.files import (
+    open_unlinked,
     read_json,
     read_sealed,
     seal,
@@ -84,7 +85,8 @@ def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
     machine is believed. A shared lock writes nothing into the file.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
-    stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
+    file = open_unlinked(path, os.O_RDWR | os.O_CREAT, 0o644)
+    stream = os.fdopen(file, "r+b", 0)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.flock(stream, kind | fcntl.LOCK_NB)

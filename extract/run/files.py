@@ -9,6 +9,7 @@ depends on. Only what was right is remembered; any of these files may be deleted
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -313,6 +314,22 @@ class JsonLines:
 
     path: Path
     truncated: str | None = None  # what was set aside when it was opened, in words
+def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file as `os.open` does, but none that a link of that name points to.
+
+    A folder from somebody else may hold such a link, to any file of whoever opens it.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{path} is a link, expected a file, since it is written to; delete the "
+            "link, or put the file there"
+        ) from None
+
+
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -332,7 +349,7 @@ class JsonLines:
             return cls(path)
         aside = path.with_name(path.name + ".truncated")
         _append(aside, last if last.endswith(b"\n") else last + b"\n")
-        with path.open("r+b") as stream:
+        with open(path, "r+b", opener=open_unlinked) as stream:
             stream.truncate(keep)
             os.fsync(stream.fileno())
         return cls(
@@ -544,7 +561,7 @@ def _is_whole(line: bytes) -> bool:
 def _append(path: Path, content: bytes) -> int:
     """Append and sync; if that fails, cut back. Returns the file's size before."""
     is_new = not path.exists()
-    with path.open("ab", buffering=0) as stream:
+    with open(path, "ab", buffering=0, opener=open_unlinked) as stream:
         size = stream.tell()
         try:
             written = 0

@@ -37,7 +37,7 @@ from beatrice.extract.generate.prompts import (
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import Answer, Passage, Setting
-from beatrice.extract.run.files import JsonLines, sha256_json
+from beatrice.extract.run.files import JsonLines, open_unlinked, sha256_json
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import sequence_of
@@ -156,7 +156,7 @@ class CallJournal:
     def _open(self, path: Path) -> JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         n_good = 0
-        with path.open("a+b") as lines:
+        with open(path, "a+b", opener=open_unlinked) as lines:
             lines.seek(0)
             for line in lines:
                 if not self._read(line):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.backbone.names import WEIGHTS, locked
 from beatrice.extract.records import Record, to_json
 from beatrice.extract.run.directory import InUse, NewRun, NotWritten, RunDir
 from beatrice.extract.run.files import (
@@ -25,6 +25,7 @@ from beatrice.extract.run.files import (
     write_text_atomic,
 )
 from beatrice.extract.run.process import Share
+from beatrice.pgir.controllers.waves import CallJournal
 from tests.process import ROOT
 from tests.records import flip_bit
 
@@ -131,6 +132,32 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
         owner.communicate()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
     RunDir.open(tmp_path, SMOKE).close()
+
+
+def test_what_a_link_in_a_folder_from_elsewhere_points_to_is_left_alone(tmp_path):
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    theirs.write_text('{"a": 1}\nunfinished')
+    before = theirs.read_bytes()
+    RunDir.open(run, SMOKE).close()
+    names = [run / "lock", run / ".lock", run / "calls.jsonl", run / "rows.jsonl"]
+    (run / "lock").unlink()
+    for name in names:
+        name.symlink_to(theirs)
+    lock, folder_lock, calls, rows = names
+    with pytest.raises(ValueError, match=f"{lock} is a link"):
+        RunDir.open(run)
+    with pytest.raises(ValueError, match=f"{folder_lock} is a link"), locked(run):
+        pass
+    with pytest.raises(ValueError, match=f"{calls} is a link"):
+        CallJournal(calls, "")
+    with pytest.raises(ValueError, match=f"{rows} is a link"):
+        JsonLines.open(rows)
+    with pytest.raises(ValueError, match=f"{rows} is a link"):
+        JsonLines(rows).append(["{}"])
+    assert theirs.read_bytes() == before
+    (tmp_path / "link").symlink_to(run)
+    lock.unlink()
+    RunDir.open(tmp_path / "link").close()
 
 
 def test_workers_share_a_directory_and_keep_others_out(tmp_path):
