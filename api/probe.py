@@ -18,6 +18,7 @@ from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
+    UNCHECKED,
     CHECKSUMS,
     from_json,
     read_json,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from beatrice.pgir.scorer import Scorer
     from beatrice.signals import Signals
 
-_REPORT, _EXAMPLES = "eval.json", "examples.jsonl"
+_REPORT, _EXAMPLES, CARD = "eval.json", "examples.jsonl", "README.md"
+_FILES = [CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD]
 PROBES = Path(__file__).parent / "probes"  # that come along, a folder each
 _HUB = "hf://"
 MOST_EXAMPLES = 5
@@ -329,10 +331,11 @@ def check_place(folder: Path) -> None:
         raise ValueError(f"{folder} is the current folder; give a new one in it")
     if folder.is_mount():
         raise ValueError(f"{folder} is where a disk is mounted; give a new one in it")
-    if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if others := sorted(names - {*_FILES, *UNCHECKED} if ARRAYS in names else names):
         raise ValueError(
-            f"{folder} holds something else; give a new folder, or that of a probe, "
-            "which is replaced"
+            f"{folder} holds something else ({others[0]!r}); give a new folder, or "
+            "that of a probe, which is replaced"
         )
 
 
@@ -597,7 +600,7 @@ def _snapshot(address: str) -> Path:
             snapshot_download(
                 repository,
                 revision=revision or None,
-                allow_patterns=[CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD],
+                allow_patterns=_FILES,
                 local_files_only=silent is not None,
             )
         )
@@ -618,7 +621,6 @@ def _snapshot(address: str) -> Path:
         ) from None
 
 
-CARD = "README.md"
 _METRICS = {
     "auroc": "AUROC",
     "auroc of perplexity": "perplexity's",

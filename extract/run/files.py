@@ -38,7 +38,7 @@ Decoded = TypeVar("Decoded")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 # Of a folder with checksums: what a person edits, and what a Hub or git adds.
-_UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
+UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
 
 
 def sync_folder(folder: Path) -> None:
@@ -255,7 +255,10 @@ def write_checksums(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """Give a folder that replaces `path`, with checksums, if the block ends well."""
+    """Give a folder that replaces `path`, with checksums, if the block ends well.
+
+    What git or a Hub put there (`UNCHECKED`), and the block does not write, stays.
+    """
     path = path.absolute()
     with temporary(path, is_folder=True) as work:
         yield work
@@ -274,6 +277,9 @@ def replaced_folder(path: Path) -> Iterator[Path]:
                     old.rename(path)
                 aside.rmdir()
                 raise
+            for name in () if old.is_symlink() else UNCHECKED:
+                if (old / name).exists() and not (path / name).exists():
+                    (old / name).rename(path / name)
             sync_folder(path.parent)
             shutil.rmtree(aside)
         else:
@@ -304,16 +310,10 @@ def _names(folder: Path) -> list[str]:
     return sorted(
         str(name)
         for name in files
-        if name.parts[0] not in _UNCHECKED and str(name) != CHECKSUMS
+        if name.parts[0] not in UNCHECKED and str(name) != CHECKSUMS
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class JsonLines:
-    """A file of one JSON object per line that only grows."""
-
-    path: Path
-    truncated: str | None = None  # what was set aside when it was opened, in words
 def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Open a file as `os.open` does, but none that a link of that name points to.
 
@@ -330,6 +330,12 @@ def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class JsonLines:
+    """A file of one JSON object per line that only grows."""
+
+    path: Path
+    truncated: str | None = None  # what was set aside when it was opened, in words
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -344,6 +344,26 @@ def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(
         probe.save(tmp_path / "probe", untrustworthy=True)
     assert not any(tmp_path.iterdir())
 
+def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
+    probe, tmp_path
+):
+    folder = tmp_path / "clone"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text("theirs")
+    (folder / "eval.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds something else"):
+        probe.save(folder)
+    (folder / "eval.json").unlink()
+    probe.save(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
+    probe.save(folder)
+    assert (folder / ".git" / "HEAD").read_text() == "theirs"
+    assert beatrice.load(folder).rows == probe.rows
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="something else .*notes.txt"):
+        probe.save(folder)
+
+
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
