@@ -40,6 +40,7 @@ from beatrice.extract.backbone.names import (
     ModelHashes,
     check_name,
     check_weights,
+    entries_of,
     given_name,
     own_device,
     unreachable_hub,
@@ -189,10 +190,7 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
 
 def _check_depth(name: str, config: Any) -> None:
     """Check that the config has no more layers than any model."""
-    if not isinstance(config, dict):
-        return
-    for key, value in config.items():
-        _check_depth(name, value)
+    for key, value in entries_of(config):
         if key in _DEPTHS and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(
                 f"backbone {name!r}: its config.json says {key}={value}, expected at "

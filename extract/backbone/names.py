@@ -71,8 +71,15 @@ def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
     """Check that a checkpoint names no weights but safetensors in its own folder.
 
     Transformers loads what they name: pickled files too, and files elsewhere, which
-    are no part of what the model is told by.
+    are no part of what the model is told by; kernels of the Hub, which are code; and,
+    where peft is installed, an adapter.
     """
+    _check_built_in(what, config)
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{what}: expected whole weights, found an adapter beside them; load both "
+            "with peft, then merge_and_unload, then save_pretrained to a new folder"
+        )
     named = config.get("transformers_weights")
     index = folder / str(named or WEIGHTS_INDEX)
     wrong = [] if named is None or str(named).endswith(_INDEX_END) else [str(named)]
@@ -84,6 +91,32 @@ def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
             f"{what}: its files name {(wrong or [named])[0]!r} as weights, expected "
             "*.safetensors files beside them; put the model's own there"
         )
+
+
+def entries_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a config and of all that lie in it."""
+    if isinstance(config, dict):
+        yield from config.items()
+    inner = config.values() if isinstance(config, dict) else config
+    for value in inner if isinstance(config, dict | list) else ():
+        yield from entries_of(value)
+
+
+_IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(_internal)?")
+_BUILT_IN = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
+
+
+def _check_built_in(what: str, config: Mapping[str, Any]) -> None:
+    """Check that a config asks for no kernel that would be fetched from the Hub."""
+    for name, value in entries_of(config):
+        is_choice = _IMPLEMENTATION.fullmatch(name)
+        for kernel in value.values() if isinstance(value, dict) else [value]:
+            if is_choice and kernel not in _BUILT_IN:
+                raise ValueError(
+                    f"{what}: its config.json asks for {name}={kernel!r}, whose code "
+                    "may be fetched from the Hub and is never run; expected eager or "
+                    "sdpa, or leave that entry out"
+                )
 
 
 def check_name(name: str) -> None:

@@ -242,7 +242,9 @@ WRONG_CONFIGS = [
         "the batch is large there, so that a token's signals would depend on its batch",
     ),
     ({"quantization_config": {"quant_method": "no-such"}}, "quantised by 'no-such'"),
-    ({"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
+    ({"_attn_implementation": "flash_attention_2"}, "flash_attention_2"),
+    ({"attn_implementation": "evil/kernel@main"}, "'evil/kernel@main', whose code"),
+    ({"text_config": {"experts_implementation": {"": "evil/kernel"}}}, "'evil/kernel'"),
     ({"rope_scaling": {"rope_type": "no-such"}}, "KeyError: 'no-such'"),
     ({"hidden_act": "no-such"}, "KeyError: 'no-such'"),
     ({"dtype": "no-such"}, "no-such"),
@@ -259,6 +261,17 @@ def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word)
     edit(checkpoint, **changes)
     assert_refused(checkpoint, word)
     assert_refused(checkpoint, word, load=load_quantized)
+
+
+def test_what_a_config_asks_for_is_shown_by_the_doctor_without_its_commands(checkpoint):
+    edit(checkpoint, auto_map={"AutoModelForCausalLM": "evil\x1b]52;c;eA==\x07"})
+    stdout = beatrice("doctor", "--model", checkpoint, code=1).stdout
+    assert r"evil\x1b]52;c;eA==\x07" in stdout and "\x1b" not in stdout
+
+
+def test_an_adapter_beside_the_weights_is_refused(checkpoint):
+    (checkpoint / "adapter_config.json").write_text("{}")
+    assert_refused(checkpoint, "an adapter beside them", "merge_and_unload")
 
 
 def test_code_of_the_tokenizer_is_refused_and_an_empty_request_is_not(checkpoint):
