@@ -162,6 +162,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
         advice_on,
         cause_of,
         open_client,
+        redacted,
         within,
     )
 
@@ -178,12 +179,13 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
         names = asyncio.run(within(timeout, list_models(client)))
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
-            f"{url} does not list its models ({_shorten(cause_of(error), 200)}); "
-            f"{advice_on(error)}"
+            f"{url} does not list its models "
+            f"({_shorten(redacted(str(cause_of(error))), 200)}); {advice_on(error)}"
         )
         yield Finding("server", "problem", text)
         return
-    yield Finding("server", "ok", f"{url} serves {', '.join(names) or 'nothing'}")
+    listed = redacted(", ".join(names)) or "nothing"
+    yield Finding("server", "ok", f"{url} serves {listed}")
 
 
 def _shorten(error: BaseException, n_characters: int) -> str:

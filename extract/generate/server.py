@@ -227,6 +227,19 @@ def _api_key() -> str | None:
     return key or None
 
 
+def redacted(text: str) -> str:
+    """Return a text without the key: some servers say what they were sent."""
+    key = _api_key()
+    return text if key is None else text.replace(key, "…")
+
+
+async def _check_encoding(response: Any) -> None:
+    """Check that a reply has no more bytes in memory than were sent."""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"its reply is compressed ({encoding}), expected it as it is")
+
+
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
     """Return a client whose requests are given up by `within`.
 
@@ -236,6 +249,10 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
         base_url=url,
         # Local servers need none, but the client insists on some.
         api_key=_api_key() or "none",
+        http_client=openai.DefaultAsyncHttpxClient(
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [_check_encoding]},
+        ),
         max_retries=0,  # repeated here, see `ServedGenerator._send`
         # A connection that was never made costs nothing, and is told apart.
         timeout=openai.Timeout(timeout, connect=0.9 * timeout),
@@ -413,10 +430,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def _in_words(self, error: openai.OpenAIError, prompt: GeneratorPrompt) -> str:
         where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
-            reason = " ".join(str(error.message).split())
-            if key := _api_key():  # some say what they were sent
-                reason = reason.replace(key, "…")
-            reason = reason[:300]
+            reason = " ".join(redacted(str(error.message)).split())[:300]
             hint = (
                 " (a server other than vLLM may need the dialect 'openai')"
                 if error.status_code in (400, 422) and self._server.dialect == "vllm"

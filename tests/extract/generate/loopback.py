@@ -142,6 +142,16 @@ def _handler(loopback):
             self.wfile.write(content)
 
         def do_GET(self):
+            if loopback.failures:
+                status = loopback.failures.pop(0)
+                error = {"error": {"message": f"planned failure {status}"}}
+                content = json.dumps(error).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+                return
             models = [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]
             self.write_slowly(json.dumps({"object": "list", "data": models}).encode())
 

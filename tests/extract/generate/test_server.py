@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import click
@@ -65,6 +67,7 @@ from tests.extract.generate.loopback import (
     texts,
 )
 from tests.extract.small_run import questions, smoke
+from tests.pgir.small import serving
 from tests.records import an_answer, an_example
 
 QUESTION = GeneratorPrompt(text="Question: who? Answer:")
@@ -273,6 +276,33 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_sentence(
     with pytest.raises(ValueError, match="status 401: .*failure 401") as caught:
         texts(client(), [GeneratorPrompt(text="x")])
     assert "planned" not in str(caught.value)
+    server.failures = [401]
+    (finding,) = look_at_server(server.url)
+    assert "… failure 401" in finding.text and "planned" not in finding.text
+
+
+def test_a_compressed_reply_which_may_fill_the_memory_is_refused_unread(client):
+    class Bomb(BaseHTTPRequestHandler):
+        def do_POST(self):
+            encodings.append(self.headers["Accept-Encoding"])
+            content = gzip.compress(b" " * (80 << 20), 1)
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            with contextlib.suppress(OSError):  # whoever waited has gone
+                self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            """Keep the test output clean."""
+
+    encodings, server = [], ThreadingHTTPServer(("127.0.0.1", 0), Bomb)
+    with serving(server) as url:
+        generator = client(server=f"{url}/v1", retries=0)
+        with pytest.raises(ValueError, match="its reply is compressed .gzip"):
+            texts(generator, [GeneratorPrompt(text="x")])
+    assert encodings == ["identity"]
 
 
 def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeypatch):
