@@ -632,7 +632,8 @@ def probes(as_json: bool) -> None:
         try:
             probe = load(folder)
         except ValueError as error:  # the others are there all the same
-            click.echo(f"warning: {name} cannot be read: {error}", err=True)
+            warning = f"warning: {name} cannot be read: {error}"
+            click.echo(printable(warning), err=True)
             continue
         trained = probe.detector.provenance
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -653,10 +654,11 @@ def probes(as_json: bool) -> None:
         click.echo(printable(about))
         for line in row["report"]:
             if line["metric"] == "auroc" and line["split"] != "validation":
-                click.echo(
+                text = (
                     f"  {HEADS[line['head']]}, {line.get('dataset') or 'own'} "
                     f"({line['split']}): AUROC {cell_of(line)} of {line['n']} answers"
                 )
+                click.echo(printable(text))
     if not rows:
         click.echo("none: `beatrice export RUN FOLDER` writes one")
 

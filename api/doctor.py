@@ -188,7 +188,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
     yield Finding("server", "ok", f"{url} serves {listed}")
 
 
-def _shorten(error: BaseException, n_characters: int) -> str:
+def _shorten(error: BaseException | str, n_characters: int) -> str:
     return " ".join(str(error).split())[:n_characters]
 
 
@@ -400,10 +400,13 @@ def verify_run(path: Path) -> list[str]:
 
 def _verify(run_dir: Path, as_json: bool) -> None:
     """Print every problem of a run directory; raise if there is one."""
+    from beatrice.extract.run.console import printable
+
     problems = verify_run(run_dir)
     for problem in problems:
         finding = Finding("run", "problem", problem)
-        click.echo(json.dumps(dataclasses.asdict(finding)) if as_json else problem)
+        shown = json.dumps(dataclasses.asdict(finding)) if as_json else problem
+        click.echo(printable(shown))
     if problems:
         raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
     if not as_json:
@@ -446,7 +449,7 @@ def doctor(
             raise click.UsageError("--verify is of a run; give RUN_DIR too")
         _verify(run_dir, as_json)
         return
-    from beatrice.extract.run.console import quiet
+    from beatrice.extract.run.console import printable, quiet
 
     hub = list(look_at_hub(model))
     quiet()
@@ -463,7 +466,8 @@ def doctor(
         if as_json:
             click.echo(json.dumps(dataclasses.asdict(finding)))
         else:
-            click.echo(f"{finding.status:<8} {finding.about:<10} {finding.text}")
+            line = f"{finding.status:<8} {finding.about:<10} {finding.text}"
+            click.echo(printable(line))
     n_problems = sum(finding.status == "problem" for finding in findings)
     if n_problems:
         raise click.ClickException(

@@ -38,7 +38,7 @@ from beatrice.extract.generate.templates import (
     read_words,
 )
 from beatrice.extract.records import is_safe_name
-from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.console import Progress, Update, printable
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import MANIFEST, NewRun, RunDir
 from beatrice.extract.run.stages import current_inputs, once, run_stage
@@ -450,7 +450,7 @@ def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps(report))
     elif shown := _inspection_as_text(report):
-        click.echo(shown)
+        click.echo(printable(shown))
     if report["error"] is not None:
         raise ValueError(report["error"])
     if not report["ok"]:

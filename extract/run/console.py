@@ -121,7 +121,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Print one line for the person who waits."""
         if not self.is_quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:

@@ -8,6 +8,7 @@ import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import read_manifest
 from beatrice.extract.run.files import sha256_file
 from tests.extract.datasets import published as pub
@@ -55,6 +56,16 @@ def test_inspect_says_what_a_file_is(hotpot):
     names = ("records", "loaded", "with_passages", "with_gold_passages")
     assert report | expected | dict.fromkeys(names, 60) == report
     assert "HotpotQA; json array" in beatrice("data", "--inspect", hotpot).stdout
+
+
+def test_what_a_file_says_of_itself_does_not_reach_the_terminal_raw(tmp_path, capsys):
+    evil = "\x1b]52;c;eA==\x07"
+    path = tmp_path / "trivia.json"
+    path.write_text(json.dumps(pub.trivia_file(Domain=evil)))
+    shown = beatrice("data", "--inspect", path).stdout
+    assert "TriviaQA" in shown and "]52;c;eA==" in shown and "\x1b" not in shown
+    Progress().note(f"first\n{evil}")
+    assert capsys.readouterr().err == "first\n\\x1b]52;c;eA==\\x07\n"
 
 
 def test_questions_that_differ_in_marks_alone_are_not_called_the_same(tmp_path):
