@@ -103,6 +103,9 @@ def identity(record: Record, *keys: str) -> str | None:
     return None
 
 
+_MOST_LITERAL = 1 << 20  # characters; Python's parser takes hundreds of bytes for each
+
+
 def unfold(value: Any, name: str) -> Any:
     """Return what a text holds that begins like a list or an object.
 
@@ -117,7 +120,7 @@ def unfold(value: Any, name: str) -> Any:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         pass
     try:
-        if not _NO_COMMA.search(text):
+        if len(text) <= _MOST_LITERAL and not _NO_COMMA.search(text):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of "\ " and the like inside a string
                 return ast.literal_eval(text)

@@ -289,7 +289,10 @@ def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
     ]
     with contextlib.suppress(Exception):  # a template is the authors' program
         ready = apply_template(tokenizer, turns[:1])
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **TEMPLATE_FIELDS)
+        with _within(seconds=10):
+            text = tokenizer.apply_chat_template(
+                turns, tokenize=False, **TEMPLATE_FIELDS
+            )
         before, _, behind = text.partition(mark)
         return before.removeprefix(ready) if before.startswith(ready) else "", behind
     return "", ""

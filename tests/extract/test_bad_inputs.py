@@ -18,8 +18,10 @@ from beatrice.extract.backbone.loading import (
     require_known_tokens,
 )
 from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.datasets.fields import unfold
 from beatrice.extract.generate.options import check_backbone
-from beatrice.extract.generate.prompts import render_message
+from beatrice.extract.generate.prompts import render_message, usual_stop_id
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import Answer, to_json, write_lines
 from beatrice.extract.run.console import in_one_sentence
@@ -132,6 +134,16 @@ def test_a_chat_template_that_does_not_end_is_a_sentence(tokenizer):
     tokenizer.chat_template = loop + "{% endfor %}"
     with pytest.raises(ValueError, match="fails .TimeoutError: it is not done after"):
         render_message(tokenizer, "who?")
+    of_turns = f"{{% if messages | length > 1 %}}{loop}{{% endfor %}}{{% endif %}}"
+    tokenizer.chat_template = f"{of_turns}q"
+    stop = usual_stop_id(tokenizer, PromptConfig(chat=True), ())
+    assert stop == tokenizer.eos_token_id
+
+
+def test_a_literal_that_would_fill_the_memory_is_not_parsed():
+    assert unfold("[" + "'a', " * 9 + "]", "golds") == ["a"] * 9
+    with pytest.raises(ValueError, match="'golds': expected a list as JSON"):
+        unfold("[" + "'a', " * 300_000 + "]", "golds")
 
 
 def test_a_billion_samples_are_refused_before_anything_is_made(tmp_path):
