@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from beatrice.benchmarks import what_to_do
@@ -18,15 +17,22 @@ from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
-    UNCHECKED,
     CHECKSUMS,
+    UNCHECKED,
     from_json,
     read_json,
     replaced_folder,
     sha256_file,
 )
 from beatrice.extras import naming_extra
-from beatrice.jaxprobe.detector import ARRAYS, CONFIG, Detector, HeadName
+from beatrice.jaxprobe.detector import (
+    ARRAYS,
+    CONFIG,
+    About,
+    Detector,
+    Example,
+    HeadName,
+)
 from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 from beatrice.pgir.arguments import argument_error, as_path, as_probability, as_rows
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
@@ -504,22 +510,18 @@ def load(
     return (_saved_probe if _is_saved(folder) else _probe_of_run)(folder, options)
 
 
-class _About(msgspec.Struct):
-    """What a probe's folder says beside its detector."""
-
-    layer: int | None
-    report: tuple[dict[str, Any], ...]
-
-
 def _saved_probe(folder: Path, options: Mapping[str, Any]) -> Probe:
     """Return a probe from its folder; `options` are those of `scorer_of`."""
     detector = Detector.load(folder)
     again = "copy the folder again, or save the probe again"
-    about, file = read_json(folder / _REPORT, _About, again), folder / _EXAMPLES
-    examples = [
-        from_json(dict[str, Any], line, str(file), again)
-        for line in file.read_bytes().splitlines()
-    ]
+    about, file = read_json(folder / _REPORT, About, again), folder / _EXAMPLES
+    lines = file.read_bytes().splitlines()
+    if len(lines) > MOST_EXAMPLES:
+        few = f"at most {MOST_EXAMPLES} lines"
+        raise ValueError(f"{file}: expected {few}, found {len(lines)}; {again}")
+    for line in lines:
+        from_json(Example, line, str(file), again)
+    examples = [from_json(dict[str, Any], line, str(file), again) for line in lines]
     identity = sha256_file(folder / CHECKSUMS)
     known = {"examples": examples, "identity": identity}
     opener = partial(scorer_of, detector, **known, **options)
@@ -744,7 +746,7 @@ def cell_of(row: Mapping[str, Any] | None) -> str:
     if row is None or row["value"] is None:
         return "–"
     text = f"{row['value']:.3f}"
-    if row.get("ci_low") is not None:
+    if None not in (row.get("ci_low"), row.get("ci_high")):
         text += f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
     return text
 

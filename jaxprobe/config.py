@@ -162,6 +162,9 @@ def row_choices(config: TrainConfig) -> list[int]:
     ]
 
 
+MOST_SLOTS = 1024  # half a million pairs
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig:
     """Shape of a fusion head; defaults follow the paper, appendix B."""
@@ -176,6 +179,11 @@ class FusionConfig:
     def __post_init__(self):
         """Check that a head has slots, and does not drop every encoder."""
         _check_counts(self, hidden=1, n_slots=1)
+        if self.n_slots > MOST_SLOTS:
+            raise ValueError(
+                f"n_slots: expected at most {MOST_SLOTS}, since a head compares every "
+                f"two of them, got {self.n_slots}"
+            )
         if not 0.0 <= self.encoder_dropout < 1.0:
             raise ValueError(
                 f"encoder_dropout must lie in [0, 1), got {self.encoder_dropout}"

@@ -293,11 +293,50 @@ class Detector:
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()
             }
-        except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        # Names of arrays that make no tree end in an IndexError or the last of them.
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            OSError,
+            SafetensorError,
+            AttributeError,
+        ) as error:
             raise ValueError(
                 f"{path} is no detector of this version ({error}); {again}"
             ) from error
         return cls(banks=banks, heads=heads, provenance=saved.provenance)
+
+
+class _Row(msgspec.Struct):
+    """What the card and `beatrice probes` read of a row of a probe's report."""
+
+    head: HeadName
+    split: str
+    metric: str
+    value: float | None
+    n: int | None
+    ci_low: float | None = None
+    ci_high: float | None = None
+
+
+class About(msgspec.Struct):
+    """What a probe's folder says beside its detector."""
+
+    layer: int | None
+    report: tuple[dict[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        """Check the rows, which keep what else they hold."""
+        msgspec.convert(self.report, tuple[_Row, ...])
+
+
+class Example(msgspec.Struct):
+    """What is compared where an example is scored again."""
+
+    question: str
+    p_correct: float
+    raw: float
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import shutil
 import site
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 import beatrice
 from beatrice.cli import _report_of
@@ -29,6 +31,7 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
+from beatrice.jaxprobe.detector import CONFIG
 from beatrice.jaxprobe.scope import Evidence
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.scorer import Scorer
@@ -146,13 +149,33 @@ def test_a_loaded_probe_scores_as_the_saved_and_keeps_report_and_examples(
     [
         ("eval.json", '{"report": []}'),
         ("eval.json", '{"layer": 2, "report": null}'),
+        ("eval.json", '{"layer": 2, "report": [{"head": "open_book"}]}'),
         ("examples.jsonl", "[" * 100_000),
+        ("examples.jsonl", '{"question": "q", "answer": "a"}'),
+        ("examples.jsonl", '{"question": "q", "p_correct": 0.5, "raw": 0}\n' * 6),
     ],
 )
 def test_a_file_that_was_sealed_with_another_content_is_named(folder, name, content):
     (folder / name).write_text(content)
     write_checksums(folder)
     with pytest.raises(ValueError, match=f"{name}.*save the probe again"):
+        beatrice.load(folder)
+
+
+@pytest.mark.parametrize("names", [["banks", "banks/x"], ["banks"]])
+def test_arrays_whose_names_make_no_tree_are_refused(folder, names):
+    arrays = {name: np.zeros(1, "float32") for name in names}
+    save_file(arrays, folder / "probe.safetensors")
+    write_checksums(folder)
+    with pytest.raises(ValueError, match="is no detector of this version"):
+        beatrice.load(folder)
+
+
+def test_a_head_of_more_slots_than_memory_has_pairs_is_refused(folder):
+    text = re.sub(r'"n_slots": \d+', '"n_slots": 60000', (folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(text)
+    write_checksums(folder)
+    with pytest.raises(ValueError, match="n_slots: expected at most"):
         beatrice.load(folder)
 
 
@@ -321,6 +344,26 @@ def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(pro
         doubtful.push("no/such/name", untrustworthy=True)
 
 
+def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
+    probe, tmp_path
+):
+    folder = tmp_path / "clone"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text("theirs")
+    (folder / "eval.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds something else"):
+        probe.save(folder)
+    (folder / "eval.json").unlink()
+    probe.save(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
+    probe.save(folder)
+    assert (folder / ".git" / "HEAD").read_text() == "theirs"
+    assert beatrice.load(folder).rows == probe.rows
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="something else .*notes.txt"):
+        probe.save(folder)
+
+
 def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
     (tmp_path / "disk").mkdir()
     done = on_disk(
@@ -343,26 +386,6 @@ def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(
     with pytest.raises(OSError, match="too large"):
         probe.save(tmp_path / "probe", untrustworthy=True)
     assert not any(tmp_path.iterdir())
-
-def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
-    probe, tmp_path
-):
-    folder = tmp_path / "clone"
-    (folder / ".git").mkdir(parents=True)
-    (folder / ".git" / "HEAD").write_text("theirs")
-    (folder / "eval.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds something else"):
-        probe.save(folder)
-    (folder / "eval.json").unlink()
-    probe.save(tmp_path / "new")
-    shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-    probe.save(folder)
-    assert (folder / ".git" / "HEAD").read_text() == "theirs"
-    assert beatrice.load(folder).rows == probe.rows
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="something else .*notes.txt"):
-        probe.save(folder)
-
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -464,21 +487,28 @@ print(*[name for name in local_probes() if beatrice.load(name)])
 
 
 def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub_cache):
-    row = {"head": "single_pass", "split": "test", "metric": "auroc"}
+    row = {"head": "single_pass", "split": "test\x1b[2J", "metric": "auroc"}
     row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
     undefined = probe.with_report([row])  # of a set with right answers alone
-    undefined.save(downloaded(hub_cache, "undefined"))
+    place = downloaded(hub_cache, "undefined")
+    undefined.save(place)
     foreign = downloaded(hub_cache, "foreign")
     foreign.mkdir(parents=True)
     (foreign / "eval.json").write_text('{"accuracy": 1}')
+    unknown = downloaded(hub_cache, "unknown")
+    shutil.copytree(place, unknown)
+    about = (unknown / "eval.json").read_text()
+    (unknown / "eval.json").write_text(about.replace("single_pass", "other_pass"))
+    write_checksums(unknown)
     damaged = hub_cache / "models--owner--name" / "snapshots" / ("a" * 40)
     (damaged / CHECKSUMS).unlink()
     done = call("probes", HF_HUB_CACHE=str(hub_cache))
     assert "embedded: for embedded" in done.stdout
+    assert "owner/unknown" not in done.stdout and "other_pass" in done.stderr
     assert "hf://owner/foreign" not in done.stdout + done.stderr
     assert (
-        "  answers with context, read in their own pass, own (test): AUROC – of 30 "
-        "answers" in done.stdout
+        "  answers with context, read in their own pass, own (test\\x1b[2J): AUROC – "
+        "of 30 answers" in done.stdout
     )
     assert "hf://owner/name" not in done.stdout and CHECKSUMS in done.stderr
 
