@@ -438,7 +438,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     It could send questions, and a key, to whatever this machine alone can reach.
     """
 
-    def redirect_request(self, *reply: Any) -> None:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
         """Return no request to go on with."""
 
 
