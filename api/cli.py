@@ -625,7 +625,8 @@ def probes(as_json: bool) -> None:
 
     Example: beatrice probes
     """
-    from beatrice.probe import HEADS, cell_of, load, local_probes
+    from beatrice.card import HEADS, cell_of
+    from beatrice.probe import load, local_probes
 
     rows = []
     for name, folder in local_probes().items():

@@ -1,4 +1,4 @@
-"""A probe: a detector beside the language model whose answers it judges; its card."""
+"""A probe: a detector beside the language model whose answers it judges."""
 
 import copy
 import dataclasses
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from beatrice.benchmarks import what_to_do
+from beatrice.card import card
 from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
@@ -33,7 +34,6 @@ from beatrice.jaxprobe.detector import (
     Example,
     HeadName,
 )
-from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 from beatrice.pgir.arguments import argument_error, as_path, as_probability, as_rows
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
 
@@ -621,183 +621,3 @@ def _snapshot(address: str) -> Path:
             f"{address}: no such probe on the Hub ({_first_line(error)}); look at its "
             "name, and log in with `hf auth login` where it is private"
         ) from None
-
-
-_METRICS = {
-    "auroc": "AUROC",
-    "auroc of perplexity": "perplexity's",
-    "auroc of text alone": "of text alone",
-    "auprc": "AUPRC",
-    "ece": "ECE",
-    "brier": "Brier",
-}
-_OF_PROBE = ("auroc", "auprc", "ece", "brier")
-# What a head judges, in words.
-HEADS: dict[HeadName, str] = {
-    "closed_book": "closed-book answers",
-    "with_context": "answers with context, read in both passes",
-    "single_pass": "answers with context, read in their own pass",
-}
-
-
-def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
-    """Return what people and the Hub read of a probe, its `README.md`.
-
-    Front matter of the Hub, use, numbers, scope, limits.
-
-    Args:
-      detector: of the probe.
-      report: rows of what it is worth, as `Probe.report` has them.
-    """
-    trained = detector.provenance
-    model = "arrays of its author" if trained is None else trained.model
-    return "\n".join(
-        (
-            _front_matter(model, report),
-            f"# P(correct) of answers of {model}",
-            "",
-            "A probe of beatrice (`pip install beatrice-probe`): it reads "
-            f"the internal signals of {model} in the pass that writes an answer, and "
-            "returns a calibrated probability that the answer is correct.",
-            "",
-            "```python",
-            "import beatrice",
-            "",
-            'probe = beatrice.load("this folder")',
-            'probe.answer("who wrote Dracula?")  # answers, and says P(correct)',
-            'probe.score("who wrote Dracula?", "Bram Stoker")',
-            "```",
-            "",
-            "## What it is worth",
-            "",
-            *_table(report),
-            "",
-            "AUROC: higher is better, .5 is chance. AUPRC, whose positive class is a "
-            "wrong answer: higher is better, the share of wrong answers is chance. ECE "
-            "and Brier: lower is better. Intervals are 95 %. Rows of the split "
-            "`validation` flatter, since it chose encoders and maps.",
-            "",
-            *_decisions(detector),
-            "## Scope and limits",
-            "",
-            *_scope(detector),
-            "",
-        )
-    )
-
-
-def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
-    """Return the block that the Hub reads; JSON values are YAML."""
-    datasets = sorted({str(row["dataset"]) for row in report if row.get("dataset")})
-    fields: dict[str, Any] = {
-        "library_name": "beatrice",
-        "base_model": model,
-        "base_model_relation": "adapter",
-        "pipeline_tag": "text-classification",
-        "tags": ["beatrice", "answer-correctness", "calibration", "probing"],
-        "datasets": datasets,
-        "metrics": ["roc_auc", "brier_score"],
-    }
-    results = [
-        {
-            "task": {"type": "text-classification", "name": HEADS[row["head"]]},
-            "dataset": {
-                "type": str(row.get("dataset") or "own"),
-                "name": str(row.get("dataset") or "own"),
-                "split": row["split"],
-            },
-            "metrics": [{"type": row["metric"], "value": row["value"]}],
-        }
-        for row in report
-        if row["split"] != "validation"
-        and row["value"] is not None
-        and row["metric"] in _OF_PROBE
-    ]
-    if results:
-        fields["model-index"] = [{"name": f"{model} probe", "results": results}]
-    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
-    return "\n".join(("---", *lines, "---", ""))
-
-
-def _table(report: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the report as a table: a line for every head, set and split."""
-    groups: dict[tuple[HeadName, str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in report:
-        key = (row["head"], str(row.get("dataset") or ""), row["split"])
-        groups.setdefault(key, {})[row["metric"]] = row
-    if not groups:
-        return ["Nobody has measured it on answers that did not choose it."]
-    names = [n for n in _METRICS if any(n in rows for rows in groups.values())]
-    lines = [
-        f"| answers | set | split | n | {' | '.join(_METRICS[n] for n in names)} |",
-        f"|---|---|---|---:|{'---|' * len(names)}",
-    ]
-    for (head, dataset, split), rows in groups.items():
-        n = next(iter(rows.values()))["n"]
-        cells = [cell_of(rows.get(name)) for name in names]
-        lines.append(
-            f"| {HEADS[head]} | {dataset} | {split} | {n} | {' | '.join(cells)} |"
-        )
-    return lines
-
-
-def cell_of(row: Mapping[str, Any] | None) -> str:
-    """Return a row's number and its interval; – where there is none."""
-    if row is None or row["value"] is None:
-        return "–"
-    text = f"{row['value']:.3f}"
-    if None not in (row.get("ci_low"), row.get("ci_high")):
-        text += f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
-    return text
-
-
-def _decisions(detector: Detector) -> list[str]:
-    """Return from which P on answers are trusted, for several precisions."""
-    lines = []
-    for name, answers in HEADS.items():
-        for precision in PRECISIONS if name in detector.heads else ():
-            cells = [
-                "–"
-                if threshold.p_correct is None
-                else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
-                for threshold in detector.heads[name].thresholds(precision)
-            ]
-            lines.append(f"| {answers} | {precision} | {' | '.join(cells)} |")
-    return [
-        "## Decisions",
-        "",
-        'With `load(…, precision=0.8)` a score says "trust" from the P on where .8 of '
-        'the answers are right, "distrust" up to the P where .8 are wrong, each with '
-        f'{CONFIDENCE:.0%} confidence, and else "unknown". In brackets stands the '
-        "share of the validation answers that is decided so; – where no P holds it.",
-        "",
-        "| answers | precision | trusted from | distrusted up to |",
-        "|---|---|---|---|",
-        *lines,
-        "",
-    ]
-
-
-def _scope(detector: Detector) -> list[str]:
-    """Say which model, prompts and answers the numbers hold for."""
-    lines = [f"* **{doubt}**" for doubt in detector.doubts]
-    trained = detector.provenance
-    if trained is not None:
-        prompt = trained.prompt
-        n_shots = len(prompt.shots)
-        chat = "its chat template" if prompt.chat else "no chat template"
-        words = vars(prompt.template) if prompt.template_name == "own" else {}
-        lines += [
-            f"* It belongs to {trained.model}, revision `{trained.revision}`, in "
-            f"{trained.dtype}, and is refused for any other.",
-            f"* Hidden states are those behind block {trained.layer} (0: the "
-            f"embedding). Prompts: template {prompt.template_name!r}, {chat}, "
-            f"{n_shots} worked examples; other prompts give a warning.",
-            *(f"* Its {name}: `{json.dumps(text)}`" for name, text in words.items()),
-        ]
-    lines += [
-        "* P holds for questions like those of the fit. On other kinds, and in scripts "
-        "that the fit did not have, it says less; scores warn where they can tell.",
-        "* It judges whether the answer is right, not whether it is harmless.",
-    ]
-    return lines
