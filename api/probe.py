@@ -298,6 +298,8 @@ class Probe(AnswerScorer):
     ) -> str:
         """Publish the probe on the Hugging Face Hub, with its card.
 
+        Of a model's path on this machine the last name alone is published.
+
         Args:
           repository: "owner/name"; made if it is not there.
           private: whether a new repository is.
@@ -316,7 +318,9 @@ class Probe(AnswerScorer):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 work = Path(folder) / "probe"
-                self.save(work, untrustworthy=untrustworthy)
+                ours = copy.copy(self)
+                ours.detector = published(self.detector)
+                ours.save(work, untrustworthy=untrustworthy)
                 hub.create_repo(repository, private=private, exist_ok=True)
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -364,6 +368,15 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     if scorer is not None and hashes == ModelHashes():  # of a run
         hashes = scorer.probed.backbone.hashes
     provenance = dataclasses.replace(trained, model=model, hashes=hashes)
+    return dataclasses.replace(detector, provenance=provenance)
+
+
+def published(detector: Detector) -> Detector:
+    """Name a model that is a path here by its last part."""
+    trained = detector.provenance
+    if trained is None or not Path(trained.model).is_absolute():
+        return detector
+    provenance = dataclasses.replace(trained, model=Path(trained.model).name)
     return dataclasses.replace(detector, provenance=provenance)
 
 

@@ -35,6 +35,7 @@ from beatrice.jaxprobe.detector import CONFIG
 from beatrice.jaxprobe.scope import Evidence
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.scorer import Scorer
+from beatrice.probe import published
 from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.process import call, forked, on_disk, run_python
@@ -342,6 +343,16 @@ def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(pro
         doubtful.push("no/such/name")
     with pytest.raises(ValueError, match="hf://no/such/name: Repo id"):
         doubtful.push("no/such/name", untrustworthy=True)
+
+
+def test_a_published_probe_names_no_folder_of_its_authors_machine(probe):
+    trained = dataclasses.replace(probe.detector.provenance, model="/home/ada/tiny")
+    detector = dataclasses.replace(probe.detector, provenance=trained)
+    assert published(detector).provenance.model == "tiny"
+    for model in ("owner/name", "smollm2", "IN MEMORY"):
+        known = dataclasses.replace(trained, model=model)
+        here = dataclasses.replace(detector, provenance=known)
+        assert published(here).provenance.model == model
 
 
 def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
