@@ -221,7 +221,9 @@ def _check_configs(name: str) -> tuple[str | None, Any]:
         config, _ = PreTrainedConfig.get_config_dict(name, revision=commit)
         index = str(config.get("transformers_weights") or WEIGHTS_INDEX)
         absent = {"_raise_exceptions_for_missing_entries": False}
-        cached_file(name, index, revision=commit, **absent)  # beside the config
+        absent["local_files_only"] = is_silent
+        for other in (index, "adapter_config.json"):  # for `check_weights`
+            cached_file(name, other, revision=commit, **absent)
         tokenizer = get_tokenizer_config(name, revision=commit)
         auto_maps = {
             "config.json": config.get("auto_map"),

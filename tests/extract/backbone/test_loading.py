@@ -1,9 +1,11 @@
 """What a checkpoint's files may hold, and the sentence for what they may not."""
 
 import contextlib
+import functools
 import json
 import shutil
 import types
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -41,6 +43,7 @@ from beatrice.extract.signals.precision import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
+from tests.pgir.small import serving
 from tests.process import run_python
 
 
@@ -513,3 +516,43 @@ def test_a_model_of_the_hub_is_of_one_commit_which_is_its_revision(checkpoint):
     program += "print(load_backbone('owner/name').revision)"
     done = run_python(program, HF_HUB_CACHE=str(checkpoint.parent))
     assert done.stdout.strip() == commit
+
+
+class Hub(SimpleHTTPRequestHandler):
+    """The Hub as far as a file of a repository is asked for; all lie in one folder."""
+
+    def translate_path(self, path):
+        return super().translate_path(path.rpartition("/")[2])
+
+    def end_headers(self):
+        self.send_header("X-Repo-Commit", HERE)
+        self.send_header("X-Error-Code", "EntryNotFound")  # is read of a 404 only
+        self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')
+        super().end_headers()
+
+    def log_message(self, *arguments):
+        """Keep the test output clean."""
+
+
+def test_an_adapter_of_the_hub_is_refused_where_nothing_is_cached_yet(
+    checkpoint, tmp_path
+):
+    (checkpoint / "adapter_config.json").write_text("{}")
+    program = (
+        "from beatrice.extract.backbone import loading\n"
+        "for load in (loading.load_backbone, loading.load_outline):\n"
+        "    try:\n"
+        "        load(f'owner/{load.__name__}')\n"
+        "    except ValueError as error:\n"
+        "        print(error)"
+    )
+    handler = functools.partial(Hub, directory=str(checkpoint))
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        away = {
+            "HF_ENDPOINT": url,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "NO_PROXY": "*",
+        }
+        lines = run_python(program, HF_HUB_OFFLINE="0", **away).stdout.splitlines()
+    for name, line in zip(("load_backbone", "load_outline"), lines, strict=True):
+        assert f"{name}': expected whole weights, found an adapter" in line
