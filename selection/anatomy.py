@@ -56,7 +56,7 @@ from beatrice.selection.analysis import (
 )
 from beatrice.selection.exhaustive import read_ranking
 
-FORMAT = 4  # of what is saved
+FORMAT = 5  # of what is saved: 5 has `token_share`
 # Which stage writes a part that there is on request, and into which folder.
 _ON_REQUEST: dict[Part, tuple[str, str]] = {
     "rankings": ("exhaustive", "exhaustive"),
@@ -277,5 +277,5 @@ ANATOMY = Stage(
     outputs=lambda run: [_folder(run), rows_file(run, "anatomy")],
     work=_anatomy,
     presets=ANATOMY_PRESETS,
-    identity=lambda config: {**_other(config)},
+    identity=lambda config: {**_other(config), "format": str(FORMAT)},
 )

@@ -59,7 +59,7 @@ def test_rows_of_an_earlier_detector_are_neither_exported_nor_compared(
         beatrice(*line)
 
 
-def test_the_anatomy_is_not_done_once_a_ranking_is_there_or_the_other_run_is_changed(
+def test_the_anatomy_is_not_done_of_another_format_ranking_or_other_run(
     run, smoke_run, tmp_path
 ):
     other = shutil.copytree(smoke_run, tmp_path / "other")
@@ -71,6 +71,11 @@ def test_the_anatomy_is_not_done_once_a_ranking_is_there_or_the_other_run_is_cha
     run.mark_stage("exhaustive", {}, 1.0, [ranking])
     assert not is_done(run.path, ANATOMY)
     (run.stages / "exhaustive.json").unlink()
+    assert is_done(run.path, ANATOMY)
+    inputs, outputs = run.stage_record("anatomy").inputs, ANATOMY.outputs(run)
+    run.mark_stage("anatomy", inputs | {"format": "4"}, 1.0, outputs)
+    assert not is_done(run.path, ANATOMY)
+    run.mark_stage("anatomy", inputs, 1.0, outputs)
     assert is_done(run.path, ANATOMY)
     beatrice("label", other, "--match", "containment")
     assert not is_done(run.path, ANATOMY)
