@@ -498,11 +498,12 @@ def verify(store: FeatureStore) -> list[str]:
 
 def _verify_range(store: FeatureStore, range_id: int) -> Iterator[str]:
     key = store.commit_key(range_id)
+    again = f"; delete {store.source_of(range_id)} and run extract again"
     content = open_kvstore(store.url).read(key).result().value
     try:
         wanted = json.loads(content)["crc32"].get
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield f"{store.describe(range_id)} has an unreadable commit record {key}"
+        yield f"{store.describe(range_id)} has an unreadable commit record {key}{again}"
         return
     for name in store.spec.families:
         values = read_blocks(store, name, None, [store.spec.range_rows(range_id, name)])
@@ -510,5 +511,5 @@ def _verify_range(store: FeatureStore, range_id: int) -> Iterator[str]:
             files = ", ".join(store.shard_keys(range_id, name))
             yield (
                 f"{store.describe(range_id)}: {files} does not hold what was written "
-                f"(CRC-32 differs from {key})"
+                f"(CRC-32 differs from {key}){again}"
             )

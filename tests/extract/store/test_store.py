@@ -226,6 +226,7 @@ def test_every_flipped_bit_of_a_shard_and_one_in_anothers_place_is_found(tmp_pat
     shutil.copy(*shards[1:])
     (problem,) = verify(store)
     assert problem.startswith("range 6 ")
+    assert f"; delete {store.source_of(6)} and run" in problem
 
 
 @pytest.mark.parametrize("name", ["index.json", "examples.safetensors"])
@@ -249,6 +250,7 @@ def test_an_unreadable_commit_record_and_a_stray_file_among_them_are_named(tmp_p
         record.write_text(content)
         (problem,) = verify(store)
         assert "unreadable commit record" in problem
+        assert f"; delete {store.source_of(2)} and run" in problem
     for name in (".DS_Store", "000001.json.bak", "notes.json"):
         stray = record.with_name(name)
         stray.write_text("")
