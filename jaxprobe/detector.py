@@ -153,7 +153,7 @@ class Provenance:
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8]
+    format: Literal[8, 9]  # 8: answers of one P lie in the order of their file
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: Provenance | None
@@ -265,7 +265,7 @@ class Detector:
         """Write the two files of a detector into a folder: structure and arrays."""
         tree: dict[str, Any] = {}
         saved: dict[str, Any] = {
-            "format": 8,
+            "format": 9,
             "provenance": msgspec.to_builtins(self.provenance),
         }
         for name, values in (("banks", self.banks), ("heads", self.heads)):
@@ -293,6 +293,9 @@ class Detector:
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()
             }
+            for name, head in heads.items() if saved.format == 8 else ():
+                validation = head.validation.with_ties_against()
+                heads[name] = dataclasses.replace(head, validation=validation)
         # Names of arrays that make no tree end in an IndexError or the last of them.
         except (
             ValueError,

@@ -211,6 +211,15 @@ class Validation(NamedTuple):
         kept = kept[np.argsort(scores[kept], kind="stable")]
         return cls(np.asarray(p_correct, np.float64)[kept], labels[kept])
 
+    def with_ties_against(self) -> "Validation":
+        """Order answers by P, and those of one P so that least is certified.
+
+        For answers without their raw scores: no order of these would certify less. Of
+        one P the wrong come last, where `certify` begins to trust, and the right first.
+        """
+        order = np.lexsort((~self.labels, self.p_correct))
+        return Validation(self.p_correct[order], self.labels[order])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold:

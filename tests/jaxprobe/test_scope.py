@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from functools import partial
 
 import numpy as np
@@ -6,9 +7,11 @@ import pytest
 from scipy.stats import beta, norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.files import write_checksums
 from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.jaxprobe.checkpoint import CONFIG
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
@@ -273,6 +276,25 @@ def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path): 
         assert thresholds == certified(validation, precision or 0.9)
         assert thresholds.trust.p_correct is not None
     np.testing.assert_array_equal(loaded.banks["closed_book"].scope.low, scope.low)
+
+
+def test_what_an_earlier_detector_certifies_hangs_on_no_order_of_equal_p(
+    detector,  # noqa: F811
+    tmp_path,
+):
+    i = np.arange(400)  # of either P the 12 errors are where they are tested last
+    labels = (i >= 212) | ((i >= 188) & (i < 200))
+    validation = Validation(np.repeat([0.05, 0.95], 200), labels)
+    head = dataclasses.replace(detector.heads["closed_book"], validation=validation)
+    dataclasses.replace(detector, heads={"closed_book": head}).save(tmp_path)
+    decided = Detector.load(tmp_path).heads["closed_book"].thresholds(0.9)
+    assert decided == head.thresholds(0.9)
+    assert None not in (decided.trust.p_correct, decided.distrust.p_correct)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"format": 8}))
+    write_checksums(tmp_path)
+    decided = Detector.load(tmp_path).heads["closed_book"].thresholds(0.9)
+    assert decided.trust.p_correct is decided.distrust.p_correct is None
 
 
 def test_another_precision_calibrates_again_and_the_same_does_not(tmp_path):
