@@ -9,6 +9,7 @@ killed enumeration continues.
 import dataclasses
 import hashlib
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -230,6 +231,9 @@ def _enumerate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
+    for old in _folder(run).glob("*.pieces"):  # where an earlier version saved them
+        shutil.copytree(old, _pieces(run) / old.stem, dirs_exist_ok=True)
+        shutil.rmtree(old)
     config = config.seeded(run.seed)
     settings = settings_of(run)
     heads = {s: HeadTrainer(run_pool(run, s), config) for s in settings}

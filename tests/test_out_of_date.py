@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from beatrice.benchmarks.results.evaluate import EVALUATE
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_result_rows
@@ -86,3 +87,6 @@ def test_a_ranking_that_is_not_recorded_yet_trains_no_head_again(run, capsys):
     for n_missing in ("[1-9][0-9]*", "0"):
         EXHAUSTIVE.work(run, select_config(run), lambda *_: None, Progress())
         assert re.search(f"exhaustive: {n_missing} of ", capsys.readouterr().err)
+        ranking, pieces = run.path / "exhaustive", run.path / "exhaustive.pieces"
+        assert {*ranking.glob("*")} == {ranking / f"{s}.safetensors" for s in SETTINGS}
+        (pieces / "closed_book").rename(ranking / "closed_book.pieces")  # as it was
