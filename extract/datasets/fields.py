@@ -35,8 +35,10 @@ _NO_COMMA = re.compile(r"""[^\\\s\[,](['"])\s+['"]""")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
 MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
 _SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
-_ANSWERS = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
-            "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
+# Gold names go first: `answer` beside them is a model's, as in RAGAS's rows.
+_GOLDS = ("golds", "gold_answers", "golden_answers", "ground_truth", "ground_truths",
+          "reference")  # fmt: skip
+_ANSWERS = (*_GOLDS, "answers", "answer", "short_answers", "possible_answers")
 
 _SENTENCES = ("sentences", "content", "text", "paragraph_text", "contents")
 _TEXTS = ("text", "paragraph_text", "contents", "content", "page_content")
@@ -160,6 +162,12 @@ def any_answers(record: Record) -> tuple[str, ...]:
     name = next((name for name in _ANSWERS if name in record), None)
     if name is None:
         raise ValueError("no answer field (a test set without answers?)")
+    if name == "answer" and "label" in record:
+        raise ValueError(
+            "'label' says whether 'answer' is right, so that is no gold; give lines of "
+            "answers with labels to `beatrice fit` with --labelled, or name the "
+            "accepted answers 'golds'"
+        )
     return field_answers(record[name], name)
 
 

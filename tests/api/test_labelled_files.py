@@ -4,7 +4,9 @@ import json
 
 import pandas as pd
 import pytest
+from click.testing import CliRunner
 
+from beatrice.cli import main
 from beatrice.own_model import read_labelled
 
 AS_WRITTEN = {
@@ -80,3 +82,9 @@ def test_a_file_without_any_label_is_refused(tmp_path):
     path = lines_of(tmp_path / "l.jsonl", [a_row(None)] * 3)
     with pytest.raises(ValueError, match="found 3 answers, all without; label some"):
         read_labelled(path, print)
+
+
+def test_labelled_answers_are_not_asked_as_questions_whose_golds_they_are(tmp_path):
+    path = lines_of(tmp_path / "l.jsonl", [a_row(False), a_row(True)])
+    done = CliRunner().invoke(main, ["fit", "none", str(path), str(tmp_path / "p")])
+    assert done.exit_code == 1 and "--labelled" in done.output

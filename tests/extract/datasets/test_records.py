@@ -60,6 +60,7 @@ HUB = {"question": "Who?", "question_id": "tc_7", "entity_pages": {}}
 PAGES = {"title": ["T"], "wiki_context": ["It is b."]}
 GOLD_INFO = {"question": "who", "title": "T", "short_answers": ["a"]}
 ANN, READ = Reads(("Ann",), 1), Reads(("a", "b"))
+TWO = Reads(("a", "b"), 1)
 
 # (what, record, the question or the words of its refusal)
 TABLE = [
@@ -219,6 +220,16 @@ TABLE = [
     ("words in brackets", answered(possible_answers="[a, b]"), "'possible_answers'"),
     ("code", answered(answers="[print('x')]"), "'answers': expected a list"),
     ("bars", answered(possible_answers="a|b"), "whether the bars"),
+    # A model's answer is no gold
+    *(
+        (f"an answer beside {name}", plain(contexts=["x"], **{name: ["a", "b"]}), TWO)
+        for name in ("golds", "gold_answers", "golden_answers", "ground_truth")
+    ),
+    ("RAGAS", plain(contexts=["x"], ground_truths=["a", "b"]), TWO),
+    ("a reference", plain(contexts=["x"], reference="a"), Reads(("a",), 1)),
+    ("no gold beside an answer", plain(golds=None), "'golds': expected text"),
+    ("a labelled answer", plain(label=None), "--labelled"),
+    ("a labelled answer with a gold", plain(label=1, golds="Bob"), Reads(("Bob",))),
 ]
 
 
