@@ -75,11 +75,20 @@ def contains_gold(answer: str, golds: Sequence[str]) -> bool:
     """Return whether the normalised answer is a gold, or has one in it.
 
     Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10".
-    A gold of which nothing is left, as of "The", is in no answer.
+    A gold of which nothing is left, as of "The", is in no answer; yes, no and noanswer
+    count as first words alone, and not of a refusal ("No information is given").
     """
+    # Here, since whoever reads labels needs no NumPy.
+    from beatrice.extract.generate.answers import is_hedge
+
     text = f" {normalise(answer)} "
-    texts = [normalise(gold) for gold in golds]
-    return exact_match(answer, golds) or any(x and f" {x} " in text for x in texts)
+    texts = {normalise(gold) for gold in golds} - {""}
+    firsts = set() if is_hedge(answer) else texts & _CLOSED
+    return (
+        exact_match(answer, golds)
+        or any(text.startswith(f" {gold} ") for gold in firsts)
+        or any(f" {gold} " in text for gold in texts - _CLOSED)
+    )
 
 
 def token_f1(answer: str, golds: Sequence[str]) -> float:

@@ -129,6 +129,11 @@ def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
         ("x x x", ["x"], False, True, 0.5),
         ("", ["x"], False, False, 0),
         ("yes it is", ["yes"], False, True, 0),  # yes and no share no F1
+        ("No, they are not", ["no"], False, True, 0),
+        ("Yes, no doubt", ["no"], False, False, 0),
+        ("I have no idea", ["no"], False, False, 0),
+        ("There is no information on that", ["no"], False, False, 0),
+        ("No information is given.", ["no"], False, False, 0),
         ("no", ["no, never"], False, False, 0),
         ("No.", ["no"], True, True, 1),
         ("noanswer", ["noanswer here", "the"], False, False, 0),
