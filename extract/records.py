@@ -219,11 +219,18 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
       verdicts: one entry per judge, in the judges' order.
       label: True, False, or None where the judges do not agree.
       reason: how the label came about, in words.
+      answer_sha: of the answer's text, see `answer_sha`; None in older files.
     """
 
     verdicts: tuple[str, ...]
     label: bool | None
     reason: str
+    answer_sha: str | None = None
+
+
+def answer_sha(text: str) -> str:
+    """Return the first digits of the SHA-256 of an answer without outer white space."""
+    return sha256_json(text.strip())[:12]
 
 
 class Rewrite(Record, frozen=True, kw_only=True):

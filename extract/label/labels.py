@@ -30,6 +30,7 @@ from beatrice.extract.records import (
     Setting,
     Split,
     Variant,
+    answer_sha,
     as_golds,
     normalise,
     text_key,
@@ -131,6 +132,7 @@ def label_of(
         verdicts=tuple(verdicts),
         label=label,
         reason=reason,
+        answer_sha=answer_sha(answer.text),
     )
 
 
@@ -249,6 +251,7 @@ class Imported:
     n_other_question: int  # lines whose question the run does not have
     n_other_answer: int  # lines whose answer the run's model did not give
     n_undecided: int  # lines on an answer of the run, without a verdict
+    n_unchecked: int  # lines of an older run, which do not say of which answer they are
 
 
 def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
@@ -266,7 +269,8 @@ def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
 def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
     """Return whether a line on the answer's question is about this answer."""
     if isinstance(row, Label):
-        return row.key == answer.key
+        is_same = row.answer_sha in (None, answer_sha(answer.text))
+        return row.key == answer.key and is_same
     return (
         row.answer.strip() == answer.text.strip()
         and row.setting in (None, answer.setting)
@@ -291,7 +295,7 @@ def import_labels(
             by_question.setdefault(key, []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
-    n_lines = n_other_question = n_other_answer = n_undecided = 0
+    n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0
     for where, row in _judged_lines(path):
         n_lines += 1
         key = row.example_id if isinstance(row, Label) else text_key(row.question)
@@ -299,6 +303,8 @@ def import_labels(
         judged = [answer for answer in to_question if _judges(row, answer)]
         n_other_question += not to_question
         n_other_answer += bool(to_question) and not judged
+        if isinstance(row, Label) and row.answer_sha is None:
+            n_unchecked += bool(judged)
         if row.label is None:
             n_undecided += bool(judged)
             undecided.update(answer.key for answer in judged)
@@ -331,6 +337,7 @@ def import_labels(
         n_other_question=n_other_question,
         n_other_answer=n_other_answer,
         n_undecided=n_undecided,
+        n_unchecked=n_unchecked,
     )
 
 

@@ -612,6 +612,12 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
             f"are about other questions, {imported.n_other_answer} about other answers "
             f"than this run's, {imported.n_undecided} leave the answer undecided"
         )
+        if imported.n_unchecked:
+            progress.note(
+                f"label: warning: {imported.n_unchecked} lines are of an older version "
+                "and do not say of which answer they are; they label this run's answer "
+                "to their question, whatever it is"
+            )
         return imported.labels
 
     rule = f"imported from {path.name}"

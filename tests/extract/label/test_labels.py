@@ -276,6 +276,23 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
         import_labels(pub.write_lines(path, [row]), ANSWERS, QUESTIONS)
 
 
+def test_a_label_of_another_run_holds_for_the_very_answer_and_an_old_one_is_counted(
+    run, tmp_path
+):
+    others = [*ANSWERS[:2], answered("Cusco", name="2")]
+    labels = label_with(others, QUESTIONS, right)
+    path = tmp_path / "other.jsonl"
+    path.write_text(write_lines(labels))
+    result = import_labels(path, ANSWERS, QUESTIONS)
+    assert [label.label for label in result.labels] == [True, True, None]
+    assert (result.n_other_answer, result.n_unchecked) == (1, 0)
+    old = [msgspec.structs.replace(label, answer_sha=None) for label in labels]
+    path.write_text(write_lines(old))
+    output = beatrice("label", run.path, "--import", path).output
+    assert "warning: 3 lines are of an older version" in " ".join(output.split())
+    assert [x.label for x in read_records(run.labels, Label)] == [True, True, True]
+
+
 def test_a_null_label_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
     rows = [
         MINE,
