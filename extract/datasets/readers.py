@@ -310,6 +310,22 @@ def _fits_bare(record: Record) -> bool:
     )
 
 
+# NQ's tokens, which DPR joins by blanks: "Monk 's Café", "late 14th - century".
+_BLANK = re.compile(
+    r"(?<=\S) (?='(?:s|re|ve|ll|d|m)\b|n't\b|[-–−/:&] \S)|(?<=\S [-–−/:&]) (?=\S)"
+)
+
+
+def _closed_up(golds: Iterable[str]) -> tuple[str, ...]:
+    """Return golds, and those of joined tokens also in the wording of their page."""
+    pairs = ((gold, _BLANK.sub("", gold)) for gold in golds)
+    return fields.distinct(itertools.chain(*pairs))
+
+
+def _joined_answers(record: Record) -> tuple[str, ...]:
+    return _closed_up(fields.any_answers(record))
+
+
 # Scores of the positive that comes from the annotated page.
 _GOLD_SCORES = (1000, "1000", "1000.0")
 
@@ -321,7 +337,7 @@ def _listed_answers(record: Record) -> tuple[str, ...]:
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
-    return fields.answers(golds, "answers")
+    return _closed_up(fields.answers(golds, "answers"))
 
 
 def _positives(record: Record, key: str) -> tuple[Passage, ...]:
@@ -431,7 +447,7 @@ def read_simplified(record: Record) -> Question:
             f"no long answer in any of {len(notes)} annotations: there is neither a "
             "gold passage nor an answer"
         )
-    golds = fields.distinct(short)
+    golds = _closed_up(short)
     if not golds:
         raise ValueError("a long answer but no short one: there is no answer to match")
     title = _words(tokens, 0, 64).split(" - wikipedia")[0].split(" - Wikipedia")[0]
@@ -661,6 +677,7 @@ FORMATS: tuple[Format, ...] = (
            reader(ids=(), questions=fields.HEADERLESS[:1], golds=_listed_answers)),
     Format("DPR biencoder", lambda r: "positive_ctxs" in r,
            reader(ids=("question_id", "id"), dataset=_biencoder_set,
+                  golds=_joined_answers,
                   passages=lambda r: _with_negatives(
                       r, "positive_ctxs", "hard_negative_ctxs", "negative_ctxs"))),
     Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
@@ -678,7 +695,7 @@ FORMATS: tuple[Format, ...] = (
     Format("DPR gold passages (gold_info)", _fits_gold_info,
            reader(ids=("example_id", "id"),
                   dataset=lambda r: dataset_tagged(r) or "nq",
-                  passages=_gold_passage)),
+                  golds=_joined_answers, passages=_gold_passage)),
     Format("NQ original",
            lambda r: "document_html" in r
            or (isinstance(r.get("document"), dict) and "annotations" in r),

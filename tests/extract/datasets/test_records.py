@@ -4,6 +4,7 @@ import decimal
 import json
 import math
 import random
+import re
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 
 from beatrice.extract.datasets.commands import data
 from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
-from beatrice.extract.records import Passage
+from beatrice.extract.label.labels import exact_match
+from beatrice.extract.records import Passage, normalise, text_key
 from tests.extract.datasets import published as pub
 from tests.records import spoil
 
@@ -429,6 +431,51 @@ def test_a_blind_test_file_is_refused_with_its_reason(tmp_path):
     assert report["dataset"] == "triviaqa"
     assert report["reasons"] == {"no 'Answer' (a test set without answers?)": 2}
     assert "none of 2 records" in report["error"]
+
+
+TOKENS = [
+    "Monk 's Café",
+    "late 14th - century",
+    "does n't",
+    "R & B",
+    "42 : 49",
+    "a - b",
+]
+WHOLE = ["Monk's Café", "late 14th-century", "doesn't", "R&B", "42:49", "a-b"]
+
+
+def test_golds_of_joined_tokens_are_accepted_as_their_page_writes_them(tmp_path):
+    rows = [pub.biencoder(7, answers=TOKENS), GOLD_INFO | {"context": "It is a."}]
+    rows[1]["short_answers"] = TOKENS
+    path = pub.write_lines(tmp_path / "q.jsonl", rows)
+    table = tmp_path / "nq-test.qa.csv"
+    table.write_text(f"who\t{TOKENS}\n")
+    for row in (*open_dataset(path).read(), *open_dataset(table, dataset="nq").read()):
+        assert set(row.question.golds) == {*TOKENS, *WHOLE}
+    page = pub.simplified()
+    page["document_text"] = page["document_text"].replace("1972", "- 1972")
+    page["annotations"][0]["short_answers"][0]["end_token"] += 1
+    (row,) = open_dataset(pub.write_lines(path, [page])).read()
+    assert row.question.golds == ("December - 1972", "December-1972")
+
+
+def test_what_nq_open_accepts_is_right_by_the_golds_of_dpr():
+    golds = []
+    for name in ("NQ-open.dev.jsonl", "dpr.nq-test.qa.csv"):
+        rows = open_dataset(pub.samples() / "nq" / name, dataset="nq").read()
+        golds.append({text_key(x.question.question): x.question.golds for x in rows})
+    n = 0
+    for key in golds[0].keys() & golds[1].keys():
+        joined = [normalise(_squeezed(gold)) for gold in golds[1][key]]
+        for gold in golds[0][key]:
+            if normalise(_squeezed(gold)) in joined:
+                n += 1
+                assert exact_match(gold, golds[1][key]), (gold, golds[1][key])
+    assert n > 1000
+
+
+def _squeezed(gold):
+    return re.sub(r"\s*([-–−/:&])\s*", r"\1", gold).replace(" 's", "'s")
 
 
 def test_dpr_questions_lose_the_quotes_that_are_left(tmp_path):
