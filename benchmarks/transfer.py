@@ -158,27 +158,33 @@ def asked_questions(
     """Return the questions that are asked again, without passages.
 
     The test and held-out ones of a run, and those of other files whose text is not
-    among the run's own. `note` is told of records that are no questions.
+    among the run's own. `note` is told what became of each file's records.
     """
     known = {text_key(example.question) for example in examples}
+    ids = {example.id for example in examples}
     pools: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
         if example.split in ("test", "ood"):
             pools.setdefault((example.dataset, example.split), []).append(example)
     for name, file in config.questions:
-        pool, refusals = pools.setdefault((name, "ood"), []), []
+        pool, refusals, n_known, n_again = [], [], 0, 0
         for row in open_dataset(Path(file), dataset=name).read():
             if isinstance(row, Refusal):
                 refusals.append(row)
-            elif (key := text_key(row.question.question)) not in known:
-                known.add(key)
-                pool.append(row.question.as_example("ood", ()))
-        if refusals:
-            first = refusals[0]
-            note(
-                f"transfer: {file}: {len(refusals)} records are left out, the first "
-                f"({first.at}) since {first.reason}"
-            )
+            elif text_key(row.question.question) in known:
+                n_known += 1
+            elif (example := row.question.as_example("ood", ())).id in ids:
+                n_again += 1
+            else:
+                ids.add(example.id)
+                pool.append(example)
+        pools.setdefault((name, "ood"), []).extend(pool)
+        firsts = (f", the first ({x.at}) since {x.reason}" for x in refusals)
+        note(
+            f"transfer: {file}: {len(pool)} questions to choose from, {n_known} in the "
+            f"run already, {n_again} with the id (or, without ids, the text) of an "
+            f"earlier one, {len(refusals)} refused{next(firsts, '')}"
+        )
     chosen = [example for pool in pools.values() for example in pool[: config.limit]]
     if not chosen:
         raise ValueError("there are neither test nor held-out questions to ask again")

@@ -269,12 +269,22 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tm
         {"id": "2", "question": known.question.upper(), "golden_answers": ["x"]},
     ]
     lines.append({"id": "3", "question": "", "golden_answers": ["x"]})
+    lines.append(lines[0] | {"id": "4"})  # of a subject of the same name
+    lines += [{"question": "No id?", "golden_answers": ["x"]}] * 2
     file = pub.write_lines(tmp_path / "more.jsonl", lines)
-    config, notes = TransferConfig(limit=2, questions=(("own", str(file)),)), []
+    config, notes = TransferConfig(limit=3, questions=(("own", str(file)),)), []
     requests = asked_questions(read_examples(unasked), config, notes.append)
     new_examples = [e for e in requests if e.dataset == "own"]
-    assert [(e.question, e.split) for e in new_examples] == [("What is new?", "ood")]
-    assert "1 records are left out" in notes[0] and "line 3" in notes[0]
+    assert [(e.id, e.split) for e in new_examples[:2]] == [
+        ("own-1", "ood"),
+        ("own-4", "ood"),
+    ]
+    assert [e.question for e in new_examples[2:]] == ["No id?"]
+    counts = [
+        int(n) for n in re.findall(r"(\d+) (?:questions|in|with|refused)", notes[0])
+    ]
+    assert counts == [3, 1, 1, 1] and sum(counts) == len(lines)
+    assert "line 3" in notes[0]
 
 
 def test_retrieved_passages_carry_no_mark_of_gold_and_none_is_a_failure():
