@@ -21,6 +21,7 @@ from beatrice.extract.datasets.loading import (
 )
 from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
+    N_FIRST,
     SPLITS_OF,
     BuildConfig,
     Candidate,
@@ -66,11 +67,11 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
     """Choose the context of every set that is none of the published ones.
 
     Where nothing else is asked for: its supporting passages if any are marked (of the
-    first 256 questions of a file), all if none is, and none where there are none.
+    first questions of a file), all if none is, and none where there are none.
     """
     if config.context is not None:
         return config
-    contexts = dict(config.contexts)
+    contexts, names = dict(config.contexts), set[str]()
     for dataset in dict.fromkeys(source.dataset for source in config.sources):
         if dataset in DATASETS or dataset in contexts:
             continue
@@ -78,18 +79,33 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
             passage.is_supporting
             for source in config.sources
             if source.dataset == dataset
-            for row in itertools.islice(open_source(source, config).read(), 256)
+            for row in itertools.islice(open_source(source, config).read(), N_FIRST)
             if isinstance(row, Loaded)
             for passage in row.question.passages
         ]
         contexts[dataset] = "supporting" if any(marks) else "all" if marks else "none"
-    return dataclasses.replace(config, contexts=contexts)
+        if not any(marks):
+            names.add(dataset)
+    unmarked = frozenset(names)
+    return dataclasses.replace(config, contexts=contexts, unmarked=unmarked)
 
 
 def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
-    """Return as what a question of a file is counted."""
+    """Return as what a question of a file is counted.
+
+    Its set's context may have been chosen by the first questions, without a mark: then
+    no later one has a mark, for its distractors would be shown.
+    """
     if row.question.split not in (None, *SPLITS_OF[source.role]):
         return "of_another_split"
+    name, passages = source.dataset, row.question.passages
+    if name in config.unmarked and any(p.is_supporting for p in passages):
+        raise ValueError(
+            f"{source.path}, record {row.number} ({row.at}): a passage is marked as "
+            f"supporting, as none of the first {N_FIRST} questions has; choose with "
+            f"--context {name}=supporting, --context {name}=all or --context "
+            f"{name}=none"
+        )
     is_fit = is_usable(row, config.context_of(source.dataset))
     return "usable" if is_fit else "without_passages"
 

@@ -20,6 +20,7 @@ from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.splits import (
     A_NAME,
     HELD_OUT_SIZES,
+    N_FIRST,
     BuildConfig,
     Context,
     Role,
@@ -525,8 +526,8 @@ def _notes_before(chosen: BuildConfig, build: BuildConfig) -> Iterator[str]:
     for name in build.contexts.keys() - chosen.contexts.keys():
         if (context := build.contexts[name]) != "supporting":
             yield (
-                f"--context {name}={context}, since no passage in its files is marked "
-                "as supporting"
+                f"--context {name}={context}, since no passage of the first {N_FIRST} "
+                "questions in its files is marked as supporting"
             )
     if all(source.role != "dev" for source in build.sources):
         yield "without --dev there is nothing to choose and calibrate a detector on"

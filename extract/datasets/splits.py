@@ -25,6 +25,7 @@ SPLITS_OF: dict[Role, tuple[Split, ...]] = {
     "train": ("train",),
 }
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
+N_FIRST = 256  # questions of a file, by which the context of its set is chosen
 A_NAME = (
     f"a name (letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a "
     f"letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
@@ -88,6 +89,8 @@ class BuildConfig:
     context: Context | None = None
     # The same for sets that differ from the others.
     contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
+    # Sets whose context was chosen since no passage of their first questions is marked.
+    unmarked: frozenset[str] = frozenset()
     skip_bad: bool = False  # leave refused records out, listed, instead of stopping
     evidence: Path | None = None  # TriviaQA's pages, if they are not beside the file
 

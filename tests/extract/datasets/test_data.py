@@ -248,6 +248,19 @@ def test_a_set_of_ones_own_has_the_context_that_its_files_have(
     assert (f"--context {chosen}, since no passage" in shown) == (" " in context)
 
 
+@pytest.mark.parametrize("first", [["x"], []])
+def test_a_mark_behind_the_questions_that_chose_the_context_is_refused(
+    source, tmp_path, first
+):
+    lines = [{"question": f"q {i}?", "golds": ["x"], "passages": []} for i in range(9)]
+    lines = [line | {"passages": first} for line in lines] * 32
+    pub.write_lines(source, [*lines, lines[0] | {"passages": [PASSAGE, "y"]}])
+    line = ("data", tmp_path / "run", "--train", f"mine={source}", "--n-train", "all")
+    shown = beatrice(*line, *EMBEDDED, code=1).output
+    assert "record 289" in shown and "--context mine=supporting" in shown
+    beatrice(*line, *EMBEDDED, "--context", "mine=supporting", "--n-train", "mine=1")
+
+
 @pytest.mark.parametrize(
     "sizes", [(), ("--n-evaluation", "all"), ("--n-evaluation", 20)]
 )
