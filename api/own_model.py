@@ -33,7 +33,7 @@ from beatrice.jaxprobe.detector import OWN_PASS_HEADS
 from beatrice.jaxprobe.scope import LEAST_ANSWERS, n_of_classes
 
 if TYPE_CHECKING:
-    from beatrice.extract.generate.templates import Words
+    from beatrice.extract.generate.templates import Shot, Words
     from beatrice.pgir.given import AnswerToScore
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
@@ -218,6 +218,7 @@ def answer_and_label(
     if model.prompt.chat and not isinstance(model.prompt.template, Words):
         # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
+    questions = without_worked_examples(questions, model.prompt.shots, note)
     asked = _asked(questions, model.prompt.prompt_template(), note)
     stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
@@ -247,6 +248,24 @@ def answer_and_label(
         texts = [q.question for q in part]
         parts[setting] = Labelled(texts, of_each, answers, signals, labels)
     return in_parts(parts, note)
+
+
+def without_worked_examples(
+    questions: Sequence[Example], shots: Sequence["Shot"], note: Callable[[str], None]
+) -> Sequence[Example]:
+    """Return the questions that no worked example of the prompt answers.
+
+    `note` is called with how many are left out.
+    """
+    shown = set(question_names(shot.question for shot in shots))
+    names = question_names(question.question for question in questions)
+    kept = [q for q, x in zip(questions, names, strict=True) if x not in shown]
+    if n_shown := len(questions) - len(kept):
+        words = "stand in the prompt with their answers, as worked examples"
+        if not kept:
+            raise ValueError(f"all {n_shown} questions {words}; give others")
+        note(f"{n_shown} of {len(questions)} questions {words}, and are left out")
+    return kept
 
 
 def _store_name(model: Any, questions: Sequence[Example], setting: Setting) -> str:

@@ -106,6 +106,8 @@ def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
             f"--context {name}=supporting, --context {name}=all or --context "
             f"{name}=none"
         )
+    if config.fixed is None and text_key(row.question.question) in config.shots:
+        return "worked_example"
     is_fit = is_usable(row, config.context_of(source.dataset))
     return "usable" if is_fit else "without_passages"
 
@@ -116,7 +118,7 @@ def _read_pool(
     """Add what may be drawn from one file to its set's pool; returns what it gave."""
     file = open_source(source, config)
     context = config.context_of(source.dataset)
-    names = ("records", "usable", "without_passages", "of_another_split")
+    names = "records usable without_passages of_another_split worked_example".split()
     counts: dict[str, int] = dict.fromkeys(names, 0)
     repeats: list[Refusal] = []
     refusals: list[Refusal] = []
@@ -192,7 +194,8 @@ def _read_pools(
             f"{report['records']} records can be used ({report['refused']} refused, "
             f"{report['without_passages']} without {_WANTED[report['context']]}, "
             f"{report['repeated']} repeated, {report['of_another_split']} of another "
-            f"split){'; closed-book only' if report['context'] == 'none' else ''}"
+            f"split, {report['worked_example']} worked examples of the prompt)"
+            f"{'; closed-book only' if report['context'] == 'none' else ''}"
         )
     return pools, reports
 

@@ -38,7 +38,7 @@ from beatrice.extract.generate.templates import (
     read_shots,
     read_words,
 )
-from beatrice.extract.records import is_safe_name
+from beatrice.extract.records import is_safe_name, text_key
 from beatrice.extract.run.console import Progress, Update, printable
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import MANIFEST, NewRun, RunDir
@@ -483,7 +483,9 @@ def make_run(
             "embedded is the small model of the microworld, which knows none of them)"
         )
     chosen = questions.build_config(sources, run.seed)
-    build = with_contexts_of_files(chosen)
+    prompt = asking.prompt_config()
+    shots = frozenset(text_key(shot.question) for shot in prompt.shots)
+    build = dataclasses.replace(with_contexts_of_files(chosen), shots=shots)
     preset = run.preset or "paper"
     dtype = asking.model_dtype or default_dtype(asking.device)
     attention_layers = asking.attention_layers or (
@@ -503,7 +505,7 @@ def make_run(
     answer = dataclasses.replace(
         answer,
         settings=run.settings,
-        prompt=asking.prompt_config(),
+        prompt=prompt,
         generation=generation,
     )
     section, stored = data_config(build), storage.fields()
@@ -529,6 +531,11 @@ def _notes_before(chosen: BuildConfig, build: BuildConfig) -> Iterator[str]:
                 f"--context {name}={context}, since no passage of the first {N_FIRST} "
                 "questions in its files is marked as supporting"
             )
+    if build.fixed is not None and build.shots:
+        yield (
+            f"{build.fixed} is taken as it is; a question of it that is a worked "
+            "example of the prompt stays"
+        )
     if all(source.role != "dev" for source in build.sources):
         yield "without --dev there is nothing to choose and calibrate a detector on"
 

@@ -91,6 +91,8 @@ class BuildConfig:
     contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
     # Sets whose context was chosen since no passage of their first questions is marked.
     unmarked: frozenset[str] = frozenset()
+    # `text_key` of questions that the prompt answers, which are in no drawn split.
+    shots: frozenset[bytes] = frozenset()
     skip_bad: bool = False  # leave refused records out, listed, instead of stopping
     evidence: Path | None = None  # TriviaQA's pages, if they are not beside the file
 

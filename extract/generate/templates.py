@@ -36,8 +36,9 @@ class Shot:
             )
 
 
-# Facts that no question set asks for in these words. Contexts are short, for every
-# prompt pays for them, and one does not say what is asked in its first words.
+# Widely known facts: TriviaQA asks for the last, so splits leave such questions out.
+# Contexts are short, for every prompt pays for them, and one does not say what is asked
+# in its first words.
 SHOTS = tuple(
     Shot(question=question, answer=answer, context=context)
     for question, answer, context in (

@@ -1,16 +1,26 @@
 """What `fit` makes of labelled answers before it fits: parts of whole questions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import beatrice
 from beatrice.cli import main
+from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.fitting import drawn_splits
-from beatrice.own_model import Labelled, in_parts, split_answers
+from beatrice.own_model import (
+    Labelled,
+    answer_and_label,
+    in_parts,
+    split_answers,
+    without_worked_examples,
+)
 from tests.extract.datasets.published import write_lines
+from tests.records import an_example
 
 
 def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
@@ -68,6 +78,19 @@ def test_parts_have_enough_by_their_questions_not_by_their_answers():
     notes = []
     assert list(in_parts(both, notes.append)) == ["closed_book"]
     assert "160 right and 160 wrong answers with passages to 16 questions" in notes[0]
+
+
+def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
+    asked = [an_example(id=f"q{i}", question=f"Who wrote {i}?") for i in range(3)]
+    shots, notes = [Shot(question="who wrote 1", answer="me")], []
+    kept = without_worked_examples(asked, shots, notes.append)
+    assert [question.id for question in kept] == ["q0", "q2"]
+    assert len(notes) == 1 and notes[0].startswith("1 of 3 questions")
+    assert without_worked_examples(asked, [], notes.append) == asked
+    model = SimpleNamespace(prompt=PromptConfig(template="few-shot", shots=(*shots,)))
+    with pytest.raises(ValueError, match="all 1 questions stand in the prompt"):
+        answer_and_label(model, asked[1:2], tmp_path, notes.append)
+    assert len(notes) == 1
 
 
 def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):

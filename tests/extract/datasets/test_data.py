@@ -248,6 +248,24 @@ def test_a_set_of_ones_own_has_the_context_that_its_files_have(
     assert (f"--context {chosen}, since no passage" in shown) == (" " in context)
 
 
+def test_a_question_that_the_prompt_answers_is_in_no_split(source, tmp_path):
+    shot = {"question": LINES[0]["question"].upper(), "answer": "Town 0"}
+    shots = pub.write_lines(tmp_path / "shots.jsonl", [shot | {"context": "Town 0."}])
+    files = [w for role in ("train", "dev") for w in (f"--{role}", f"mine={source}")]
+    sizes = ("--n-train", "all", "--n-evaluation", 9, "--template", shots, *EMBEDDED)
+    shown = beatrice("data", tmp_path / "run", *files, *sizes).stderr
+    assert shown.count("1 worked examples of the prompt") == 2
+    texts = {example.question for example in examples_of(tmp_path / "run")}
+    assert texts == {line["question"] for line in LINES[1:]}
+    given = tmp_path / "given"
+    assert "stays" not in shown
+    build(given, ("train", source))
+    again = ("--splits", given / "splits.json", *sizes)
+    shown = beatrice("data", tmp_path / "again", *files[:2], *again).stderr
+    assert "worked example of the prompt stays" in " ".join(shown.split())
+    assert len(examples_of(tmp_path / "again")) == len(LINES)
+
+
 @pytest.mark.parametrize("first", [["x"], []])
 def test_a_mark_behind_the_questions_that_chose_the_context_is_refused(
     source, tmp_path, first
