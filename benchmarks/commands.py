@@ -100,6 +100,8 @@ class BaselinesOptions:
         for name in ("nli", "encoder"):
             if (path := getattr(self, name)) is not None:
                 changes[name] = str(path.resolve())
+        if not changes:
+            return config
         changed = dataclasses.replace(config, **changes)
         with checking("--only"):  # before a stage begins
             chosen_detectors(changed)

@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import operator
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,18 @@ from typing import Any
 from beatrice.extract.run.files import sha256_file
 
 _named: set[tuple[str, str]] = set()  # plugs that a person named in this process
+
+
+class NotNamed(ValueError):
+    """A run names code that no line of this process has named."""
+
+    def __init__(self, spec: str, option: str) -> None:
+        """`option` is what of the command line names it."""
+        self.arguments = f"{option} {spec}"
+        super().__init__(
+            f"this run uses the code of {spec!r}, which anybody may have put there; "
+            f"give {self.arguments} to run it"
+        )
 
 
 def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
@@ -42,10 +55,7 @@ def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
     if option is None:
         _named.add((spec, group))
     elif (spec, group) not in _named:
-        raise ValueError(
-            f"this run uses the code of {spec!r}, which anybody may have put there; "
-            f"give {option} {spec} to run it"
-        )
+        raise NotNamed(spec, option)
     return _attribute(_import(module_name, spec), name, spec)
 
 
@@ -62,6 +72,14 @@ def sha256_of_code(plug: Any) -> str:
         return sha256_file(Path(inspect.getfile(plug if is_code else type(plug))))
     except (TypeError, OSError):
         return ""
+
+
+def identity_or_error(identity: Callable[[], str]) -> str | NotNamed:
+    """Return the identity of a plug, or why its code is not looked at."""
+    try:
+        return identity()
+    except NotNamed as error:
+        return error
 
 
 def _load_entry_point(name: str, group: str) -> Any:

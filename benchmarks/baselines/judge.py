@@ -40,7 +40,7 @@ from beatrice.benchmarks.baselines.readings import (
 )
 from beatrice.benchmarks.results.names import CHAMPION
 from beatrice.extract.generate.answers import answer_config, read_drawing
-from beatrice.extract.plugs import sha256_of_code
+from beatrice.extract.plugs import NotNamed, identity_or_error, sha256_of_code
 from beatrice.extract.records import (
     Answer,
     Example,
@@ -733,9 +733,12 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     return faults
 
 
-def _identity(config: BaselinesConfig) -> dict[str, str]:
-    plugs = {x: find_detector(x, option="--only") for x in config.only if is_plug(x)}
-    return {f"detector:{x}": sha256_of_code(d.score) for x, d in plugs.items()}
+def _identity(config: BaselinesConfig) -> dict[str, str | NotNamed]:
+    def identity_of(spec: str) -> str:
+        return sha256_of_code(find_detector(spec, option="--only").score)
+
+    plugs = filter(is_plug, config.only)
+    return {f"detector:{x}": identity_or_error(partial(identity_of, x)) for x in plugs}
 
 
 BASELINES = Stage(

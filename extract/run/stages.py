@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
+from beatrice.extract.plugs import NotNamed
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import (
     FOR_PEOPLE,
@@ -87,10 +88,11 @@ class Stage:
     leftovers: Callable[[RunDir], list[Path]] = lambda run: []
     parts: str = ""  # what can be shared, in the plural; empty: nothing can
     verb: str = ""  # what of the command line does it; by default its name
-    # What its record names beside its inputs, given its settings.
-    identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
-    # What its record names of what it reads outside of the run.
-    outside: Callable[[RunDir], Mapping[str, str]] = lambda run: {}
+    # What its record names beside its inputs, given its settings. Of code that only the
+    # run names it is an error, which is raised unless the stage is done.
+    identity: Callable[[Any], Mapping[str, str | NotNamed]] = lambda settings: {}
+    # What its record names of what it reads outside of the run, in the same way.
+    outside: Callable[[RunDir], Mapping[str, str | NotNamed]] = lambda run: {}
     # Its settings for every preset; empty where it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None  # of its settings in the manifest; by default its own
@@ -303,6 +305,24 @@ def current_inputs(
     return run.hash_inputs(*paths)
 
 
+def _identities(stage: Stage, run: RunDir, settings: Any) -> dict[str, str]:
+    """Return what a stage's record names beside its inputs.
+
+    Code that the run names and this process does not is as it is in the record, so that
+    a stage that is done stays done without it.
+    """
+    identities: dict[str, str] = {}
+    for name, x in {**stage.identity(settings), **stage.outside(run)}.items():
+        if isinstance(x, NotNamed):
+            record = run.stage_record(stage.name)
+            if not record or name not in record.inputs or run.stage_gap(stage.name):
+                line = f"{stage.verb or stage.name} {run.path} {x.arguments}"
+                raise ValueError(f"{x}: `beatrice {line}`") from x
+            x = record.inputs[name]
+        identities[name] = x
+    return identities
+
+
 def run_stage(
     stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
 ) -> int | None:
@@ -317,7 +337,7 @@ def run_stage(
     def work(update: Update) -> int | None:
         return stage.work(run, settings, update, progress)
 
-    inputs |= {**stage.identity(settings), **stage.outside(run)}
+    inputs |= _identities(stage, run, settings)
     outputs = stage.outputs(run)
     n_missing = once(run, stage.name, inputs, outputs, progress, work, stage.verb)
     if run.share.is_whole:
@@ -358,7 +378,7 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)
     inputs = current_inputs(run, stage.name, stage.inputs(run))
-    inputs |= {**stage.identity(settings), **stage.outside(run)}
+    inputs |= _identities(stage, run, settings)
     return run.stage_done(stage.name, inputs)
 
 
@@ -369,7 +389,7 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
     before = stage.settle(run, is_recorded=False)
     settings = stage.settle(run, change, is_recorded=False)
     inputs = run.hash_inputs(*stage.inputs(run))
-    inputs |= {**stage.identity(settings), **stage.outside(run)}
+    inputs |= _identities(stage, run, settings)
     if run.stage_done(stage.name, inputs) and settings == before:
         return f"{stage.name}: already done, nothing is left to forecast"
     return stage.forecast(run, settings).as_text()

@@ -19,7 +19,12 @@ from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import exact_match, token_f1
-from beatrice.extract.plugs import load_plug, sha256_of_code
+from beatrice.extract.plugs import (
+    NotNamed,
+    identity_or_error,
+    load_plug,
+    sha256_of_code,
+)
 from beatrice.extract.records import SETTINGS, Example
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
@@ -679,9 +684,12 @@ def _inputs(run: RunDir) -> list[Path]:
     return [*row_files(run), run.passages, run.selection, run.detector]
 
 
-def _identity(config: ControlConfig) -> dict[str, str]:
-    judges = {n: _load_judge(n) for n in config.rivals if n.startswith(OWN_JUDGE)}
-    identity = {name: sha256_of_code(judge) for name, judge in judges.items()}
+def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
+    def identity_of(name: str) -> str:
+        return sha256_of_code(_load_judge(name))
+
+    judges = [name for name in config.rivals if name.startswith(OWN_JUDGE)]
+    identity = {x: identity_or_error(partial(identity_of, x)) for x in judges}
     if config.encoder is not None:
         identity["encoder"] = encoder_identity(
             read_encoder_config(Path(config.encoder))
@@ -689,12 +697,13 @@ def _identity(config: ControlConfig) -> dict[str, str]:
     return identity
 
 
-def _outside(run: RunDir) -> dict[str, str]:
+def _outside(run: RunDir) -> dict[str, str | NotNamed]:
     """Return the identity of a search that is not over the run's own passages."""
     config = retrieval_config(run)
     if config == RetrievalConfig():
         return {}
-    return {"retrieval": retrieval_identity(config, run.passages)}
+    identity = partial(retrieval_identity, config, run.passages)
+    return {"retrieval": identity_or_error(identity)}
 
 
 CONTROL = Stage(

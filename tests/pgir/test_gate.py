@@ -610,7 +610,12 @@ def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
             config = ControlConfig(rivals=("judge:planted:run",))
             settle_again(run, CONTROL, lambda _: config)
     stderr = beatrice("control", run.path, code=1).stderr
-    assert f"give --{kind} planted:run to run it" in stderr
+    assert f"`beatrice control {run.path} --{kind} planted:run`" in stderr
+    # What is done stays done without it.
+    record = run.stage_record("control")
+    name = "retrieval" if kind == "retriever" else "judge:planted:run"
+    run.mark_stage("control", record.inputs | {name: "sha"}, 1.0, record.outputs)
+    assert "already done" in beatrice("control", run.path).stderr
     assert "planted" not in sys.modules
     stderr = beatrice("control", run.path, f"--{kind}", "planted:run", code=2).stderr
     assert "planted has no 'run'" in stderr and sys.modules.pop("planted")

@@ -112,9 +112,24 @@ def test_a_detector_of_a_run_is_code_that_the_command_line_names_too(here, smoke
     assert "foreign:x is left out" in done.stderr
     only = BaselinesConfig(only=("foreign:x",))
     BASELINES.settle(run, lambda _: only, is_replaceable=True)
-    done = beatrice("baselines", run.path, code=2)
-    assert "give --only foreign:x to run it" in done.stderr
+    for verb in ("baselines", "demo"):
+        preset = () if verb == "baselines" else ("--preset", "smoke")
+        stderr = beatrice(verb, run.path, *preset, code=1).stderr
+        assert f"`beatrice baselines {run.path} --only foreign:x`" in stderr
     assert "foreign" not in sys.modules
+
+
+def test_what_a_persons_detector_was_judged_by_stays_done_without_its_code(
+    here, smoke_run
+):
+    run = shutil.copytree(smoke_run, here / "run")
+    beatrice("baselines", run, "--only", "hedges:hedging")
+    rows = read_result_rows(RunDir(run))
+    (here / "hedges.py").unlink()
+    # In processes that have not named it.
+    for line in (("baselines", run), ("demo", run, "--preset", "smoke")):
+        assert "baselines: already done" in call(*line).stderr
+    assert read_result_rows(RunDir(run)) == rows
 
 
 FAILING = """
