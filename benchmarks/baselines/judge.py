@@ -458,7 +458,8 @@ def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | Non
         lacking = [split for split in detector.draws_for if split not in splits]
         if lacking:
             options = "".join(f" --split {split}" for split in lacking)
-            return f"needs drawn answers: `beatrice sample {run.path}{options}`"
+            line = f"beatrice sample {run.path}{options}"
+            return f"needs drawn answers: `{line}`, with the options of before"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
     if "encoder" in detector.needs and config.encoder is None:

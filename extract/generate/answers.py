@@ -467,7 +467,8 @@ def draw_stage(
 ) -> TextStage[Drawn]:
     """Return the stage that draws answers to the questions of some splits.
 
-    Splits that were drawn in the same way before stay.
+    Splits that were drawn in the same way before stay. To draw in another way is a
+    ValueError where that would lose a split.
     """
     identity = {
         "schema": SCHEMA_VERSION,
@@ -479,6 +480,13 @@ def draw_stage(
     drawn_splits = before.pop("splits", [])
     if sha256_json(before) == sha256_json(identity):
         splits = [*dict.fromkeys([*drawn_splits, *splits])]
+    elif lost := [split for split in drawn_splits if split not in splits]:
+        raise ValueError(
+            f"{run.samples} holds {before['draws']['n_samples']} draws a question of "
+            f"{' and '.join(lost)}, drawn with other options, and would lose them: "
+            "repeat those options, as they are in its config.json, to add to them, or "
+            f"draw anew with {' '.join(f'--split {x}' for x in (*lost, *splits))}"
+        )
     identity["splits"] = list(splits)
     limit = draws.sampling.max_new_tokens
 

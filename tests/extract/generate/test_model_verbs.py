@@ -21,7 +21,12 @@ from tests.extract.label.scripted import (
     generated,
 )
 from tests.extract.label.test_audit import cells_of, fill
-from tests.extract.small_run import beatrice, make_run, questions
+from tests.extract.small_run import (
+    assert_error_sentence,
+    beatrice,
+    make_run,
+    questions,
+)
 from tests.process import BEATRICE, kill, run_line, start
 
 
@@ -269,7 +274,11 @@ def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path)
     before = replies.read_text()
     assert drawn_after(1, "train") == {"train", "validation", "ood"}
     assert replies.read_text().startswith(before)  # none of these is drawn again
-    assert drawn_after(2, "train") == {"train"}  # the others have one draw alone
+    # The others have one draw alone.
+    done = beatrice("sample", run.path, "--n-samples", 2, "--split", "train", code=1)
+    assert_error_sentence(done, "1 draws a question of validation and ood")
+    anew = re.findall(r"--split (\w+)", done.stderr)
+    assert drawn_after(2, *anew) == {"train", "validation", "ood"}
 
 
 def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):
