@@ -560,7 +560,9 @@ def _audit(
 
     with RunDir.open(run_dir) as run:
         human = compare_annotations(run, annotations) if annotations else None
-        report = audit_labels(run, n_sample)
+        # A sample that is judged stays: by other labels another would be drawn.
+        is_judged = human is not None and (run.audit / "sample.csv").exists()
+        report = audit_labels(run, None if is_judged else n_sample)
     extra = {} if human is None else {"human": dataclasses.asdict(human)}
     text = json.dumps(report | extra) if as_json else _audit_as_text(report, human)
     click.echo(text)

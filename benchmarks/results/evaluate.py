@@ -487,10 +487,12 @@ def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
     judged = run.hash_inputs(run.answers, run.labels)
     current = [x for x in verdicts if x.get("read") == judged]
     if current != verdicts:
+        why = "a person has judged other answers or labels than the run's"
+        if "read" not in verdicts[0]:  # an earlier version wrote it
+            why = "it is not known which answers and labels a person has judged"
         progress.note(
-            "evaluate: a person has judged other answers or labels than the run's; "
-            f"read the annotations again: `beatrice label {run.path} --audit "
-            "--annotations FILE`"
+            f"evaluate: {why}; read the annotations again: `beatrice label {run.path} "
+            "--audit --annotations FILE`"
         )
     return current
 

@@ -647,8 +647,11 @@ def _labelled(run: RunDir) -> list[LabelledAnswer]:
     return join_labels(read_examples(run), read_answers(run), labels)
 
 
-def audit_labels(run: RunDir, n_sample: int) -> dict[str, Any]:
-    """Write what is known about the labels' quality into `audit/`, and return it."""
+def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
+    """Write what is known about the labels' quality into `audit/`, and return it.
+
+    Without a size no sample is drawn for a person.
+    """
     rows, seed = _labelled(run), run.seed
     listed = disagreements(rows)
     file, sample = run.audit / "disagreements.jsonl", run.audit / "sample.csv"
@@ -661,7 +664,8 @@ def audit_labels(run: RunDir, n_sample: int) -> dict[str, Any]:
         "sample": str(sample),
     }
     write_text_atomic(file, "".join(json.dumps(row) + "\n" for row in listed))
-    write_sample(sample, draw_sample(rows, n_sample, seed=seed))
+    if n_sample is not None:
+        write_sample(sample, draw_sample(rows, n_sample, seed=seed))
     write_json_atomic(run.audit / "audit.json", report)
     return report
 
