@@ -150,18 +150,19 @@ def answers_to_show(shown: Sequence[ShownSet]) -> tuple[list[ShownRow], list[Sho
 def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Lay the model's own accuracy out as datasets against settings and variants.
 
-    Where a split has several in-domain sets, a line behind all sets has them together.
+    Where a column has several in-domain sets of a split, a line behind all sets has
+    them together.
     """
     columns = list(dict.fromkeys((x["setting"], x["variant"]) for x in accuracy))
     lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
     for entry in accuracy:
         line = lines.setdefault((entry["dataset"], entry["split"]), {})
         line[(entry["setting"], entry["variant"])] = entry
-    n_sets = Counter(split for _, split in lines)
+    n_sets = Counter((x["split"], x["setting"], x["variant"]) for x in accuracy)
     for entry in accuracy:
-        if (split := entry["split"]) != "ood" and n_sets[split] > 1:
+        at = entry["setting"], entry["variant"]
+        if (split := entry["split"]) != "ood" and n_sets[split, *at] > 1:
             line = lines.setdefault((IN_DOMAIN, split), {})
-            at = entry["setting"], entry["variant"]
             counts = line.get(at, {"n": 0, "n_correct": 0})
             line[at] = {name: counts[name] + entry[name] for name in counts}
     heads = [f"{names.SETTING_LABELS[at]}, {variant}" for at, variant in columns]

@@ -358,12 +358,13 @@ def test_accuracy_of_several_in_domain_sets_is_shown_together_too():
         ("a", "test", "closed_book", "original", 10, 3),
         ("b", "test", "closed_book", "original", 30, 2),
         ("a", "train", "closed_book", "original", 5, 1),
+        ("b", "test", "with_context", "original", 20, 9),  # the only set with passages
         ("c", "ood", "closed_book", "original", 7, 7),
         ("d", "ood", "closed_book", "original", 7, 6),
     ]
     lines = accuracy_grid([dict(zip(names, x, strict=True)) for x in counts])["lines"]
     assert [line[:2] for line in lines[5:]] == [(IN_DOMAIN, "test")]
-    assert lines[5][2] == [{"n": 40, "n_correct": 5}]
+    assert lines[5][2] == [{"n": 40, "n_correct": 5}, None]
 
 
 def test_the_caption_of_a_ranking_gives_rank_and_gap():
