@@ -416,12 +416,22 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
-    from beatrice.benchmarks.baselines.detector import find_detector
-    from beatrice.benchmarks.transfer import NAME, TRANSFER_PRESETS, transfer_run
+    from beatrice.benchmarks.baselines.detector import find_detector, is_plug
+    from beatrice.benchmarks.transfer import (
+        NAME,
+        TRANSFER_PRESETS,
+        baselines_config,
+        transfer_run,
+    )
 
     fields = given(how)
     with checking("--only"):
         for name in fields.pop("only", ()):
+            if is_plug(name) and name not in baselines_config(RunDir(run_dir)).only:
+                raise ValueError(
+                    f"{name!r} is not among what `beatrice baselines` judged last; run "
+                    f"`beatrice baselines {run_dir} --only {name}` first"
+                )
             find_detector(name)
 
     def change(config: "TransferConfig") -> "TransferConfig":

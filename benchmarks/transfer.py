@@ -13,6 +13,7 @@ label RUN/retrieved --judge …` puts judges in the place of exact match.
 import collections
 import dataclasses
 import itertools
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,8 +58,8 @@ from beatrice.extract.datasets.loading import Refusal, open_dataset
 from beatrice.extract.engines import ANSWER
 from beatrice.extract.generate.answers import answer_config, load_tokenizer_only
 from beatrice.extract.generate.templates import PromptTemplate
-from beatrice.extract.label.labels import LABEL_PRESETS
-from beatrice.extract.label.stage import LABEL
+from beatrice.extract.label.labels import LABEL_PRESETS, RULES
+from beatrice.extract.label.stage import label_run
 from beatrice.extract.records import (
     IN_DOMAIN,
     SETTINGS,
@@ -540,7 +541,7 @@ def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
     )
 
 
-def _baselines_config(run: RunDir) -> BaselinesConfig:
+def baselines_config(run: RunDir) -> BaselinesConfig:
     """Return which published detectors a run was last judged by, and their models."""
     return run.settle("baselines", BASELINES_PRESETS, is_recorded=False)
 
@@ -554,7 +555,7 @@ def run_published(
 ) -> list[Scored]:
     """Return `published_scores` in a run; what they read beside is cached in both."""
     detectors = [x for x in detectors if scene.setting in x.settings]
-    given, here = _baselines_config(run).models, _inner(run)
+    given, here = baselines_config(run).models, _inner(run)
     chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))
     total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
     ticks = itertools.count(1)
@@ -573,13 +574,25 @@ def run_published(
     return published_scores(scene, detectors, values, tick, **models)
 
 
+def labelling_options(rule: str) -> str | None:
+    """Return the options of `beatrice label` that label by a rule; None of a file."""
+    for match, words in RULES.items():
+        if rule == words:
+            return f"--match {match}"
+    kind, _, name = rule.partition(" ")
+    if kind == "judges:":
+        model, _, vote = name.rpartition(", ")
+        return f"--judge {shlex.quote(model)} --set vote={vote}"
+    return f"--judge {name}" if kind == "judge" else None
+
+
 def _transfer(
     run: RunDir, config: TransferConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
     questions, rows = asked_questions(read_examples(run), config), []
-    how, detectors = _baselines_config(run), []
+    how, detectors = baselines_config(run), []
     for rival in chosen_detectors(how):
         # Who learns from draws has those of the run, and needs none of new answers.
         places = (run,) if rival.draws_for else (run, _inner(run))
@@ -600,11 +613,14 @@ def _transfer(
         published = run_published(run, scene, detectors, setting_update, **models)
         rows += scene_rows(scene, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
-    if rule != of_run:
+    # Judges of the retrieved answers alone are a choice, and were paid for.
+    if rule != of_run and (rule in RULES.values() or of_run not in RULES.values()):
+        options = labelling_options(of_run)
+        line = f"beatrice label {_inner(run).path} {options}"
         progress.note(
             f"transfer: the retrieved answers are labelled by {rule}, those that "
-            f"detectors learned from by {of_run}; `beatrice label {_inner(run).path}` "
-            "labels the retrieved ones anew"
+            f"detectors learned from by {of_run}"
+            + (f"; `{line}` labels the retrieved ones so too" if options else "")
         )
     publish(run, NAME, rows, progress, rule)
 
@@ -639,6 +655,8 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     """
     require_both_settings(run, NAME)
     run.require(run.detector)
+    if not run.stage_done(NAME):  # before hours of answers, whether its code is named
+        chosen_detectors(baselines_config(run))
     questions = asked_questions(read_examples(run), config, progress.note)
     retrieval = retrieval_of(run, progress.note, "transfer_retrieval")
     model, _ = load_tokenizer_only(run)
@@ -657,7 +675,7 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         write_questions(inner, run, examples, progress.note)
         run_stage(ANSWER, inner, progress)
         if not inner.stage_done("label"):  # judges may have labelled
-            run_stage(LABEL, inner, progress, lambda _: match)
+            label_run(inner, match.match, progress)
         run_stage(EXTRACT, inner, progress)
         # With the rule, which rows have: another may give the same labels.
         counts = {"n_asked": len(questions), "n_failed": len(failed)}

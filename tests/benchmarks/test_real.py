@@ -25,6 +25,7 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorOutput,
 )
 from beatrice.benchmarks.baselines.judge import (
+    BASELINES,
     BaselinesConfig,
     chosen_detectors,
     score,
@@ -79,7 +80,13 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.rows import Subject, encoder, read_result_rows, read_rows
+from beatrice.extract.run.rows import (
+    Subject,
+    encoder,
+    label_rule,
+    read_result_rows,
+    read_rows,
+)
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import checkpoint
@@ -94,7 +101,13 @@ from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from tests.benchmarks.results.sample import row
 from tests.extract.datasets import published as pub
-from tests.extract.small_run import beatrice, make_run, questions, smoke
+from tests.extract.small_run import (
+    assert_error_sentence,
+    beatrice,
+    make_run,
+    questions,
+    smoke,
+)
 from tests.jaxprobe.samples import (
     random_bank,
     random_detector,
@@ -503,15 +516,46 @@ def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_
     assert notes == ["retrieved: other passages or questions than before"]
 
 
+def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
+    smoke_run, tmp_path
+):
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
+    only = BaselinesConfig(only=("foreign:x",))
+    BASELINES.settle(run, lambda _: only, is_replaceable=True)
+    done = beatrice("transfer", run.path, code=1)
+    assert_error_sentence(done, "give --only foreign:x to run it")
+    done = beatrice("transfer", run.path, "--only", "other:y", code=2)
+    assert_error_sentence(done, f"`beatrice baselines {run.path} --only other:y`")
+    assert not (run.path / "retrieved").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("containment", "--match containment"),
+        ("judges: big, large, majority", "--judge 'big, large' --set vote=majority"),
+        ("judge mine:x", "--judge mine:x"),
+        ("imported from mine.jsonl", None),
+    ],
+)
+def test_options_of_label_follow_from_a_rule(rule, options):
+    assert transfer.labelling_options(rule) == options
+
+
 @pytest.fixture(scope="module")
 def finished(smoke_run, tmp_path_factory):
     """A finished run of the smallest preset, with retrieved answers judged."""
     run = shutil.copytree(smoke_run, tmp_path_factory.mktemp("transfer") / "run")
     call("transfer", run, "--limit", 20)
-    call("label", run / "retrieved", "--match", "containment")
-    assert (
-        "retrieved answers are labelled by containment" in call("transfer", run).stderr
-    )
+    retrieved = RunDir(run / "retrieved")
+    call("label", retrieved.path, "--match", "containment")
+    stderr = call("transfer", run).stderr
+    assert "retrieved answers are labelled by containment" in stderr
+    (line,) = re.findall("`beatrice (label .*?)`", stderr)
+    call(*line.split())
+    assert label_rule(retrieved) == label_rule(RunDir(run))
+    call("label", retrieved.path, "--match", "containment")
+    call("transfer", run)
     return RunDir(run)
 
 
@@ -535,6 +579,13 @@ def test_rows_of_retrieved_answers_have_the_rule_of_their_own_labels(finished):
         rules[result.experiment.startswith(RETRIEVED)].add(result.label_rule)
     assert rules == {True: {"containment"}, False: {"exact match"}}
     assert "exact match; retrieved answers: containment" in run_ledger(finished)
+
+
+@pytest.mark.slow
+def test_answers_from_other_passages_are_labelled_by_the_runs_rule(finished, tmp_path):
+    run = shutil.copytree(finished.path, tmp_path / "run")
+    call("transfer", run, "-k", 1)
+    assert label_rule(RunDir(run / "retrieved")) == "exact match"
 
 
 @pytest.mark.slow
