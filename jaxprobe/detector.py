@@ -337,9 +337,9 @@ class About(msgspec.Struct):
 class Example(msgspec.Struct):
     """What is compared where an example is scored again."""
 
-    question: str
     p_correct: float
     raw: float
+    question: str | None = None  # a prompt may stand for it
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

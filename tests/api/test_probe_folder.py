@@ -317,6 +317,8 @@ def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
     passage = beatrice.Passage(title="", text=PASSAGE)
     row = {"question": QUESTION, "answer": "Guzolt Falls"}
     rows = [(QUESTION, "Guzolt Falls", passage), AnswerToScore(**row), row]
+    rows.append({"prompt": f"Question: {QUESTION} Answer:", "answer": " Guzolt Falls"})
+    rows.append({"prompt_ids": [5, 6, 7], "answer_ids": [8, 9]})
     ours = copy.copy(probe)
     ours.save(tmp_path / "probe", examples=rows)
     scores = [score.raw for score in probe.score_many(rows)]
