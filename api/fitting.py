@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -51,7 +51,7 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import Rows, check_whole, training_set
+from beatrice.jaxprobe.rows import Rows, check_whole, training_set, without_number
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from beatrice.pgir.arguments import (
@@ -302,17 +302,13 @@ def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
     return as_labels(given, len(signals))
 
 
-def _as_groups(groups: Any, signals: Signals) -> np.ndarray:
+def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndarray:
     """Return what each answer must not be torn apart from; by default its question.
 
-    A question that a file holds again has its first one's id and a number.
+    `known` are the ids of both settings.
     """
     if groups is None:
-        ids, names = {*signals.ids}, []
-        for name in signals.ids:
-            first, _, number = name.rpartition("-")
-            names.append(first if first in ids and number.isdigit() else name)
-        return np.array(names)
+        return np.array([without_number(name, known) for name in signals.ids])
     return np.array([*map(str, one_each(groups, "groups", "names", len(signals)))])
 
 
@@ -323,16 +319,17 @@ def _rows_of(
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
         s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
     }
+    known = {name for x in passes.values() for name in x.ids}
     names: dict[Setting, np.ndarray] = {
-        s: _as_groups(_of(groups, s, passes), x) for s, x in passes.items()
+        s: _as_groups(_of(groups, s, passes), x, known) for s, x in passes.items()
     }
     chosen: dict[Setting, np.ndarray]
     if splits is None:
         chosen = drawn_splits(names, truth, seed)
     else:
-        known = ("train", "validation", "test", "")
+        parts = ("train", "validation", "test", "")
         chosen = {
-            s: as_splits(_of(splits, s, passes), len(x), known)
+            s: as_splits(_of(splits, s, passes), len(x), parts)
             for s, x in passes.items()
         }
         check_whole(*(np.concatenate([x[s] for s in passes]) for x in (names, chosen)))

@@ -251,9 +251,8 @@ class LanguageModel:
     def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
         """Return answers that exist as records, which `read` takes.
 
-        Each has the number of its row as its id: where several answer one question,
-        give `fit` the questions as `groups`. Each ends with the token with which
-        `answer` would end it.
+        Ids are those that `answer` gives the questions. Each answer ends with the token
+        with which `answer` would end it.
 
         Args:
           rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
@@ -267,7 +266,7 @@ class LanguageModel:
         from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
 
         self._require_tokenizer()
-        template, answers = self.prompt.prompt_template(), []
+        template, answers, counts = self.prompt.prompt_template(), [], Counter()
         tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
         with self.backbone.halves.lock:
             stop = usual_stop_id(tokenizer, self.prompt, ends)
@@ -285,7 +284,7 @@ class LanguageModel:
                         template,
                         answer,
                         stop_id=stop,
-                        example_id=str(number),
+                        example_id=_name(answer.question or "", counts),
                     )
             except ValueError as error:
                 raise ValueError(f"rows[{number}]: {error}") from None
@@ -540,32 +539,33 @@ def as_examples(
     """Return questions as records, with the passages that are shown."""
     texts = as_list(questions, "questions", "a list of texts or Examples")
     shown = as_contexts(contexts, len(texts))
-    named = zip(texts, _names(texts), shown, strict=True)
-    return [_as_example(n, *question) for n, question in enumerate(named)]
+    pairs, counts = enumerate(zip(texts, shown, strict=True)), Counter()
+    return [_as_example(n, *question, counts) for n, question in pairs]
 
 
-def _names(texts: Sequence[Any]) -> list[str]:
-    """Return an id of each text, the same in every list; a repeated one is numbered."""
-    names, counts = [], Counter()
-    for text in map(str, texts):
-        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
-        counts[digest] += 1
-        names.append(digest if counts[digest] == 1 else f"{digest}-{counts[digest]}")
-    return names
+def _name(text: str, counts: Counter[str]) -> str:
+    """Return the id of a text, the same in every list; a repeated one is numbered."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
+    counts[digest] += 1
+    return digest if counts[digest] == 1 else f"{digest}-{counts[digest]}"
 
 
 def _as_example(
-    number: int, question: str | Example, name: str, passages: tuple[Passage, ...]
+    number: int,
+    question: str | Example,
+    passages: tuple[Passage, ...],
+    counts: Counter[str],
 ) -> Example:
-    text = question
     if isinstance(question, Example):
         name, text = question.id, question.question
-    elif not isinstance(question, str) or not question.strip():
+    elif isinstance(question, str) and question.strip():
+        name, text = _name(question, counts), str(question)
+    else:
         name = f"questions[{number}]"
         raise argument_error(name, "a text that says something", question)
     return Example(
         id=name,
-        question=str(text),
+        question=text,
         dataset="asked",
         split=_NO_SPLIT,
         golds=("-",),

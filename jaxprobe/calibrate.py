@@ -77,7 +77,7 @@ from beatrice.jaxprobe.fusion import (
 )
 from beatrice.jaxprobe.grid import Trained, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
-from beatrice.jaxprobe.rows import Rows, partners, rows_at_once
+from beatrice.jaxprobe.rows import Rows, partner_ids, partners, rows_at_once
 from beatrice.jaxprobe.scope import (
     Evidence,
     Validation,
@@ -131,7 +131,8 @@ def pool_of(
     setting_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
         questions = questions or {s: x.ids for s, x in rows.items()}
-        ids, closed_book = questions[setting], questions["closed_book"]
+        closed_book = questions["closed_book"]
+        ids = partner_ids(questions[setting], closed_book)
         # Rows without a split or a label may lack a closed-book answer.
         is_needed = (setting_rows.splits != "") & setting_rows.is_labelled
         is_read = is_needed | np.isin(ids, closed_book)

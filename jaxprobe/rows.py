@@ -4,7 +4,7 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,11 +145,39 @@ def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
             )
 
 
+def without_number(example_id: str, known: Collection[str]) -> str:
+    """Return the id of a question as it was asked first.
+
+    A question that is asked again has its first one's id, which is among `known`, and
+    a number.
+    """
+    first, _, number = example_id.rpartition("-")
+    return first if first in known and number.isdigit() else example_id
+
+
+def partner_ids(
+    ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
+) -> np.ndarray:
+    """Return the id of each question's closed-book answer, or its own where none is.
+
+    That of the same id, or else the first to the same question.
+    """
+    known, answered = {*ids, *closed_book}, {*closed_book}
+    first: dict[str, str] = {}
+    for example_id in closed_book:
+        first.setdefault(without_number(example_id, known), example_id)
+    names = (
+        x if x in answered else first.get(without_number(x, known), x) for x in ids
+    )
+    return np.array([*names], str)
+
+
 def partners(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
     """Return the closed-book row of the same question for every row, `[n_rows]`."""
     index = {example_id: i for i, example_id in enumerate(closed_book)}
+    ids = partner_ids(ids, closed_book)
     if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
             f"question {str(missing[0])!r} has no closed-book answer; answer and "

@@ -317,7 +317,7 @@ def judge(
       splits: of every answer where labels are truth values: "train", to learn on,
         "validation", to choose on, "test" or "ood", or "" to leave it out.
       groups: what is in one split and drawn together, a name an answer; None takes the
-        questions' ids, which answers of `LanguageModel.as_answers` do not have.
+        questions' ids, of which one that is asked again has another.
       pairs: names of two detectors, of which the first less the second is measured.
       layer: of the hidden states; None takes the middle one of those that are stored.
       questions: of the answers, for detectors that read texts.

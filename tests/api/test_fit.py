@@ -313,21 +313,22 @@ def test_a_part_of_signals_is_those_answers(rng):
 def test_answers_are_read_beside_closed_book_ones_to_the_same_question(rng):
     lengths = np.full(200, 2)
     spans = np.tile([[0, 1], [1, 1], [1, 2]], (200, 1, 1))
-    labels = rng.random(200) < 0.5
-    rows = rng.normal(size=(2, 400, 3)) + 1.5 * np.repeat(labels, 2)[:, None]
-    from_arrays, names = beatrice.Signals.from_arrays, np.array([*map(str, range(200))])
-    stored = from_arrays({"a": rows[0]}, lengths=lengths, spans=spans, ids=names)
+    labels = np.repeat(rng.random(100) < 0.5, 2)  # two contexts a question
+    rows = rng.normal(size=(2, 400, 3)) + 0.8 * np.repeat(labels, 2)[:, None]
+    from_arrays, names = beatrice.Signals.from_arrays, np.array([*map(str, range(100))])
+    ids = [f"{n}{again}" for n in range(100) for again in ("", "-2")]
+    stored = from_arrays({"a": rows[0]}, lengths=lengths, spans=spans, ids=ids)
     # In another order, and without the questions that are not fitted on.
-    order = rng.permutation(160)
-    closed_book = rows[1, ::2][order]
+    order = rng.permutation(80)
+    closed_book = rows[1, ::4][order]
     passes = {
         "with_context": stored[:160],
         "closed_book": from_arrays({"a": closed_book}, ids=names[order]),
     }
-    groups = {"with_context": np.arange(160) // 2, "closed_book": order // 2}
-    verdicts = {"with_context": labels[:160], "closed_book": labels[order]}
+    groups = {"with_context": np.arange(160) // 4, "closed_book": order // 2}
+    verdicts = {"with_context": labels[:160], "closed_book": labels[::2][order]}
     how = {"recipe": "paper", "config": small_config(), "progress": False}
-    splits = {s: np.where(x < 50, "train", "validation") for s, x in groups.items()}
+    splits = {s: np.where(x < 25, "train", "validation") for s, x in groups.items()}
     probe = beatrice.fit(passes, verdicts, groups=groups, splits=splits, **how)
     where = np.arange(100, 160)
     p = probe.predict(stored[where], closed_book=passes["closed_book"])

@@ -29,6 +29,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.store import open_kvstore, open_store, read_family
+from beatrice.jaxprobe.rows import partners
 from beatrice.model import as_examples
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -429,10 +430,26 @@ def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_lon
         model.answer(questions, contexts)
 
 
+def test_answers_to_a_question_meet_whoever_wrote_them_in_whatever_order(model):
+    questions = [f"where is {n}?" for n in range(4)]
+    closed_book = [(question, "there") for question in questions]
+    # Each with two contexts, all in another order and some among the other answers.
+    contexts = [(q, "here", [text]) for q in questions[::-1] for text in ("a", PASSAGE)]
+    written = model.answer([q for q, *_ in contexts], [c for *_, c in contexts])
+    mixed = model.as_answers([*contexts, *closed_book])
+    apart = model.as_answers(contexts), model.as_answers(closed_book)
+    assert [a.example_id for a in written] == [a.example_id for a in apart[0]]
+    for with_context, without in (apart, (mixed[:8], mixed[8:])):
+        ids = [[a.example_id for a in answers] for answers in (with_context, without)]
+        where = partners(*ids)
+        assert [questions[i] for i in where] == [q for q, *_ in contexts]
+        assert not {*ids[0][::2]} & {*ids[0][1::2]}  # or a store would hold half
+
+
 def test_signals_under_two_prompts_are_not_fitted_together(model, tmp_path):
     words = {"closed_book": "Q: {question} A:"}
     other = beatrice.LanguageModel("embedded", prompt=words)
-    rows = [("where?", str(n), PASSAGE) for n in range(20)]
+    rows = [(f"where is {n}?", str(n), PASSAGE) for n in range(20)]
     with_context = model.read(model.as_answers(rows))
     labels = dict.fromkeys(SETTINGS, [n % 2 == 0 for n in range(20)])
     splits = dict.fromkeys(SETTINGS, ["train"] * 14 + ["validation"] * 6)
