@@ -536,9 +536,10 @@ class _DetectorJudge:
         p_correct, raw = yield from detector_judge(question, passages, reply)
         probed, shown = self._scorer.probed, passages[: reply.n_shown]
         context = [self.answering.passages[index] for index in shown]
-        context = showable(
-            probed.backbone.tokenizer, probed.template, question, context
-        )
+        with probed.lock:
+            context = showable(
+                probed.backbone.tokenizer, probed.template, question, context
+            )
         answer = self.answering.answer_of(Call("answer", question, passages), reply)
         reason = self._scorer.why_unreadable(question, context, answer)
         if reason is None and not math.isfinite(raw):

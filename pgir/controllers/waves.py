@@ -405,7 +405,8 @@ class Answering(Service):
     def _n_tokens(self, question: str, passage: Passage) -> int:
         """Return the tokens of a question's prompt with one passage."""
         parts = self.probed.backbone.tokenizer, self.probed.template, question
-        return len(build_prompt(*parts, showable(*parts, [passage])).ids)
+        with self.probed.lock:
+            return len(build_prompt(*parts, showable(*parts, [passage])).ids)
 
     def _why_too_long(self, request: Request) -> str | None:
         """Return why a prompt with its answer does not fit the window, or None."""

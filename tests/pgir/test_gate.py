@@ -411,6 +411,9 @@ def test_no_thread_uses_the_tokenizer_while_another_is_in_the_model(scorer):
     retriever = Fixed(lambda queries, depth: [[f"{bos} {PASSAGE}"] for _ in queries])
     (result,) = run_pgir(alone, [QUESTION], retriever, **DOUBTING)
     assert result.n_generations > 1 and result.error is None
+    passages = [Passage(title="", text=text) for text in (PASSAGE, PASSAGE * 90)]
+    answering = Answering(alone.probed, passages, CallJournal(None, ""))
+    assert answering.fitting(QUESTION, [0, 1]) == (0,)
     model = LanguageModel("embedded")
     model.backbone = guarded(model.backbone)
     assert model.as_answers([(QUESTION, ANSWER)])
