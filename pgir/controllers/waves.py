@@ -414,10 +414,12 @@ class Answering(Service):
         n, window = len(request.prompt.ids), self._window
         if n + n_new <= window:
             return None
+        is_models = window == backbone.max_length
+        whose = backbone.name if is_models else "the probe's prompt"
+        other = "a model with a longer one" if is_models else "a probe without it"
         return (
-            f"its prompt has {n} tokens and its answer may have {n_new}, but "
-            f"{backbone.name} has a window of {window}; give shorter passages, or use "
-            "a model with a longer one"
+            f"its prompt has {n} tokens and its answer may have {n_new}, but {whose} "
+            f"has a window of {window}; give shorter passages, or use {other}"
         )
 
     def _request(

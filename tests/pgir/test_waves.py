@@ -428,6 +428,10 @@ def test_the_window_of_training_is_heeded_where_the_models_is_longer(probed):
         )
         lengths.append(len(request.prompt.ids))
         assert n_shown > 1
+    long = Passage(title="", text=PASSAGE * 10)
+    answering = Answering(narrow, [long], CallJournal(None, ""))
+    ((_, failed),) = next(answering.batches([loop.Call("answer", QUESTION, (0,))], ()))
+    assert "the probe's prompt has a window of 64" in failed.reason
     assert lengths[0] + 8 <= 64 < lengths[1]
 
 
