@@ -233,8 +233,12 @@ class Gate:
         score = Score(reason="the grounded answer is empty; give at least one word")
         changes: list[str] = []
         if as_text(grounded, "grounded").strip():
-            context, changes = self._readable(draft.question, context)
-            score = self.scorer.score(draft.question, grounded, context)
+            shown, changes = self._readable(draft.question, context)
+            score = Score(
+                reason="every passage is empty; give one with a word, or none"
+            )
+            if shown or not context:  # else it would be read as a closed-book answer
+                score = self.scorer.score(draft.question, grounded, shown)
         decision = self._decide(score)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
         if not draft.answer.strip():  # not written, or without a word

@@ -196,6 +196,8 @@ def test_passages_that_no_prompt_holds_cost_no_grounded_answer(scorer):
     kept = gate.keep(draft(0.0), ANSWER, [" ", plain.replace("< /s>", "</s>")])
     assert dataclasses.replace(kept, warnings=kept.warnings[1:]) == expected
     assert "of 2, 1 have no word and are left out, 1 have a control" in kept.warnings[0]
+    blank = gate.keep(draft(None), ANSWER, [" ", ""])
+    assert blank.p_correct is None and "every passage is empty" in blank.reason
 
 
 def test_without_a_threshold_the_probes_own_decisions_hold():
