@@ -37,8 +37,8 @@ Decoded = TypeVar("Decoded")
 # What `temporary` makes; a person's own files are hardly called so.
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-# Of a folder with checksums: what a person edits, and what a Hub or git adds.
-UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes")
+# Of a folder with checksums: what a person edits, and what a Hub, git or a Mac adds.
+UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes", ".DS_Store")
 
 
 def sync_folder(folder: Path) -> None:

@@ -363,6 +363,7 @@ def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
     folder = tmp_path / "clone"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git" / "HEAD").write_text("theirs")
+    (folder / ".DS_Store").write_bytes(b"a Mac's")
     (folder / "eval.json").write_text("{}")
     with pytest.raises(ValueError, match="holds something else"):
         probe.save(folder)
