@@ -74,9 +74,9 @@ def _read_pooling(path: Path) -> Pooling:
     # Sentence-transformers 5.4 writes a name or several, before it a flag of each.
     flags = [name for name in file if name.startswith("pooling_mode_")]
     modes = file.get("pooling_mode", [x for x in flags if file[x]] if flags else "mean")
-    if modes in ("mean", ["pooling_mode_mean_tokens"]):
+    if modes in ("mean", ["mean"], ["pooling_mode_mean_tokens"]):
         return "mean"
-    if modes in ("cls", ["pooling_mode_cls_token"]):
+    if modes in ("cls", ["cls"], ["pooling_mode_cls_token"]):
         return "cls"
     raise ValueError(
         f"{path}: expected a pooling by mean or first token, found {modes!r} in "

@@ -161,6 +161,7 @@ def flags(*modes):
     ("pooling", "files"),
     [
         ("mean", ({"pooling_mode": "mean"}, flags("mean_tokens"))),
+        ("mean", ({"pooling_mode": ["mean"]},)),
         ("cls", ({"pooling_mode": "cls"}, flags("cls_token"))),
         (None, ({"pooling_mode": "lasttoken"}, flags("lasttoken"))),
         (None, ({"pooling_mode": ["cls", "mean"]}, flags("cls_token", "mean_tokens"))),
