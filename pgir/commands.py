@@ -113,7 +113,7 @@ class RetrievalOptions(EncoderSettings):
             settle_retrieval(run, chosen, section)
 
 
-def _absolute(path: Path | None) -> str | None:
+def _absolute(path: Path | str | None) -> str | None:
     # A link keeps its name, by which E5 is known.
     return None if path is None else os.path.abspath(path)
 
@@ -351,7 +351,7 @@ class ControlOptions:
     )
     encoder: str | None = option(
         "A sentence encoder's folder, for rivals that read questions alone.",
-        type=click.Path(exists=True, file_okay=False, resolve_path=True),
+        type=click.Path(exists=True, file_okay=False),
     )
     judge: tuple[str, ...] = option(
         "A judge of drafts of one's own, to run PGIR's loop with; repeatable.",
@@ -375,6 +375,8 @@ class ControlOptions:
 
         fields = given(self)
         judges = tuple(f"{OWN_JUDGE}{spec}" for spec in fields.pop("judge", ()))
+        if self.encoder is not None:
+            fields["encoder"] = _absolute(self.encoder)
         rivals = config.rivals
         if names := fields.pop("rivals", ()):
             rivals = tuple(n for n in EVERY_RIVAL if n in names or "all" in names)

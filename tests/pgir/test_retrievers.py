@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,12 @@ from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import InUse
 from beatrice.extract.run.stages import run_stage
 from beatrice.pgir.arguments import from_document
-from beatrice.pgir.commands import CorpusOptions, RetrievalOptions
+from beatrice.pgir.commands import (
+    ControlOptions,
+    CorpusOptions,
+    RetrievalOptions,
+    control,
+)
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     ControlConfig,
@@ -386,6 +392,12 @@ def test_a_link_is_written_down_by_its_name_which_tells_an_encoder(run, tmp_path
     link.symlink_to(make_corpus(tmp_path, 20).folder)
     RetrievalOptions(corpus=link).write(run.path)
     assert retrieval_config(run).corpus == str(link)
+    (tmp_path / "e5-base-v2").symlink_to(tmp_path)
+    here = os.path.relpath(tmp_path / "e5-base-v2")
+    changed = ControlOptions(encoder=here).change(ControlConfig())
+    assert changed.encoder == str(tmp_path / "e5-base-v2")
+    (option,) = (x for x in control.params if x.name == "encoder")
+    assert option.type_cast_value(click.Context(control), here) == here
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
