@@ -88,12 +88,7 @@ class RetrievalOptions(EncoderSettings):
             return
         from beatrice.extract.run.directory import RunDir
         from beatrice.pgir.controllers.stage import settle_retrieval
-        from beatrice.pgir.retrievers import (
-            KINDS,
-            RetrievalConfig,
-            check_retrieval,
-            load_retriever,
-        )
+        from beatrice.pgir.retrievers import KINDS, RetrievalConfig, check_retrieval
 
         chosen = RetrievalConfig(
             retriever="served" if self.url else self.retriever or "bm25",
@@ -103,11 +98,10 @@ class RetrievalOptions(EncoderSettings):
             encoder=_absolute(self.retriever_encoder),
             encoder_options=self.settings(),
         )
-        if chosen.retriever not in KINDS:
-            with checking("--retriever"):
-                load_retriever(chosen.retriever)
+        is_plug = chosen.retriever not in KINDS
+        flag = "--url" if self.url else "--retriever" if is_plug else None
         # What is missing is not written down.
-        with checking("--url") if self.url else contextlib.nullcontext():
+        with checking(flag) if flag else contextlib.nullcontext():
             check_retrieval(chosen)
         with RunDir.open(run_dir) as run:
             settle_retrieval(run, chosen, section)

@@ -579,12 +579,18 @@ def identity_of(retriever: Any) -> str:
     return identity
 
 
+_made: dict[str, tuple[Any, Any]] = {}  # by name: a plug, and the retriever it made
+
+
 def load_retriever(spec: str, *, option: str | None = None) -> Any:
     """Return the retriever of `module:NAME` or an entry point; a class is called.
 
-    `option` is given where the run names it, see `load_plug`.
+    `option` is given where the run names it, see `load_plug`; the object is then the
+    one that was made before in this process, since its corpus may be large.
     """
-    plug = load_plug(spec, PLUGS, option=option)
+    plug = code = load_plug(spec, PLUGS, option=option)
+    if option is not None and spec in _made and _made[spec][0] is code:
+        return _made[spec][1]
     if isinstance(plug, type) or not hasattr(plug, "search"):
         try:
             plug = plug()
@@ -594,6 +600,7 @@ def load_retriever(spec: str, *, option: str | None = None) -> Any:
                 f"{type(error).__name__}: {error}"
             ) from error
     identity_of(plug)
+    _made[spec] = code, plug
     return plug
 
 

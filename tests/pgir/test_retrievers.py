@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage, write_lines
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import InUse
+from beatrice.extract.run.directory import InUse, RunDir
 from beatrice.extract.run.stages import run_stage
 from beatrice.pgir.arguments import from_document
 from beatrice.pgir.commands import (
@@ -398,6 +399,19 @@ def test_a_link_is_written_down_by_its_name_which_tells_an_encoder(run, tmp_path
     assert changed.encoder == str(tmp_path / "e5-base-v2")
     (option,) = (x for x in control.params if x.name == "encoder")
     assert option.type_cast_value(click.Context(control), here) == here
+
+
+def test_a_persons_retriever_is_made_once_for_a_run(run, working_folder):
+    (working_folder / "counted.py").write_text(
+        "class Notes:\n    identity, n_made = 'notes', 0\n"
+        "    def __init__(self):\n        Notes.n_made += 1\n"
+        "    def search(self, queries, depth):\n        return [['a'] for _ in queries]"
+    )
+    RetrievalOptions(retriever="counted:Notes").write(run.path)
+    with RunDir.open(run.path) as opened:
+        CONTROL.outside(opened)
+        assert retrieval_of(opened).retriever.search(["who?"], 1) == [(0,)]
+    assert sys.modules.pop("counted").Notes.n_made == 1
 
 
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
