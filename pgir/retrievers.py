@@ -444,6 +444,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Return no request to go on with."""
 
 
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    """Return what sends every request: from Python 3.12 each reads all certificates."""
+    return urllib.request.build_opener(_NoRedirects)
+
+
 def _post_within(
     seconds: float, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> bytes:
@@ -456,9 +462,8 @@ def _post_within(
     def read() -> None:
         content = json.dumps(body).encode()
         request = urllib.request.Request(url, content, dict(headers))
-        opener = urllib.request.build_opener(_NoRedirects)
         try:
-            with opener.open(request, timeout=seconds) as stream:
+            with _opener().open(request, timeout=seconds) as stream:
                 reply.set_result(stream.read(_MOST_REPLY_BYTES))
         except Exception as error:  # whatever it is, somebody waits for it
             if isinstance(error, urllib.error.HTTPError):
