@@ -189,7 +189,9 @@ class LanguageModel:
             requests = make_requests(
                 examples, self.backbone, self.prompt, max_new_tokens, (setting,)
             )
-        if too_long := [repr(row.example_id) for row in requests.left_out]:
+        ids = {row.example_id for row in requests.left_out}
+        places = [n for n, example in enumerate(examples) if example.id in ids]
+        if too_long := [f"questions[{n}]" for n in places]:
             raise ValueError(
                 f"the prompts of {len(too_long)} of {len(examples)} questions do not "
                 "fit with any one of their passages; take them out, or ask them "
