@@ -349,7 +349,8 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
     """Split rows by length, where that spares at least a third of the padded tokens.
 
     The longest rows are a batch of their own, the next two batches, the next four; the
-    rest is one group. A group's batches are then hardly ever filled up with nothing.
+    rest is one group, or joins the group before it where it fills no batch: a group
+    takes a step of its own however few its rows. Batches are then hardly ever padded.
 
     Args:
       lengths: `[n_rows, n_spans]` tokens.
@@ -363,7 +364,7 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
     order = np.argsort(lengths.sum(axis=1), kind="stable")
     sizes = [n_batch << i for i in range(_MOST_GROUPS - 1)]
     edges = np.cumsum(sizes)
-    cuts = n_rows - edges[edges < n_rows][::-1]
+    cuts = n_rows - edges[n_rows - edges >= n_batch][::-1]
     groups = [np.sort(group) for group in np.split(order, cuts)]
     padded = sum(len(group) * _width(lengths[group]) for group in groups)
     if n_rows * _width(lengths) < _WORTH * padded:

@@ -243,6 +243,14 @@ def test_a_few_long_rows_are_batches_of_their_own_and_no_row_is_lost():
     assert [widths_of(lengths[group])[0] for group in groups] == [20, 20, 20, 900]
 
 
+@pytest.mark.parametrize("n_rows", [1, 31, 32, 33, 63, 64, 96, 97, 225, 255, 256, 500])
+def test_no_group_of_like_length_is_smaller_than_a_batch(n_rows):
+    lengths = np.arange(1, n_rows + 1)[:, None] ** 2
+    groups = width_groups(lengths, 32)
+    assert min(map(len, groups)) >= min(n_rows, 32)
+    assert len(groups) == 1 + sum(n_rows >= n for n in (64, 128, 256))
+
+
 def split_at(data, n_first):
     """Two groups of the rows."""
     labels, rows = np.asarray(data.labels) > 0, np.arange(len(data.labels))
