@@ -14,7 +14,7 @@ initial weights and dropout depend on (subset, seed), never on the block.
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -513,7 +513,7 @@ def fit_blocks(
     config: TrainConfig,
     n_threads: int | None = None,
 ) -> Iterator[Trained]:
-    """Train blocks and yield each as it is done, in order.
+    """Train blocks and yield each as it is done, in whatever order that is.
 
     Rows come in groups of similar length, most often one; a batch is of one group.
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
@@ -546,7 +546,12 @@ def fit_blocks(
     if n_threads is None:
         n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
-        yield from pool.map(train_alone, blocks)
+        futures = [pool.submit(train_alone, block) for block in blocks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def member_mesh() -> Mesh:

@@ -1,6 +1,7 @@
 """Encoders trained block by block, with and without some of their spans."""
 
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +84,11 @@ def parts():
 
 
 def train(blocks, parts, config=TRAIN, fit=fit_blocks):
+    """Train blocks; what comes out is in their order."""
     groups = ([part] for part in parts)
-    return list(fit(blocks, *groups, encoder=ENCODER, config=config))
+    trained = fit(blocks, *groups, encoder=ENCODER, config=config)
+    order = [block.members for block in blocks]
+    return sorted(trained, key=lambda block: order.index(block.members))
 
 
 def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
@@ -126,6 +130,26 @@ def test_one_device_trains_blocks_one_by_one_and_join_orders_members(parts):
         joined.params["params"]["mlp_in"]["bias"][1],
         trained[0].params["params"]["mlp_in"]["bias"][0],
     )
+
+
+class SlowBlock(Block):
+    """A block whose training does not end before it may."""
+
+    may_end = threading.Event()
+
+    @property
+    def members(self):
+        assert self.may_end.wait(timeout=60)
+        return super().members
+
+
+def test_a_finished_block_does_not_wait_for_an_earlier_one(parts):
+    blocks, groups = [SlowBlock((2,), (0,)), Block((0,), (0,))], ([x] for x in parts)
+    protocol = {"encoder": ENCODER, "config": TRAIN, "n_threads": 2}
+    trained = fit_blocks(blocks, *groups, **protocol)
+    assert next(trained).members == (Member(0, 0),)
+    SlowBlock.may_end.set()
+    assert next(trained).members == (Member(2, 0),)
 
 
 def test_rows_of_weight_zero_are_as_good_as_absent(parts):
