@@ -310,10 +310,9 @@ def training_set(
     _check_classes(rows, where)
     longest = widths_of(lengths)
     groups = [width_groups(lengths[split], n_batch) for split in where]
-    shards = [where[0]]
-    if streamed or len(groups[0]) > 1:  # memory need not hold them in one width
-        n_at_once = rows_at_once(longest, dims)
-        shards = [x for group in groups[0] for x in _split(where[0][group], n_at_once)]
+    # Widened they take many times what they take as stored: a few at a time.
+    n_at_once = rows_at_once(longest, dims)
+    shards = [x for group in groups[0] for x in _split(where[0][group], n_at_once)]
     standardizer = fit_standardizer(
         lambda: (
             read_features(store, layer, shard, widths_of(lengths[shard]))
