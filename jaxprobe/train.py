@@ -319,13 +319,13 @@ def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
     training row's logit is of a regression that has not seen its question.
     """
     train = data.where[0]
-    batches = list(data.splits()[0])
-    pooled = Pooled.of(batches, data.rows.labels[train])
+    pooled = Pooled.of(data.splits()[0], data.rows.labels[train])
     regression, unseen = fit_ridge(pooled, data.rows.ids[train])
     every = data.dims.n_subsets - 1
     mask = jnp.asarray(data.dims.subset_masks[every])
-    sample = batches[0][1].of_examples(lambda x: x[:, :1])
-    params = Encoder(LINEAR_ONLY, data.dims).init(jax.random.key(0), sample, mask)
+    params = Encoder(LINEAR_ONLY, data.dims).init(
+        jax.random.key(0), data.read_train(train[:1]), mask
+    )
     params = jax.tree.map(
         lambda x: np.asarray(x)[None],
         {"params": params["params"], COLLECTION: regression},

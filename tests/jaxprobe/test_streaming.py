@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
 from functools import partial
 
 import jax
@@ -32,6 +33,7 @@ from beatrice.jaxprobe.train import (
     fit_streamed,
     prefetched,
     train_encoders,
+    train_regression,
 )
 from tests.jaxprobe.samples import (
     assert_same_leaves,
@@ -142,13 +144,36 @@ def test_a_store_that_is_streamed_in_one_group_trains_as_the_resident_grid():
     assert_same_leaves(outputs, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_rows_that_are_held_are_standardised_a_few_at_a_time():
+@pytest.fixture(scope="module")
+def read_many():
+    """Reads 4096 training rows, four times what is encoded together, and others."""
     rows, spans = rows_of(np.arange(12288) % 3 == 0), [[(0, 0), (0, 1), (1, 2)]] * 12288
-    store = store_like("memory://held/", {"a": Family(shape=(32,))}, spans)
-    fixed = {"layer": None, "n_batch": 16}
-    streamed = training_set(store, rows, **fixed, streamed=True)
+    store = store_like("memory://many/", {"a": Family(shape=(32,))}, spans)
+    return partial(training_set, store, rows, layer=None, n_batch=16)
+
+
+def test_a_streamed_regression_is_that_of_held_rows_and_holds_two_batches(read_many):
+    data, alive, n_alive = read_many(streamed=True), [], []
+
+    def read(where, *widths):
+        tokens = data.read(where, *widths)
+        alive.append(weakref.ref(tokens.tokens[0]))
+        n_alive.append(sum(batch() is not None for batch in alive))
+        return tokens
+
+    counted = dataclasses.replace(data, read=read, read_train=read)
+    (trained, outputs), (other, expected) = map(
+        train_regression, (counted, read_many())
+    )
+    assert len(n_alive) == 4 + 1 + 12 and max(n_alive) <= 2  # one to read the widths
+    assert_same_leaves(trained.params, other.params, rtol=1e-4, atol=1e-6)
+    assert_same_leaves(outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_are_held_are_standardised_a_few_at_a_time(read_many):
+    streamed = read_many(streamed=True)
     tracemalloc.start()
-    held = training_set(store, rows, **fixed)
+    held = read_many()
     n_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert_same_leaves(held.standardizer, streamed.standardizer)
