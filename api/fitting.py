@@ -241,17 +241,18 @@ def _train(
     progress: bool,
 ) -> tuple[Grid, MemberOutputs]:
     """Train a recipe's encoders of a setting, and apply them to all of its rows."""
+    is_linear = recipe in ("auto", "linear")
     data = training_set(
         signals.store,
         rows,
         layer=layer,
         n_batch=config.train.batch_size,
-        streamed=config.stream is not None,
+        # A regression reads every row once: it needs none of them in memory.
+        streamed=is_linear or config.stream is not None,
     )
     subsets = range(data.dims.n_subsets)
     if recipe != "paper":
         subsets = subsets[-1:]  # all families
-    is_linear = recipe in ("auto", "linear")
     n_members = 1 if is_linear else config.train.n_seeds * len(subsets)
     done = itertools.count(1)
     silent = contextlib.nullcontext(lambda done, total: None)
