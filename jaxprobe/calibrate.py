@@ -87,9 +87,9 @@ from beatrice.jaxprobe.scope import (
 )
 from beatrice.jaxprobe.tokens import (
     family_dims,
-    longest_spans,
     read_features,
     stored_dtypes,
+    stored_lengths,
 )
 from beatrice.jaxprobe.train import (
     chosen_layer,
@@ -320,7 +320,7 @@ def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
         names=tuple(names),
         spans=used_spans(store.spec.spans),
         params=selected_params(grid.trained, list(map(dims.subset_index, names))),
-        lengths=longest_spans(store),
+        lengths=widths_of(stored_lengths(store)[rows.where("train")]),
         scope=fit_scope(
             partial(read_features, store, grid.layer),
             dims,

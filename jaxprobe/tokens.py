@@ -25,7 +25,6 @@ from beatrice.jaxprobe.families import (
     span_lengths,
     standardizer_of,
     used_spans,
-    widths_of,
 )
 from beatrice.jaxprobe.stored import StoredTokens, moved
 
@@ -149,11 +148,6 @@ def stored_lengths(store: FeatureStore) -> np.ndarray:
     """Return the tokens of the spans that a store has, `[n_rows, n_spans]`."""
     spans = store.spec.spans
     return span_lengths(spans, used_spans(spans))
-
-
-def longest_spans(store: FeatureStore) -> tuple[int, ...]:
-    """Return the padded length of each span of a store, at least one token."""
-    return widths_of(stored_lengths(store))
 
 
 def fit_standardizer(

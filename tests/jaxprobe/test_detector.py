@@ -15,6 +15,7 @@ from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
     calibrated,
+    encoder_bank,
     pool_of,
     score_store,
 )
@@ -34,7 +35,12 @@ from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.greedy import HeadTrainer
-from tests.jaxprobe.samples import ragged_features, random_detector, store_like
+from tests.jaxprobe.samples import (
+    assert_same_leaves,
+    ragged_features,
+    random_detector,
+    store_like,
+)
 from tests.records import a_label, an_example
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -173,19 +179,27 @@ GRID = GridConfig(
 HEADS = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=N_SEEDS)
 
 
-def answers(url, seed=0):
-    """Answers alone, without a prompt; only the family `loud` knows what is right."""
-    rng = np.random.default_rng(seed)
+def answers(url, wild=()):
+    """Answers alone, without a prompt; only the family `loud` knows what is right.
+
+    Some may be `wild`: longer than the others, and of values that no other has.
+    """
+    rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, N)
     is_right = rng.random(N) < 0.5
+    lengths[list(wild)] = 9
+    is_token = np.arange(9) < lengths[:, None]
+    is_wild = np.repeat(np.isin(np.arange(N), wild), lengths)
     spans = np.zeros((N, 3, 2), np.int64)
     spans[:, 2, 1] = lengths
     shapes = {"mute": (3,), "loud": (2, 2), "flat": (1,)}
     families = {name: Family(shape=shape) for name, shape in shapes.items()}
     values = {
-        name: rng.standard_normal((lengths.sum(), *shape)).astype(np.float32)
+        name: rng.standard_normal((*is_token.shape, *shape), np.float32)[is_token]
         for name, shape in shapes.items()
     }
+    for x in values.values():
+        x[is_wild] += 99
     values["loud"][:, 1, 0] += 1.5 * np.repeat(is_right, lengths)
     store = store_like(url, families, spans, values)
     splits = ("train",) * 3 + ("validation", "test")
@@ -231,3 +245,22 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
     other = dataclasses.replace(loaded, banks={"closed_book": bank})
     with pytest.raises(ValueError, match="was trained on"):
         score_store(other, "closed_book", stores, layer=None)
+
+
+def test_what_is_long_or_unusual_is_measured_on_training_and_validation_alone(trained):
+    _, _, data, (grid, _) = trained
+
+    def bank(*wild):
+        store, rows = answers(f"memory://wild-{wild}", wild)
+        about = {"store": store, "rows": rows, "layer": None, "config": GRID.encoder}
+        source = Grid(trained=grid, standardizer=data.standardizer, **about)
+        return encoder_bank(source, ["L"])
+
+    plain = bank()
+    of_train, of_validation, of_test = (bank(N - back) for back in (5, 2, 1))
+    lengths = [x.lengths for x in (plain, of_train, of_validation, of_test)]
+    assert lengths == [(5,), (9,), (5,), (5,)]
+    assert_same_leaves(of_test.scope, plain.scope)
+    assert_same_leaves(of_validation.scope[:2], plain.scope[:2])
+    assert (of_validation.scope.limits > plain.scope.limits).all()
+    assert (of_train.scope.high > plain.scope.high + 9).all()

@@ -24,13 +24,11 @@ from beatrice.jaxprobe.tokens import (
     answer_log_probs,
     family_dims,
     fit_standardizer,
-    longest_spans,
     mean_answer_states,
     read_features,
     read_tokens,
     split_families,
     stored_dtypes,
-    stored_lengths,
 )
 from tests.jaxprobe.samples import assert_same_leaves, store_like
 from tests.records import an_answer
@@ -262,7 +260,6 @@ def test_spans_are_those_that_some_answer_has(used):
     store = stored("all", used=used)
     assert used_spans(store.spec.spans) == used
     assert read_features(store, 3).n_spans == len(used)
-    assert longest_spans(store) == tuple(stored_lengths(store).max(axis=0))
 
 
 def test_families_of_any_names_and_number_are_read_in_their_order():
