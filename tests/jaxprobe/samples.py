@@ -97,7 +97,7 @@ def identity_of(dims):
 N_SEEDS = 2
 
 
-def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
+def random_codes(n_examples, seed, knowing=(1, 4)):
     """Six encoders, of which some know different, independent parts of the answer."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.5
@@ -105,8 +105,6 @@ def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
     for k in knowing:
         logits[:, k] = 1.5 * labels + rng.standard_normal(n_examples)
     pooled = np.repeat(logits[..., None], 4, axis=-1) * 0.3
-    if permute:
-        labels = rng.permutation(labels)
     arrays = (jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels))
     pooled, logits, labels = arrays
     return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
