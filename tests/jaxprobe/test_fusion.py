@@ -8,6 +8,7 @@ import pytest
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import auroc
 from tests.jaxprobe.samples import N_SEEDS, random_codes
 
@@ -75,6 +76,17 @@ def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
     for seed in range(N_SEEDS):
         expected = auroc_of_the_mean((0, 1), seed, codes)
         assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
+
+
+def test_more_wordings_of_a_question_let_no_head_leave_the_mean_logit():
+    train_codes, valid = random_codes(200, 0, []), random_codes(100, 1, [])
+    questions = jnp.arange(100)
+    once = PoolOutputs(*valid[:3], questions)
+    often = PoolOutputs(*(jnp.tile(x, 25) for x in once))
+    sets = [(0, 1), (2, 3, 4), (1, 5)]
+    for codes in (once, often):
+        params, _ = train(sets, codes=(train_codes, codes), is_mean_first=True)
+        assert not params["params"]["out_kernel"].any()
 
 
 def test_fusion_by_the_mean_logit_trains_nothing_and_has_its_auroc():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.config import GridConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import SUBSETS, Features, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import (
@@ -32,8 +33,10 @@ from beatrice.jaxprobe.linear import (
 )
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
+from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.tokens import split_families
-from tests.jaxprobe.samples import assert_same_leaves
+from beatrice.jaxprobe.train import train_encoders
+from tests.jaxprobe.samples import assert_same_leaves, rows_like, store_like
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
@@ -300,3 +303,56 @@ def test_a_feature_that_is_the_same_in_training_is_not_divided_by_its_rounding(
     ridge, _ = fit_ridge(Pooled((family,), labels), np.arange(n))
     assert abs(ridge["kernel_0"][0]) < 1e-3  # of a row one higher the logit moves by it
     assert np.abs(ridge["kernel_0"][1:]).min() > 0.1
+
+
+def test_a_ridge_does_not_change_where_each_row_comes_ten_times_with_its_question():
+    rng = np.random.default_rng(0)
+    labels, family = rng.random(400) < 0.5, rng.normal(size=(400, 6))
+    family[:, 0] += 0.7 * labels
+    rows = family.astype(np.float32), labels, np.arange(400)
+    kernels = []
+    for n in (1, 10):  # ten times as many rows outweigh ten times the penalty
+        x, y, questions = (np.repeat(row, n, axis=0) for row in rows)
+        ridge, _ = fit_ridge(Pooled((x,), y), questions)
+        kernels.append(ridge["kernel_0"])
+    np.testing.assert_allclose(*kernels, rtol=0.02)
+
+
+N_EPOCHS = 24  # so many that networks are reviewed
+PROTOCOL = TrainConfig(
+    learning_rate=1e-2, batch_size=64, max_epochs=N_EPOCHS, patience=N_EPOCHS, n_seeds=3
+)
+GRID = GridConfig(encoder=ENCODER.config, train=PROTOCOL)
+
+
+def trained_on_noise(n_wordings):
+    """Encoders of answers that have nothing to do with whether they are right.
+
+    Validation questions come in some wordings, of which each has the same answer.
+    """
+    rng = np.random.default_rng(0)
+    labels, values = rng.random(340) < 0.5, rng.standard_normal((340, 2, 24))
+    n_times = np.repeat([1, n_wordings], [230, 110])
+    of_row = np.repeat(np.arange(340), n_times)
+    store = store_like(
+        f"memory://noise-{n_wordings}",
+        {"noise": Family(shape=(24,))},
+        np.tile([[0, 0], [0, 0], [0, 2]], (len(of_row), 1, 1)),
+        {"noise": values[of_row].reshape(-1, 24).astype(np.float32)},
+    )
+    splits = np.where(of_row < 230, "train", "validation")
+    rows = rows_like(labels[of_row], ids=of_row, splits=splits)
+    data = training_set(store, rows, layer=None, n_batch=PROTOCOL.batch_size)
+    return data, *train_encoders(data, GRID)
+
+
+@pytest.mark.parametrize("n_wordings", [1, 25])
+def test_nothing_is_learned_of_noise_whatever_the_number_of_wordings(n_wordings):
+    data, trained, outputs = trained_on_noise(n_wordings)
+    assert n_networks_kept(trained) == 0 and (trained.info.n_epochs < N_EPOCHS).all()
+    train, encoder = data.where[0], Encoder(GRID.encoder, data.dims)
+    seen = member_outputs(trained, data.read(train), encoder=encoder).logits[0]
+    labels = data.rows.labels[train]
+    assert auroc(seen, labels).value > 0.7  # the regression knows these labels
+    for unseen in outputs.logits[:, train]:  # and those of a fold do not
+        assert abs(auroc(unseen, labels).value - 0.5) < 0.12
