@@ -206,9 +206,12 @@ def test_what_a_gpu_reads_is_what_the_host_reads(name):
     for lengths in get_args(Lengths):
         try:
             model = twin_of(name, lengths)
-            model.generation_config.eos_token_id = 1  # so that it can write
-            here = SignalReader(Backbone.from_model(copy.deepcopy(model), Numbers()))
         except Exception as error:
+            pytest.skip(f"Transformers builds no small one: {error}")
+        model.generation_config.eos_token_id = 1  # so that it can write
+        try:
+            here = SignalReader(Backbone.from_model(copy.deepcopy(model), Numbers()))
+        except ValueError as error:
             pytest.skip(f"is not read on the host: {error}")
         there = SignalReader(Backbone.from_model(model.to("cuda"), Numbers()))
         # As in the survey: what chooses keys may choose others for single tokens.
