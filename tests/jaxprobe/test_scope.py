@@ -129,6 +129,10 @@ def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
     assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
 
 
+def test_an_error_among_the_surest_leaves_a_long_row_of_right_answers_its_threshold():
+    assert trust(np.linspace(0.99, 0.51, 120), np.arange(120) != 3).n_decided == 120
+
+
 def test_to_distrust_is_to_trust_that_an_answer_is_wrong():
     rng = np.random.default_rng(0)
     p = np.sort(rng.random(500).round(3) + 1e-5)  # some equal, none one half

@@ -64,12 +64,12 @@ def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
     assert everything.tolist() == list(range(0, 2000, 2))
 
 
-def stored(setting, layer, loudness, n=400):
-    """Answers of two tokens; states of one kept layer say whether they are right."""
-    rng = np.random.default_rng(layer)
+def stored(setting, *loudness, n=400):
+    """Answers of two tokens; how loudly each kept layer says whether they are right."""
+    rng = np.random.default_rng(len(setting))
     labels = rng.random(n) < 0.5
     hidden = rng.standard_normal((2 * n, 3, 4)).astype(np.float32)
-    hidden[:, layer, 1] += loudness * np.repeat(labels, 2)
+    hidden[..., 1] += np.outer(np.repeat(labels, 2), loudness).astype(np.float32)
     spans = np.tile([[0, 0], [0, 0], [0, 2]], (n, 1, 1))
     store = store_like(
         f"memory://sweep-{setting}",
@@ -85,8 +85,8 @@ def stored(setting, layer, loudness, n=400):
 
 def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean():
     stores = {
-        "closed_book": stored("closed_book", 1, 3.0),
-        "with_context": stored("with_context", 2, 1.0),
+        "closed_book": stored("closed_book", 3.0, 1.5, 0.0),
+        "with_context": stored("with_context", 0.0, 1.5, 3.0),
     }
     probe = dataclasses.replace(PROBE, n_seeds=1)
     config = SweepSection(n_rows=150, probe=probe)
@@ -94,7 +94,7 @@ def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean()
     sweep = choose_layer(stores, config, lambda: done.append(1))
     assert sweep.layer == 4 and len(done) == 2
     curves = sweep.settings
-    assert [curves[setting].best for setting in stores] == [4, 8]
+    assert [curves[setting].best for setting in stores] == [0, 8]
     assert {curve.n_train for curve in curves.values()} == {150}
     only = choose_layer({"with_context": stores["with_context"]}, config)
     assert only.layer == 8 and only.settings == {"with_context": curves["with_context"]}
