@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage
+from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.stages import settle_again
+from beatrice.jaxprobe.calibrate import N_FOLDS
+from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
@@ -38,6 +42,7 @@ from beatrice.pgir.controllers.stage import (
     CONTROL_PRESETS,
     EVERY_RIVAL,
     ControlConfig,
+    _cross_fitted,
     choose_cases,
     control_rows,
     frontier,
@@ -244,6 +249,28 @@ def test_other_maps_change_probabilities_by_pass_and_nothing_else():
     assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
     assert [d.answer for d in result] == ["a0", "a1", "a2"]
     assert [d.raw for d in result] == [0.5, 0.4, 0.9]
+
+
+def test_a_cross_fitted_probability_does_not_see_the_labels_of_its_fold(
+    smoke_run, tmp_path
+):
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
+    examples = tuple(e for e in read_examples(run) if e.split == "validation")
+    traces = (trace_of(0.2, 0.5, 0.8),) * len(examples)
+    about = {"dataset": examples[0].dataset, "split": "validation"}
+    traced = [Traced(**about, examples=examples, traces=traces)]
+    (before,) = _cross_fitted(run, traced)
+    folds = folds_of([e.id for e in examples], N_FOLDS)
+    ids = {e.id for e, fold in zip(examples, folds, strict=True) if fold == 2}
+    labels = [json.loads(line) for line in run.labels.read_text().splitlines()]
+    for label in labels:
+        label["label"] ^= label["example_id"] in ids
+    run.labels.write_text("".join(f"{json.dumps(x)}\n" for x in labels))
+    (after,) = _cross_fitted(run, traced)
+    pairs = zip(folds, before.traces, after.traces, strict=True)
+    for fold, *of_question in pairs:
+        p, others = ([draft.p_correct for draft in x] for x in of_question)
+        assert (p == others) == (fold == 2)
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
