@@ -63,6 +63,8 @@ def probe(run, signals):
 def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, probe):
     verbs = beatrice.load(run.path)
     assert verbs.detector.provenance.layer == probe.layer
+    for name, head in probe.detector.heads.items():
+        assert head.evidence == verbs.detector.heads[name].evidence
     both = {"signals": signals["with_context"], "closed_book": signals["closed_book"]}
     for case in (*({"signals": alone} for alone in signals.values()), both):
         p_correct = probe.predict(**case)

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from beatrice.extract.generate.templates import PromptConfig, Shot
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import forward, fusion
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
+    branch_setting,
     calibrated,
     encoder_bank,
     pool_of,
+    run_selection,
     score_store,
 )
 from beatrice.jaxprobe.config import (
@@ -30,10 +33,10 @@ from beatrice.jaxprobe.detector import Detector, Provenance
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Member
-from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.metrics import auroc, auroc_interval
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
-from beatrice.jaxprobe.train import train_encoders
+from beatrice.jaxprobe.train import open_rows, train_encoders
 from beatrice.selection.greedy import HeadTrainer
 from tests.jaxprobe.samples import (
     assert_same_leaves,
@@ -177,6 +180,23 @@ GRID = GridConfig(
     train=TrainConfig(learning_rate=1e-2, batch_size=32, max_epochs=6, n_seeds=N_SEEDS),
 )
 HEADS = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=N_SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("branch", "n_tried"),
+    [("closed_book", 15), ("with_context", 30), ("single_pass", 15)],
+)
+def test_the_interval_of_a_run_is_of_the_best_of_all_encoders(
+    smoke_run, branch, n_tried
+):
+    run = RunDir(smoke_run)
+    _, rows = open_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = run_selection(run, branch)[0]["champion"]["scores"].mean(axis=0)[where]
+    answers = scores, rows.labels[where], rows.ids[where]
+    interval = Detector.load(run.detector).heads[branch].evidence.auroc
+    assert interval == pytest.approx(auroc_interval(*answers, n_tried))
+    assert np.ptp(interval) > np.ptp(auroc_interval(*answers)) + 0.01
 
 
 def answers(url, wild=()):
