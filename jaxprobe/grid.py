@@ -245,7 +245,8 @@ def start_block(
         family_mask, subset, seed = member
         _, init_key, _ = member_keys(config, subset, seed)
         state = start_fit(encoder.init(init_key, sample, family_mask), config)
-        since_best = jnp.where(family_mask.any(), 0, config.patience)
+        # Of a type that a review leaves as it is, or training is compiled again.
+        since_best = jnp.where(family_mask.any(), jnp.int32(0), config.patience)
         return state._replace(epochs_since_best=since_best)
 
     sample = features.of_examples(lambda x: x[:, :1])

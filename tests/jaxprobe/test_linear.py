@@ -20,6 +20,7 @@ from beatrice.jaxprobe.grid import (
     labelled,
     member_outputs,
     n_stopped_by_review,
+    train_block,
 )
 from beatrice.jaxprobe.linear import (
     Pooled,
@@ -181,6 +182,8 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
     block = BlockArrays.of(Block((subset,), (0,)), len(SUBSETS[0]))
     learner = block_learner(block, tokens, encoder=ENCODER, config=TRAIN)
     group = labelled(tokens, labels, offsets=grid.valid)
+    learner.train(learner.start(), np.int32(0), group)
+    n_traces = train_block._cache_size()
     # In two groups, and every row of the second is another wording of the first's.
     group = group._replace(questions=np.arange(len(labels)))
     for added, is_stopped in (
@@ -195,6 +198,8 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
         inputs = learner.start(), block, iter([group, group])
         state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
+        learner.train(state, np.int32(1), group._replace(questions=None))
+    assert train_block._cache_size() == n_traces  # a review compiles nothing again
     # Some lost patience by themselves, and were not stopped by the review.
     best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])
     info = FitInfo(*[None] * 3, best_epoch=best, n_epochs=last, learning_rate=None)
