@@ -145,13 +145,12 @@ class Signals:
                 f"{spans.shape}"
             )
         hidden_layers = _layers_of(values, layers)
-        by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         setting: Setting = "with_context" if has_context else "closed_book"
         spec = StoreSpec(
             families={
-                name: Family(shape=x.shape[1:], by_layer=name in by_layer)
-                for name, x in values.items()
+                k: Family(x.shape[1:], by_layer=k == "hidden" and bool(hidden_layers))
+                for k, x in values.items()
             },
             keys=tuple((i, setting, "original") for i in _ids(ids, len(n_tokens))),
             lengths=n_tokens,
