@@ -123,8 +123,7 @@ class Signals:
             them in memory.
 
         Raises:
-          ValueError: shapes do not belong together, values are not finite, or names
-            repeat.
+          ValueError: shapes do not fit, values are not finite, or names repeat.
         """
         if not isinstance(families, Mapping) or not families:
             raise ValueError(
@@ -145,12 +144,13 @@ class Signals:
                 f"{spans.shape}"
             )
         hidden_layers = _layers_of(values, layers)
+        by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         setting: Setting = "with_context" if has_context else "closed_book"
         spec = StoreSpec(
             families={
-                k: Family(x.shape[1:], by_layer=k == "hidden" and bool(hidden_layers))
-                for k, x in values.items()
+                name: Family(shape=x.shape[1:], by_layer=name in by_layer)
+                for name, x in values.items()
             },
             keys=tuple((i, setting, "original") for i in _ids(ids, len(n_tokens))),
             lengths=n_tokens,
