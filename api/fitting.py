@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.backbone.names import ModelHashes
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import Preset
@@ -444,7 +444,7 @@ def _provenance(
         path=store.spec.path,
         attention_layers=facts.get("attention_layers", "all"),
         hashes=ModelHashes() if model is None else model.backbone.hashes,
-        max_new_tokens=facts.get("max_new_tokens", 32),
+        max_new_tokens=facts.get("max_new_tokens", MAX_NEW_TOKENS),
         stop=None if facts.get("stop") is None else tuple(facts["stop"]),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
 from beatrice.extract.backbone.names import AttentionLayers
+from beatrice.extract.generate.templates import MAX_NEW_TOKENS
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.extras import naming_extra
 from beatrice.pgir.arguments import (
@@ -116,7 +117,7 @@ class LanguageModel:
         questions: Iterable[str | Example],
         contexts: Iterable[Any] | None = None,
         *,
-        max_new_tokens: int = 32,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         stop: Sequence[str] | None = None,
         read: Literal[False] = False,
     ) -> list[Answer]: ...
@@ -126,7 +127,7 @@ class LanguageModel:
         questions: Iterable[str | Example],
         contexts: Iterable[Any] | None = None,
         *,
-        max_new_tokens: int = 32,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         stop: Sequence[str] | None = None,
         read: Literal[True],
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
@@ -138,7 +139,7 @@ class LanguageModel:
         questions: Iterable[str | Example],
         contexts: Iterable[Any] | None = None,
         *,
-        max_new_tokens: int = 32,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         stop: Sequence[str] | None = None,
         read: bool = False,
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
@@ -395,7 +396,10 @@ class LanguageModel:
             with self.backbone.halves.lock:
                 ids = [answer.prompt_ids for answer in answers]
                 texts += tokenizer.batch_decode(ids)
-        usual: dict[str, Any] = {"max_new_tokens": 32, "stop": self.prompt.usual_stop}
+        usual: dict[str, Any] = {
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "stop": self.prompt.usual_stop,
+        }
         chosen = usual if generation is None else dataclasses.asdict(generation)
         return {
             # The usual is left out, as in stores of earlier versions, which go on.

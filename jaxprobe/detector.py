@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from beatrice.extract.backbone.names import AttentionLayers, ModelHashes
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
 from beatrice.extract.store.spec import Dtype, ReadingPath
@@ -146,7 +146,7 @@ class Provenance:
     # or "teacher_forced", of passes that read them again.
     path: ReadingPath = "teacher_forced"
     attention_layers: AttentionLayers = "all"  # whose attention was read
-    max_new_tokens: int = 32  # most of an answer
+    max_new_tokens: int = MAX_NEW_TOKENS  # of an answer
     stop: tuple[str, ...] | None = None  # that ended answers; None: `prompt.usual_stop`
 
 

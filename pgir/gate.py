@@ -31,6 +31,7 @@ from beatrice.pgir.arguments import (
     as_texts,
 )
 from beatrice.pgir.asking import AnswerScorer, QuestionBatch, Score
+from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.loop import (
     Accept,
     Call,
@@ -262,10 +263,7 @@ class Gate:
         """
         probed = self.scorer.load_scorer().probed
         filled = [passage for passage in passages if passage.text.strip()]
-        with probed.lock:
-            shown = showable(
-                probed.backbone.tokenizer, probed.template, question, filled
-            )
+        shown = _shown(probed, question, filled)
         n_empty = len(passages) - len(filled)
         n_split = sum(old != new for old, new in zip(filled, shown, strict=True))
         if not n_empty and not n_split:
@@ -524,6 +522,14 @@ def run_pgir(
     ]
 
 
+def _shown(
+    probed: ProbedBackbone, question: str, passages: Sequence[Passage]
+) -> list[Passage]:
+    """Return passages as a prompt can hold them."""
+    with probed.lock:
+        return showable(probed.backbone.tokenizer, probed.template, question, passages)
+
+
 class _DetectorJudge:
     """Judges drafts by the detector; the P of one that it cannot read is NaN.
 
@@ -540,10 +546,7 @@ class _DetectorJudge:
         p_correct, raw = yield from detector_judge(question, passages, reply)
         probed, shown = self._scorer.probed, passages[: reply.n_shown]
         context = [self.answering.passages[index] for index in shown]
-        with probed.lock:
-            context = showable(
-                probed.backbone.tokenizer, probed.template, question, context
-            )
+        context = _shown(probed, question, context)
         answer = self.answering.answer_of(Call("answer", question, passages), reply)
         reason = self._scorer.why_unreadable(question, context, answer)
         if reason is None and not math.isfinite(raw):

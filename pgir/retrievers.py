@@ -420,16 +420,14 @@ def _can_be_sent_to(url: str) -> bool:
 
 def _headers() -> dict[str, str]:
     """Return the headers of a request, with the environment's key if there is one."""
-    headers, key = (
-        {"Content-Type": "application/json"},
-        os.environ.get(_KEY, "").strip(),
-    )
+    key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
             f"{_KEY}: expected a key of printable ASCII characters, found another "
             "among them; copy the key again into that environment variable"
         )
-    return headers | ({"Authorization": f"Bearer {key}"} if key else {})
+    authorization = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"Content-Type": "application/json"} | authorization
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -584,7 +582,7 @@ def identity_of(retriever: Any) -> str:
     return identity
 
 
-_made: dict[str, tuple[Any, Any]] = {}  # by name: a plug, and the retriever it made
+_opened: dict[str, tuple[Any, Any]] = {}  # by name: a plug, and its retriever
 
 
 def load_retriever(spec: str, *, option: str | None = None) -> Any:
@@ -594,8 +592,8 @@ def load_retriever(spec: str, *, option: str | None = None) -> Any:
     one that was made before in this process, since its corpus may be large.
     """
     plug = code = load_plug(spec, PLUGS, option=option)
-    if option is not None and spec in _made and _made[spec][0] is code:
-        return _made[spec][1]
+    if option is not None and spec in _opened and _opened[spec][0] is code:
+        return _opened[spec][1]
     if isinstance(plug, type) or not hasattr(plug, "search"):
         try:
             plug = plug()
@@ -605,7 +603,7 @@ def load_retriever(spec: str, *, option: str | None = None) -> Any:
                 f"{type(error).__name__}: {error}"
             ) from error
     identity_of(plug)
-    _made[spec] = code, plug
+    _opened[spec] = code, plug
     return plug
 
 

@@ -16,6 +16,8 @@ from beatrice.extract.run.files import from_json
 
 TemplateName = Literal["short", "paper", "few-shot"]
 
+MAX_NEW_TOKENS = 32  # of an answer, where nobody says
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shot:

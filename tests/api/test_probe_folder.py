@@ -347,8 +347,9 @@ def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(pro
         doubtful.push("no/such/name", untrustworthy=True)
 
 
-def test_a_published_probe_names_no_folder_of_its_authors_machine(probe):
-    trained = dataclasses.replace(probe.detector.provenance, model="/home/ada/tiny")
+def test_a_published_probe_names_no_folder_of_its_authors_machine(probe, tmp_path):
+    model = str(tmp_path / "tiny")
+    trained = dataclasses.replace(probe.detector.provenance, model=model)
     detector = dataclasses.replace(probe.detector, provenance=trained)
     assert published(detector).provenance.model == "tiny"
     for model in ("owner/name", "smollm2", "IN MEMORY"):
