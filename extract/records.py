@@ -290,10 +290,15 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 def normalise(text: str) -> str:
     """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
 
-    Lower-cased, ASCII punctuation deleted, articles made a space, extra space
-    removed: "J.K. Rowling" is "jk rowling". Other marks and accents stay.
+    Lower-cased, punctuation deleted, articles made a space, extra space removed:
+    "J.K. Rowling" is "jk rowling". Punctuation is that of every script, as in MLQA's
+    (Lewis et al. 2020): to SQuAD's, "1979-80" and "1979\u201380" are two answers.
+    Accents stay, in composed form.
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    text = unicodedata.normalize("NFC", text.lower()).translate(_PUNCTUATION)
+    if not text.isascii():
+        text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+    return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def text_key(question: str) -> bytes:

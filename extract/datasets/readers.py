@@ -310,9 +310,11 @@ def _fits_bare(record: Record) -> bool:
     )
 
 
-# NQ's tokens, which DPR joins by blanks: "Monk 's Café", "late 14th - century".
+# NQ's tokens, which DPR joins by blanks: "Monk 's Café", "late 14th - century",
+# "1997 -- 98".
 _BLANK = re.compile(
-    r"(?<=\S) (?='(?:s|re|ve|ll|d|m)\b|n't\b|[-–−/:&] \S)|(?<=\S [-–−/:&]) (?=\S)"
+    r"(?<=\S) (?='(?:s|re|ve|ll|d|m)\b|n't\b|(?:--|[-–−/:&]) \S)"
+    r"|(?:(?<=\S --)|(?<=\S [-–−/:&])) (?=\S)"
 )
 
 

@@ -440,8 +440,17 @@ TOKENS = [
     "R & B",
     "42 : 49",
     "a - b",
+    "1997 -- 98",
 ]
-WHOLE = ["Monk's Café", "late 14th-century", "doesn't", "R&B", "42:49", "a-b"]
+WHOLE = [
+    "Monk's Café",
+    "late 14th-century",
+    "doesn't",
+    "R&B",
+    "42:49",
+    "a-b",
+    "1997--98",
+]
 
 
 def test_golds_of_joined_tokens_are_accepted_as_their_page_writes_them(tmp_path):
