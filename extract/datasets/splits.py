@@ -173,6 +173,8 @@ def draw_splits(
         for split in SPLITS_OF[role]:
             chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
             left = [c for c in pool if c.split in (None, split) and c.id not in seen]
+            if size == "all":  # first those that name this split: the others are halved
+                left.sort(key=lambda candidate: candidate.split is None)
             n_wanted = _n_wanted(split, size, left)
             for candidate in left:
                 if len(chosen) == n_wanted:

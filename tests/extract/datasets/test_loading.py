@@ -257,6 +257,17 @@ def test_a_draw_depends_on_the_seed_and_no_other_question_and_is_even_over_ids()
     assert abs(n_low - 500) < 4 * 1000**0.5 / 2  # four standard deviations
 
 
+def test_of_all_questions_those_that_name_no_split_are_halved_and_none_is_left_out():
+    pool = [
+        Candidate(c.id, c.text_key, "validation" if i < 4 else None)
+        for i, c in enumerate(candidates(10))
+    ]
+    pools = {("mine", "dev"): pool}
+    drawn = draw_splits(pools, small(n_evaluation="all")).splits
+    assert {*"0123"} < {*drawn["validation"]["mine"]}
+    assert [len(drawn[x]["mine"]) for x in ("validation", "test")] == [7, 3]
+
+
 def test_no_text_is_in_two_splits_and_evaluation_keeps_it():
     dev = candidates(40)
     twins = [Candidate(f"t{i}", c.text_key) for i, c in enumerate(dev)]
