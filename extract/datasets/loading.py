@@ -330,7 +330,7 @@ def inspect_file(
     groups: dict[str, collections.Counter[str]] = {
         name: collections.Counter() for name in ("datasets", "formats", "reasons")
     }
-    refusals: list[Refusal] = []
+    refusals: list[dict[str, Any]] = []
     texts: set[bytes] = set()
     file, error = None, None
     identity: dict[str, Any] = dict.fromkeys(
@@ -345,7 +345,9 @@ def inspect_file(
                 # Reasons that differ in numbers and values alone are counted as one.
                 kind = re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", row.reason))
                 groups["reasons"][kind] += 1
-                refusals += [row] if len(refusals) < MAX_LISTED else []
+                if len(refusals) < MAX_LISTED:
+                    about = {"record": row.number, "at": row.at, "reason": row.reason}
+                    refusals.append(about)
                 continue
             groups["datasets"][row.question.dataset or "unknown"] += 1
             groups["formats"][row.format] += 1
@@ -362,22 +364,19 @@ def inspect_file(
         first = refusals[0]
         error = (
             f"{path}: none of {counts['records']} records can be used; record "
-            f"{first.number} ({first.at}): {first.reason}"
+            f"{first['record']} ({first['at']}): {first['reason']}"
         )
-    about: dict[str, Any] = {"file": str(path)}
+    report: dict[str, Any] = {"file": str(path)}
     if path.is_file():
-        about |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        report |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     return {
-        **about,
+        **report,
         **identity,
         **counts,
         # Not counted where what the records are was enough.
         "records": None if file is None else counts["records"],
         "reasons": dict(groups["reasons"].most_common()),
-        "refusals": [
-            {"record": refusal.number, "at": refusal.at, "reason": refusal.reason}
-            for refusal in refusals
-        ],
+        "refusals": refusals,
         "refusals_not_listed": counts["refused"] - len(refusals),
         "error": error,
     }

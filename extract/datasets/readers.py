@@ -342,26 +342,24 @@ def _listed_answers(record: Record) -> tuple[str, ...]:
     return _closed_up(fields.answers(golds, "answers"))
 
 
-def _positives(record: Record, key: str) -> tuple[Passage, ...]:
-    """Return positive passages; gold are those of the annotated page, or the first."""
+def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
+    """Return the positive passages of a field, then the negative ones of others.
+
+    Gold are the positives of the annotated page, or the first where no score tells.
+    """
     items = fields.objects(record, key)
-    is_gold = [item.get("score") in _GOLD_SCORES for item in items]
     passages = read_passages(items, key, is_supporting=False)
-    if not any(is_gold):
-        is_gold = [i == 0 for i in range(len(passages))]
-    return tuple(
+    is_gold = [item.get("score") in _GOLD_SCORES for item in items]
+    is_gold = is_gold if any(is_gold) else [i == 0 for i in range(len(items))]
+    positives = (
         msgspec.structs.replace(passage, is_supporting=gold)
         for passage, gold in zip(passages, is_gold, strict=True)
     )
-
-
-def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
-    """Return the positive passages of a field, then the negative ones of others."""
     negatives = (
         read_passages(record.get(other) or [], other, is_supporting=False)
         for other in others
     )
-    return *_positives(record, key), *itertools.chain(*negatives)
+    return *positives, *itertools.chain(*negatives)
 
 
 def _biencoder_set(record: Record) -> str | None:

@@ -670,8 +670,6 @@ def judge_answers(
     Labels have the order of the answers. None where these replies are a share of the
     texts.
     """
-    if not rubrics:
-        raise ValueError("a judge needs at least one rubric, found none")
     pairs = pair_answers(answers, examples)
     pending = list(itertools.product(range(len(pairs)), range(len(rubrics))))
     verdicts: dict[tuple[int, int], Verdict] = {}

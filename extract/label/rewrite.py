@@ -204,9 +204,8 @@ class RewriteConfig:
     max_new_tokens: int = 1024  # longest rewritten context
     seed: int = 0  # of the delimiters' markers
     skip_overlong: bool = False  # count what does not fit as failed, and go on
-    template: TemplateName | Words = (
-        "paper"  # of the run's prompts: how contexts are shown
-    )
+    # Of the run's prompts: how contexts are shown.
+    template: TemplateName | Words = "paper"
 
 
 def rewrite_prompt(example: Example, config: RewriteConfig = RewriteConfig()) -> str:

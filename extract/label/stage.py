@@ -288,14 +288,11 @@ def draw_sample(
     """
     rng = np.random.default_rng(seed)
     piles = [
-        [pile[i] for i in rng.permutation(len(pile))]
+        [pile[i] for i in reversed(rng.permutation(len(pile)))]
         for _, pile in sorted(_by_label(rows).items())
     ]
-    sample: list[LabelledAnswer] = []
-    while len(sample) < n and any(piles):
-        for pile in piles:
-            if pile and len(sample) < n:
-                sample.append(pile.pop())
+    rounds = itertools.zip_longest(*piles)
+    sample = [row for drawn in rounds for row in drawn if row is not None][:n]
     return [sample[i] for i in rng.permutation(len(sample))]
 
 
