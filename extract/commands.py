@@ -24,6 +24,7 @@ from beatrice.extract.generate.options import (
     BackendOptions,
     RunBackendOptions,
     RunServerOptions,
+    check_backbone,
     check_model_option,
 )
 from beatrice.extract.generate.prompts import TokenizerOnly
@@ -117,7 +118,6 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.signals import extract as signals
 
     fields = storage.fields()
@@ -296,7 +296,10 @@ def answer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawOptions:
-    """How answers are drawn, and of which questions."""
+    """How answers are drawn, and of which questions.
+
+    The defaults follow Farquhar et al. (Nature, 2024).
+    """
 
     n_samples: int = option(
         "Drawn answers per question, setting and variant.", 10, min=1, max=MAX_SAMPLES

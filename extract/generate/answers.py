@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.generator import (
-    MAX_SAMPLES,
     SCHEMA_VERSION,
     Generator,
     GeneratorPrompt,
@@ -125,21 +124,18 @@ def _against_cuts(prompt: PromptConfig, limit: int) -> str:
 
 
 def summarize_answers(
-    answers: Iterable[Answer], limit: int, prompt: PromptConfig
+    answers: Sequence[Answer], limit: int, prompt: PromptConfig
 ) -> list[str]:
     """Count per setting the answers that are cut at the length limit or empty."""
-    by_setting: dict[str, list[Answer]] = {}
-    for answer in answers:
-        by_setting.setdefault(answer.setting, []).append(answer)
-    n_all, lines = sum(map(len, by_setting.values())), []
-    is_empty = (not a.text.strip() for rows in by_setting.values() for a in rows)
-    if n_all and all(is_empty):
+    if answers and not any(answer.text.strip() for answer in answers):
         raise ValueError(
-            f"all {n_all} answers are empty: the model ends or cannot go on where its "
-            "answer should begin; ask in other words (--template, --chat), look at the "
-            "model's weights, and start another run directory"
+            f"all {len(answers)} answers are empty: the model ends or cannot go on "
+            "where its answer should begin; ask in other words (--template, --chat), "
+            "look at the model's weights, and start another run directory"
         )
-    for setting, rows in by_setting.items():
+    lines = []
+    for setting in dict.fromkeys(answer.setting for answer in answers):
+        rows = [answer for answer in answers if answer.setting == setting]
         n_cut, n_empty, n_hedged = _counts_of(rows).values()
         lines.append(
             f"{setting}: {len(rows)} answers, {n_cut} cut at {limit} tokens, "
@@ -235,22 +231,10 @@ def append_answers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024)."""
+    """How answers are drawn; the verb has the defaults."""
 
-    n_samples: int = 10  # per question, setting and variant
-    sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
-
-    def __post_init__(self) -> None:
-        """Check that there are draws, and that they are not greedy."""
-        if not 1 <= self.n_samples <= MAX_SAMPLES:
-            raise ValueError(
-                f"n_samples: expected 1 to {MAX_SAMPLES}, found {self.n_samples}"
-            )
-        if self.sampling.is_greedy:
-            raise ValueError(
-                "temperature: expected above 0 for drawn answers, found 0; a greedy "
-                "answer would be the same every time"
-            )
+    n_samples: int  # per question, setting and variant
+    sampling: SamplingConfig
 
 
 class Drawn(NamedTuple):

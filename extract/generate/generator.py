@@ -341,14 +341,12 @@ def count_requests(
     config: SamplingConfig,
     generator: Generator | None = None,
 ) -> Forecast:
-    """Return how many tokens texts would need.
+    """Return how many tokens texts would need; prompts without ids need the generator.
 
-    The generator counts the tokens of prompts without ids; a server's may not.
+    That of a server may not count them.
     """
     counts = [
-        len(prompt.ids)
-        if prompt.ids is not None
-        else (None if generator is None else generator.count_tokens(prompt))
+        len(prompt.ids or ()) if generator is None else generator.count_tokens(prompt)
         for prompt in prompts
     ]
     is_counted = None not in counts

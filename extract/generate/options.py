@@ -20,7 +20,7 @@ from beatrice.extract.backbone.names import (
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
 from beatrice.extract.run.console import quiet
 from beatrice.extract.run.directory import NewRun, Preset
-from beatrice.extract.run.verbs import check_options, option
+from beatrice.extract.run.verbs import option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,7 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check the values, and that settings of a server have a server."""
-        check_options(self)
+        """Check that settings of a server have a server, and a cap has prices."""
         if self.server is None:
             for name in ("max_cost", "served_model"):
                 if getattr(self, name, None) is not None:

@@ -564,10 +564,8 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         if record is None or not record.finished:
             return None
         digests = self._digests(path for path in FOR_PEOPLE if path in record.outputs)
-        for path, sha in digests.items():
-            if sha not in ("", record.outputs[path]):
-                return path
-        return None
+        then = record.outputs
+        return next((p for p, sha in digests.items() if sha not in ("", then[p])), None)
 
     def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
         """Find, among the paths that a stage is about to read, what is out of date.

@@ -1,7 +1,5 @@
 """Files that are whole or grow by whole lines, told apart by SHA-256, read by type.
 
-A file written here is the old one or the new one, never half of either.
-
 A checksum of a model's file, or a check of a model that comes out alike for the same
 bytes, is done once a machine and remembered in the user's cache, under all that it
 depends on. Only what was right is remembered; any of these files may be deleted.
@@ -141,10 +139,7 @@ _hashed: dict[tuple[str, int, int, int, int], str] = {}
 def from_json(
     kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
 ) -> Decoded:
-    """Read one JSON value as a type that msgspec knows.
-
-    A message begins with `where`, file and line, and ends with what to do.
-    """
+    """Read a JSON value as a type; messages begin with `where`, file and line."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -187,15 +182,14 @@ def _names_of(hint: Any) -> list[str]:
 
 def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
     """Return what a JSON file of a run holds."""
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is missing; {what_to_do}") from None
-    return from_json(kind, content, str(path), what_to_do)
+    if not path.is_file():  # a pipe would be waited for
+        what = "no file" if path.exists() else "missing"
+        raise ValueError(f"{path} is {what}; {what_to_do}")
+    return from_json(kind, path.read_bytes(), str(path), what_to_do)
 
 
 def seal(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its own SHA-256 as the entry `sha256`."""
+    """Return a JSON object with its SHA-256 as the entry `sha256`."""
     return value | {"sha256": sha256_json(value)}
 
 
@@ -307,11 +301,7 @@ def verify_checksums(
 def _names(folder: Path) -> list[str]:
     """Relative names of all files below a folder, but those that may change."""
     files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    return sorted(
-        str(name)
-        for name in files
-        if name.parts[0] not in UNCHECKED and str(name) != CHECKSUMS
-    )
+    return sorted(str(n) for n in files if n.parts[0] not in (*UNCHECKED, CHECKSUMS))
 
 
 def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
@@ -365,17 +355,9 @@ class JsonLines:
         )
 
     def append(self, lines: Iterable[str]) -> int:
-        """Add rows, an object each, all or none; returns how many bytes were there."""
-        batch = list(lines)
-        for line in batch:
-            if "\n" in line or not line.startswith("{"):
-                raise ValueError(
-                    f"{self.path}: a row is one JSON object on one line, "
-                    f"found {line[:40]!r}"
-                )
-        if batch:
-            return _append(self.path, "".join(line + "\n" for line in batch).encode())
-        return self.path.stat().st_size if self.path.exists() else 0
+        """Add rows, an object each, all or none; returns where the first begins."""
+        content = "".join(f"{line}\n" for line in lines).encode()
+        return _append(self.path, content) if content else 0
 
     def intact_rows(self, kind: type[Decoded]) -> Iterator[Decoded]:
         """Yield rows as a type, up to the first damaged or unfinished line."""
@@ -538,16 +520,11 @@ class Journal(Mapping[Key, Decoded]):
     def _rewrite(self, order: Sequence[Key]) -> None:
         """Replace the file in one step by these rows, which may lie in parts."""
         path, places = self.files.path, {}
-        with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
-            sources = {
-                source: opened.enter_context(source.open("rb"))
-                for source in {self._places[key].path for key in order}
-            }
+        with write_stream_atomic(path) as stream:
             for key in order:
-                source, start, n_bytes = self._places[key]
-                places[key] = _Location(path, stream.tell(), n_bytes)
-                sources[source].seek(start)
-                stream.write(sources[source].read(n_bytes))
+                line = _line_at(self._places[key])
+                places[key] = _Location(path, stream.tell(), len(line))
+                stream.write(line)
         self._places = places
 
 

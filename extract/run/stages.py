@@ -204,9 +204,6 @@ def _name_of(name: str, share: Share) -> str:
     return name if share.is_whole else f"{name} {share.rank}/{share.world_size}"
 
 
-_PATIENCE = 120.0  # seconds; who joins parts, or looks whether to, takes less
-
-
 def _open_patiently(run_dir: Path, share: Share, patience: float) -> RunDir:
     until = time.monotonic() + patience
     while True:
@@ -235,7 +232,7 @@ def do_share(
     progress: Progress,
     parts: str,
     *,
-    patience: float = _PATIENCE,
+    patience: float = 120.0,  # seconds; more than joining the parts takes
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 

@@ -134,22 +134,6 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
     }.get(hint, Text())
 
 
-def check_options(values: Any) -> None:
-    """Check options as click would, where a library call has given them."""
-    hints = typing.get_type_hints(type(values))
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        kind = _type_of(field, hints[field.name])
-        if value is None or not isinstance(
-            kind, click.Choice | click.IntRange | click.FloatRange
-        ):
-            continue
-        try:
-            kind.convert(value, None, None)
-        except click.BadParameter as error:
-            raise click.BadParameter(f"{field.name}: {error.message}") from None
-
-
 def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Command]:
     about = field.metadata
     flag = about["flag"] or f"--{field.name.replace('_', '-')}"

@@ -41,6 +41,8 @@ class Loopback:
         self.counts_tokens = True
         self.pause = 0.0  # seconds a request takes at least
         self.trickle = 0.0  # seconds between two bytes of a reply
+        self.encoding = "identity"  # that a reply is said to have
+        self.encodings_wanted = []  # by clients
         self.n_at_once = 0
         self.most_at_once = 0
         self.url = None
@@ -58,16 +60,20 @@ class Loopback:
             with self._count_lock:
                 self.n_at_once -= 1
 
+    def planned_failure(self):
+        """Return (status, body) of the next failure; None if none is left."""
+        failure = self.failures.pop(0) if self.failures else None
+        if isinstance(failure, bytes):
+            return 200, failure
+        if isinstance(failure, int):
+            return failure, {"error": {"message": f"planned failure {failure}"}}
+        return failure
+
     def reply(self, path, body):
         """Return (status, JSON) of one request."""
         self.requests.append((path, body))
-        if self.failures:
-            status = self.failures.pop(0)
-            if isinstance(status, bytes):
-                return 200, status
-            if isinstance(status, tuple):
-                return status
-            return status, {"error": {"message": f"planned failure {status}"}}
+        if (failure := self.planned_failure()) is not None:
+            return failure
         if not self.is_vllm and ({"top_k", "min_p", "return_token_ids"} & body.keys()):
             return 422, {"error": {"message": "Unexpected fields in the request"}}
         is_chat = path.endswith("/chat/completions")
@@ -127,40 +133,27 @@ def _handler(loopback):
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            loopback.encodings_wanted.append(self.headers["Accept-Encoding"])
             with loopback.counted():
                 time.sleep(loopback.pause)
-                status, result = loopback.reply(self.path, body)
-            is_spoiled = isinstance(result, bytes)
-            content = result if is_spoiled else json.dumps(result).encode()
-            if loopback.trickle:
-                self.write_slowly(content)
-                return
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+                self.send(*loopback.reply(self.path, body))
 
         def do_GET(self):
-            if loopback.failures:
-                status = loopback.failures.pop(0)
-                error = {"error": {"message": f"planned failure {status}"}}
-                content = json.dumps(error).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-                return
             models = [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]
-            self.write_slowly(json.dumps({"object": "list", "data": models}).encode())
+            listed = 200, {"object": "list", "data": models}
+            self.send(*(loopback.planned_failure() or listed))
 
-        def write_slowly(self, content):
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n"
+        def send(self, status, result):
+            is_spoiled = isinstance(result, bytes)
+            content = result if is_spoiled else json.dumps(result).encode()
+            head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(content)}\r\n"
+            head += f"Content-Encoding: {loopback.encoding}\r\n"
             head += "Content-Type: application/json\r\n\r\n"
+            whole = head.encode() + content
+            step = 1 if loopback.trickle else len(whole)
             with contextlib.suppress(OSError):  # whoever waited has gone
-                for byte in head.encode() + content:
-                    self.wfile.write(bytes([byte]))
+                for start in range(0, len(whole), step):
+                    self.wfile.write(whole[start : start + step])
                     time.sleep(loopback.trickle)
 
         def log_message(self, *arguments):

@@ -249,7 +249,7 @@ def test_an_equal_prompt_is_computed_once():
 
 
 def test_of_draws_every_prompt_is_computed_once(local, requests, tmp_path):
-    config = DrawConfig(n_samples=3)
+    config = DrawConfig(n_samples=3, sampling=SamplingConfig(temperature=1.0))
     replies = open_replies(tmp_path / "sample.jsonl")
     with shapes_run(local.backbone) as shapes:
         draw_answers(requests[:2], local, replies, config, lambda done, total: None)
