@@ -253,8 +253,8 @@ def do_share(
     if n_missing:
         progress.note(
             f"{_name_of(name, share)}: {n_missing} {parts} of other workers are "
-            "missing; whoever writes the last puts all together, and so does `beatrice "
-            f"{name} {run_dir}`"
+            "missing; whoever writes the last puts all together, and so does the same "
+            "line in one process"
         )
         return
     try:
@@ -262,12 +262,12 @@ def do_share(
     except InUse as error:
         if not _is_shared(run_dir, share):
             what = f"another process holds the run and may put the {parts} together"
-        elif RunDir(run_dir).stage_done(name.split()[0]):  # of "label --judge", label
+        elif RunDir(run_dir).stage_done(name):
             what = f"another process has put the {parts} together"
         else:
             raise InUse(
                 f"the {parts} are all there, but not put together: {error}, then run "
-                f"`beatrice {name} {run_dir}`"
+                "the same line in one process"
             ) from None
         progress.note(f"{_name_of(name, share)}: {what}")
         return

@@ -9,9 +9,8 @@ import pytest
 
 from beatrice.extract.backbone.names import own_device
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.process import Share
 from tests.extract.signals.test_written import SMALL_BATCHES
-from tests.extract.small_run import beatrice, make_run, questions, smoke
+from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import run_line
 
 # With these options the work of a verb is several batches.
@@ -113,6 +112,7 @@ def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by)
     for rank in (2, 0):
         notes = do(verb, run, rank, 3, by=by).stderr
         assert f"{kind} of other workers are missing" in notes
+        assert "the same line in one process" in notes  # its options, too
         assert not (run / WRITTEN[verb][0]).exists()
         assert not RunDir(run).stage_done(verb)
     assert 0 < n_lines(parts(verb, run))
@@ -144,14 +144,6 @@ def test_what_a_killed_worker_wrote_is_continued(verb, run, alone):
     assert texts(verb, run) == texts(verb, alone)
 
 
-def test_two_processes_of_one_rank_do_no_harm(verb, run, alone):
-    do(verb, run, 0, 2)
-    (file,) = parts(verb, run)
-    file.with_name("0-of-2@twice.1.jsonl").write_bytes(file.read_bytes())
-    do(verb, run, 1, 2)
-    assert written(verb, run) == written(verb, alone)
-
-
 def test_a_dry_run_counts_what_workers_have_left_and_writes_nothing(verb, run):
     def n_requests(*worker):
         lines = do(verb, run, *worker, options=["--dry-run"]).stdout.splitlines()
@@ -163,13 +155,6 @@ def test_a_dry_run_counts_what_workers_have_left_and_writes_nothing(verb, run):
     (file,) = parts(verb, run)
     assert n_requests(0, 1) == n_requests(0, 2) == before - n_lines([file])
     assert parts(verb, run) == [file]
-
-
-def test_one_process_and_workers_keep_each_other_out(run_path):
-    with RunDir.open(run_path, smoke(answer=SMALL_BATCHES), share=Share(0, 2)):
-        done = do("answer", run_path, code=1)
-        assert "workers that a launcher started" in done.stderr
-    do("answer", run_path)
 
 
 def test_answers_to_other_prompts_are_set_aside(run_path):

@@ -229,7 +229,7 @@ def test_a_worker_that_cannot_join_the_parts_says_so_unless_they_are_joined(run)
         do_share(run.path, "sweep", share, last, Progress(), "parts", patience=0.1)
 
     with RunDir.open(run.path, share=Share(0, 2)):  # a worker of another stage
-        with pytest.raises(InUse, match="all there, but not put .* `beatrice sweep /"):
+        with pytest.raises(InUse, match="all there, but not put .* in one process"):
             join()
         once(run, "sweep", {}, [], Progress(), lambda update: None)
         join()
