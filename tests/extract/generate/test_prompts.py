@@ -427,14 +427,19 @@ def test_only_line_feeds_end_an_example_and_a_byte_order_mark_is_none(tmp_path):
     assert read_shots(path) == (Shot(question="a\u2028b?\x85", answer="c"),)
 
 
+def answer_section(folder, template, *options):
+    """Make a run that asks with a file of words or examples; return what it settled."""
+    (folder / "template.json").write_text(json.dumps(template))
+    lines = [{"question": f"Where is {n}?", "golds": [f"at {n}"]} for n in range(12)]
+    rows = pub.write_lines(folder / "own.jsonl", lines)
+    line = ("--train", f"own={rows}", "--n-train", 4, "--model", "embedded", *options)
+    beatrice("data", folder / "run", *line, "--template", folder / "template.json")
+    return read_manifest(folder / "run")["sections"]["answer"]
+
+
 def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
     shot = {"question": "Who?", "answer": "Ann"}
-    shots = pub.write_lines(tmp_path / "shots.jsonl", [shot])
-    lines = [{"question": f"Where is {n}?", "golds": [f"at {n}"]} for n in range(12)]
-    rows = pub.write_lines(tmp_path / "own.jsonl", lines)
-    options = ("--train", f"own={rows}", "--n-train", 4, "--model", "embedded")
-    beatrice("data", tmp_path / "run", *options, "--template", shots)
-    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
+    answer = answer_section(tmp_path, shot)
     assert answer["prompt"]["shots"] == [{**shot, "context": ""}]
     assert answer["generation"]["stop"] == ["\n"]
 
@@ -524,14 +529,9 @@ def test_words_for_one_setting_alone_ask_in_no_other(tokenizer):
 
 @pytest.mark.parametrize("how", ["--chat", "--plain"])
 def test_words_of_ones_own_are_what_the_run_asks_and_rewrites_with(tmp_path, how):
-    text = json.dumps(HELP_DESK | {"system": ""})
-    (tmp_path / "words.json").write_text(text)
-    lines = [{"question": f"Where is {n}?", "golds": [f"at {n}"]} for n in range(12)]
-    rows = pub.write_lines(tmp_path / "own.jsonl", lines)
-    options = ("--train", f"own={rows}", "--n-train", 4, "--model", "embedded", how)
-    beatrice("data", tmp_path / "run", *options, "--template", tmp_path / "words.json")
-    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
-    assert answer["prompt"]["template"] == json.loads(text)
+    words = HELP_DESK | {"system": ""}
+    answer = answer_section(tmp_path, words, how)
+    assert answer["prompt"]["template"] == words
     assert answer["generation"]["stop"] == ([] if how == "--chat" else ["\n"])
     config = answer_config(RunDir(tmp_path / "run"), is_recorded=False)
     rewriting = RewriteConfig(template=config.prompt.template)
