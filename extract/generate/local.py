@@ -102,8 +102,7 @@ def is_whole(cache: DynamicCache, n_tokens: int) -> bool:
 def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
     """Return the keys and values of a beginning `[1, n_tokens]` that others go on from.
 
-    None where a layer keeps other states than keys and values (recurrent ones, an
-    indexer's), or where a sliding window is shorter than the beginning.
+    None as `empty_cache`, and where a sliding window is shorter than the beginning.
     """
     if (cache := empty_cache(layout)) is None:
         return None

@@ -2,11 +2,6 @@
 
 The context's span comes from the tokenizer's offsets over the exact ids that the model
 reads, never from tokenising a substring, which may split differently.
-
-A run asks every setting and variant of every question. A prompt that does not fit the
-model's window is refused before anything is generated, or, if that is asked for, its
-last passages are left out whole. Each answer says which; a question of which no passage
-fits is not asked with context, but listed.
 """
 
 import contextlib
@@ -254,11 +249,8 @@ def usual_stop_id(
 ) -> int | None:
     """Return the token with which a model ends its answers to such prompts.
 
-    Args:
-      tokenizer: of the model.
-      prompt: how questions are put. An answer to worked examples ends as theirs do, in
-        a chat as the template ends a turn.
-      stop_ids: tokens at which generation ends, if any are known.
+    An answer to worked examples ends as theirs do, in a chat as the template ends a
+    turn; else by one of the tokens at which generation ends, if any are known.
     """
     usual = tokenizer.eos_token_id
     if prompt.usual_stop and not prompt.chat:
@@ -576,7 +568,8 @@ def make_requests(
     """Return what has to be answered: every setting and variant of every question.
 
     The longest answer, of `max_new_tokens`, has to fit into the window too: prompts
-    that do not are a ValueError, unless passages may and can be left out.
+    that do not are a ValueError, unless their last passages may be left out. A question
+    of which no passage fits is then not asked with context, but listed.
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens

@@ -389,19 +389,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     def open(
         cls, path: Path | str, wanted: NewRun | None = None, *, share: Share = Share()
     ) -> Self:
-        """Create a run directory, or continue one.
+        """Continue a run directory; create it where `wanted` says what it is to be.
 
-        Args:
-          path: the directory; created if absent and taken if empty where `wanted` says
-            what it is to be.
-          wanted: what the run is; what is there must agree. None takes what is there.
-          share: of the work. Whoever does all of it holds the directory alone; the
-            workers of one stage hold it together (each writes files of its own), and
-            keep others out.
-
-        Raises:
-          InUse: another live process holds it.
-          ValueError: the path is something else, or holds another run.
+        What is there must agree with `wanted`; a ValueError says what does not. Whoever
+        does all of the work holds the directory alone; the workers of one stage hold it
+        together (each writes files of its own), and keep others out: `InUse`.
         """
         path = Path(path)
         if wanted is None:

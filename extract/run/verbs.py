@@ -60,10 +60,9 @@ def option(
 ) -> Any:
     """Return a field of a class of options.
 
-    Its text is the option's help, and is read as the field's annotation says, or by
-    `type`; its flag is by default the field's name, with dashes. One that is `rare` is
-    given by `--set NAME=VALUE` alone. A least number may itself be outside. What else
-    is given goes to click.
+    Its text is the option's help; it is read as the field's annotation says, or by
+    `type`. One that is `rare` is given by `--set NAME=VALUE` alone. A least number may
+    itself be outside. What else is given goes to click.
     """
     bounds = {"min": min, "max": max, "min_open": is_above}
     about = {"text": text, "flag": flag, "rare": rare, "type": type, "bounds": bounds}
