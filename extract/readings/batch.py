@@ -301,8 +301,7 @@ class Part(abc.ABC):
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Return the readings of every example.
 
-        Args:
-          final: `[n_examples, n_tokens, d_model]`, final-normed.
+        The states are `[n_examples, n_tokens, d_model]`, final-normed.
         """
 
 

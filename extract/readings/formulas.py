@@ -500,12 +500,11 @@ class ContextScores(Part):
     names = ("redeep_ecs",)
     reads_weights = True
 
-    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch."""
-        super().__init__(batch, wanted)
+    @cached_property
+    def _places(self) -> list[dict[int, list[torch.Tensor]]]:
         # What is attended to is known before the final states are: `[n_heads, n_rows,
         # n_attended]` places per example and layer, minus one where a key is unseen.
-        self._places: list[dict[int, list[torch.Tensor]]] = [{} for _ in batch.answers]
+        return [{} for _ in self.batch.answers]
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Keep which prompt tokens some rows attend to most."""

@@ -1,10 +1,8 @@
-"""One padded batch: sizes of chunks, copies from the device, rows without padding.
-
-And what becomes of a batch that the device cannot hold.
-"""
+"""One padded batch: sizes of chunks, copies, rows; in halves where it does not fit."""
 
 import dataclasses
 import gc
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -238,5 +236,4 @@ class Rows:
 
     def slices(self) -> list[slice]:
         """Return where each example's rows are."""
-        starts = [0, *self.stops[:-1]]
-        return [slice(*edges) for edges in zip(starts, self.stops, strict=True)]
+        return [slice(*edges) for edges in itertools.pairwise([0, *self.stops])]

@@ -316,9 +316,8 @@ class DecodeReading(AttentionReading):
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Read what had to wait for the next token.
 
-        Args:
-          ids: `[n_run_rows, n_columns]`, up to the tokens that were chosen now.
-          is_done: `[n_run_rows]`, rows whose later tokens are not of their answers.
+        Ids are `[n_run_rows, n_columns]`, up to those that were chosen now; of rows
+        that are done, `[n_run_rows]` bool, later tokens are not of their answers.
         """
         column = self._n_before + self._n_step - 1
         # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
@@ -460,7 +459,7 @@ def generate_and_read(
         how = {"answer_span": answer_span, "runs_last": runs_last}
         watch = DecodeReading(reader, [r.prompt for r in some], n_new, **how)
         replies = generator.write([prompts[i] for i in rows], sampling, watch)
-        return list(_read_written(watch, some, replies, sampling.stop))
+        return list(_read_written(watch, some, replies))
 
     written: dict[int, tuple[Answer, AnswerSignals]] = {}
     for batch in generator.plan(prompts, sampling):
@@ -474,21 +473,12 @@ def generate_and_read(
 
 
 def _written(
-    watch: DecodeReading,
-    requests: Sequence[Request],
-    replies: Sequence[Generated],
-    stop: Sequence[str],
+    watch: DecodeReading, requests: Sequence[Request], replies: Sequence[Generated]
 ) -> tuple[list[Answer], list[AnswerSignals | None]]:
     """Return a batch's answers with their signals, see `DecodeReading.signals`."""
     pairs = zip(requests, replies, strict=True)
     answers = [request.answer(reply) for request, reply in pairs]
-    signals = watch.signals(answers)
-    if None in signals and not stop:
-        raise ValueError(
-            f"{watch.reader.backbone.name} ran other tokens than it wrote for question "
-            f"{answers[signals.index(None)].example_id!r}; read its answers again"
-        )
-    return answers, signals
+    return answers, watch.signals(answers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -516,18 +506,15 @@ class ReadingGenerator(TransformersGenerator):
         span = self.answer_span
         reading = DecodeReading(self.reader, some, n_new, answer_span=span)
         replies = super().write(prompts, config, reading)
-        self.on_batch(*_written(reading, requests, replies, config.stop))
+        self.on_batch(*_written(reading, requests, replies))
         return replies
 
 
 def _read_written(
-    watch: DecodeReading,
-    requests: Sequence[Request],
-    replies: Sequence[Generated],
-    stop: Sequence[str],
+    watch: DecodeReading, requests: Sequence[Request], replies: Sequence[Generated]
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
     """Yield a batch's answers with their signals, some of which are read again."""
-    answers, signals = _written(watch, requests, replies, stop)
+    answers, signals = _written(watch, requests, replies)
     for request, answer, read in zip(requests, answers, signals, strict=True):
         if read is None:
             sequence = sequence_of(
@@ -601,7 +588,7 @@ def read_stepwise(
         ids = (*ids, token)
         about = {"watch": watch, "request": request, "ids": ids}
         yield WrittenToken(id=token, prob=watch.last_prob(), **about)
-    return next(_read_written(watch, [request], [reply], sampling.stop))
+    return next(_read_written(watch, [request], [reply]))
 
 
 def decoding_differences(reader: SignalReader) -> dict[str, float]:

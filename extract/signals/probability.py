@@ -32,16 +32,10 @@ class Head:
     scale: float = 1.0  # multiplies the logits (Cohere, Granite), before the cap
 
     def rows(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the rows of W_U that give these words' logits, float32.
+        """Return the rows of W_U for words `[…]`, `[…, d_model]` float32.
 
         The scale is part of them: a push is how much a contribution moves the logit
         of the emitted token (section 3.2), and the model's logits are the scaled ones.
-
-        Args:
-          words: ids of any shape `[…]`.
-
-        Returns:
-          `[…, d_model]`.
         """
         return self.weight[words].float() * self.scale
 
@@ -181,12 +175,7 @@ class _OnlineSoftmax:
 def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Read distributions whose logits are there anyway, see `token_probabilities`.
 
-    Args:
-      logits: `[n_tokens, vocab_size]` float32, as the model chooses from.
-      targets: `[n_tokens]` int64, v_t.
-
-    Returns:
-      `[n_tokens, 5]` float32.
+    Logits are `[n_tokens, vocab_size]` float32, targets v_t `[n_tokens]` int64.
     """
     sums = _OnlineSoftmax(targets)
     n_cached = max(logits.shape[1], _N_CACHED)

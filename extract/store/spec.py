@@ -39,7 +39,7 @@ class Family:
     """Shape of one family of signals at one token."""
 
     shape: tuple[int, ...]  # the axes behind the row axis
-    dtype: Dtype = "float32"  # `int8` needs a family of scales, see `scale_family`
+    dtype: Dtype = "float32"  # `int8` needs a family of scales, see `scale_name`
     by_layer: bool = False  # the first axis is layers that are read one at a time
     spans: Spans = "all"  # rows of every token, or of those of the answer span alone
 
@@ -74,11 +74,6 @@ class Family:
 def scale_name(name: str) -> str:
     """Name the family that holds the scales of an int8 family."""
     return f"{name}_scale"
-
-
-def scale_family(family: Family) -> Family:
-    """Return the family of an int8 family's scales: one for each last axis."""
-    return dataclasses.replace(family, shape=family.shape[:-1], dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,14 +232,15 @@ def stored_families(
     families: dict[str, Family] = {}
     for name, shape in shapes.items():
         is_hidden = name == "hidden"
-        families[name] = Family(
+        families[name] = family = Family(
             shape=tuple(shape),
             dtype=config.dtype if is_hidden else config.scalars,
             by_layer=is_hidden,
             spans=config.hidden_spans if is_hidden else "all",
         )
-        if families[name].dtype == "int8":
-            families[scale_name(name)] = scale_family(families[name])
+        if family.dtype == "int8":  # one scale for each last axis
+            scales = dataclasses.replace(family, shape=family.shape[:-1])
+            families[scale_name(name)] = dataclasses.replace(scales, dtype="float32")
     return families
 
 

@@ -213,10 +213,7 @@ def end_to_end(
 ) -> FeatureStore:
     """Return the examples of two finished stores as one to read, without a copy.
 
-    Args:
-      first: whose fingerprint is kept.
-      second: of the same families and layers, and of files of as many rows.
-      keys: of all examples.
+    It has the fingerprint of the first, and the keys that are given for all examples.
     """
     specs = first.spec, second.spec
     here, there = ((dict(x.families), x.hidden_layers, x.rows_per_shard) for x in specs)
