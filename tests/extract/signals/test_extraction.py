@@ -148,21 +148,6 @@ def test_shards_are_small_enough_to_share_and_to_hold():
     assert n_rows_of(3 * 4, [narrow, 20]) == 256
 
 
-def test_answers_are_read_in_their_order(tmp_path):
-    ids = tuple(range(1, 14))
-    answers = [
-        make_answer(example_id=f"q{i}", prompt_ids=ids[: 9 + i], token_ids=(3,) * i)
-        for i in range(5)
-    ]
-    assert extract(id_reader(), answers, tmp_path, SMALL).n_missing == 0
-    store = open_store(tmp_path)
-    assert store.spec.keys == tuple(answer.key for answer in answers)
-    assert store.spec.lengths.tolist() == [9 + 2 * i for i in range(5)]
-    spans = [sequence_of(answer).spans for answer in answers]
-    np.testing.assert_array_equal(store.spec.spans, spans)
-    assert store.spec.fingerprint["model"] == "waves"
-
-
 def test_no_answer_at_all_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="expected answers to read, found none"):
         extract(id_reader(), [], tmp_path, SMALL)

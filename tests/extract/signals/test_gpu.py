@@ -28,7 +28,7 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import READINGS, read
-from beatrice.extract.signals.batch import host_copies, pad_batch
+from beatrice.extract.signals.batch import host_copies
 from beatrice.extract.signals.decode import (
     check_decoding,
     generate_and_read,
@@ -178,13 +178,6 @@ def test_a_copy_is_there_when_it_was_waited_for():
         assert host.isnan().all()
         copies.wait()
         assert host.tolist() == values.tolist()
-
-
-def test_a_batch_is_padded_on_its_device():
-    with PretendedGpu():
-        ids = pad_batch([np.array([1, 2, 3]), np.array([4])], DEVICE)
-    assert ids.device == DEVICE
-    assert ids.inner.tolist() == [[1, 2, 3], [4, 4, 4]]
 
 
 def test_a_twin_leaves_the_generators_of_gpus_alone():

@@ -22,7 +22,6 @@ from beatrice.extract.store.spec import (
     Dtype,
     StoreConfig,
     as_written,
-    model_shapes,
     parse_layers,
     stored_bytes,
 )
@@ -35,9 +34,6 @@ from tests.extract.signals.readers import (
     sequences_of,
 )
 from tests.extract.small_run import beatrice, smoke
-from tests.records import flip_bit
-
-QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
 
 @pytest.fixture
@@ -120,13 +116,6 @@ def test_half_precision_overflow_is_counted_over_the_range_and_refused(memory):
     assert verify(wide) == []
 
 
-def test_a_flipped_bit_of_a_scale_is_found(tmp_path):
-    store = extracted(tmp_path, dtype="int8")
-    flip_bit(tmp_path / store.shard_keys(1, "hidden_scale")[0], 5)
-    with pytest.raises(ValueError, match="damaged in hidden_scale"):
-        read_family(open_store(tmp_path), "hidden")
-
-
 def test_another_choice_is_another_store(memory):
     extracted(memory)
     others = [{"dtype": "int8"}, {"dtype": "float16"}, {"hidden_spans": "answer"}]
@@ -159,11 +148,6 @@ def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(
     )
     n_bytes = sum(forecast.values())
     assert n_bytes <= on_disk <= 1.01 * n_bytes
-
-
-def test_bytes_of_a_layer_that_the_model_has_not_are_refused():
-    with pytest.raises(ValueError, match=r"0 \(embedding\) to 32.*found \[33\]"):
-        stored_bytes(QWEN_9B, StoreConfig(hidden_layers=(33,)), n_tokens=1, n_answer=1)
 
 
 @pytest.mark.parametrize(

@@ -276,13 +276,13 @@ def make_row(**changes):
     return {"architecture": "llama", **row, **changes}
 
 
-@pytest.mark.parametrize("error", [2 * TOLERANCE, math.inf, math.nan])
-def test_a_large_or_undefined_float32_error_is_named(error):
+@pytest.mark.parametrize(
+    ("field", "error"),
+    [("fp32 attn", x) for x in (2 * TOLERANCE, math.inf, math.nan)]
+    + [("bf16 resid", (2e-2, 1e-2))],  # beyond the model's own gap
+)
+def test_a_large_or_undefined_error_is_named(field, error):
     oracle.require([make_row()])  # control: small errors are accepted
-    with pytest.raises(ValueError, match="llama: float32 attn"):
-        oracle.require([make_row(), make_row(**{"fp32 attn": error})])
-
-
-def test_a_bfloat16_error_beyond_the_models_own_gap_is_named():
-    with pytest.raises(ValueError, match="llama: bfloat16 resid"):
-        oracle.require([make_row(**{"bf16 resid": (2e-2, 1e-2)})])
+    kind = field.replace("fp", "float").replace("bf", "bfloat")
+    with pytest.raises(ValueError, match=f"llama: {kind}"):
+        oracle.require([make_row(), make_row(**{field: error})])

@@ -48,31 +48,25 @@ def wide_plan(n_stored_layers, low, high, n_examples=4000):
     ("n_stored_layers", "low", "high", "most_waste", "fullness"),
     [(33, 350, 450, 0.08, 0.65), (1, 350, 450, 0.03, 0.65), (1, 130, 800, 0.1, 0.5)],
 )
-def test_batches_of_a_wide_model_are_full_of_similar_lengths(
+def test_units_of_a_wide_model_fit_and_batches_are_full_of_similar_lengths(
     n_stored_layers, low, high, most_waste, fullness
 ):
     plan = wide_plan(n_stored_layers, low, high)
     lengths = plan.spec.lengths
     ranges = [r for unit in plan.units for r in unit.ranges]
     assert ranges == list(range(plan.spec.n_ranges))
+    row_bytes = sum(family.row_bytes for family in plan.spec.families.values())
     for unit in plan.units:
         first, last = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
         examples = [i for batch in unit.batches for i in batch]
         assert sorted(examples) == list(range(first, last))
+        # It waits in the host's memory.
+        assert row_bytes * lengths[examples].sum() <= 8 << 30
     batches = [batch for unit in plan.units for batch in unit.batches]
     sizes = [len(batch) * int(lengths[list(batch)].max()) for batch in batches]
     assert max(sizes) <= BUDGET
     assert sum(sizes) / lengths.sum() - 1 < most_waste
     assert np.mean(sizes) > fullness * BUDGET
-
-
-def test_a_unit_waits_in_bounded_memory():
-    plan = wide_plan(33, 350, 450)
-    row_bytes = sum(family.row_bytes for family in plan.spec.families.values())
-    for unit in plan.units:
-        first, last = unit.ranges.start, unit.ranges.stop - 1
-        n_rows = plan.spec.range_rows(last)[1] - plan.spec.range_rows(first)[0]
-        assert n_rows * row_bytes <= 8 << 30
 
 
 def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
