@@ -6,40 +6,22 @@ import math
 import numpy as np
 import torch
 
+from beatrice.benchmarks.bench.oracle import run_model
+
 
 class Eager:
     """One answer through the untouched model, everything kept."""
 
     def __init__(self, model, ids):
-        self.model, layers = model, model.model.layers
-        self.mid, self.ffn, self.last = [], [], []
-        is_gemma = hasattr(layers[0], "pre_feedforward_layernorm")
-        before = "pre_feedforward" if is_gemma else "post_attention"
-        norms = [getattr(layer, f"{before}_layernorm") for layer in layers]
-        handles = [
-            norm.register_forward_pre_hook(lambda _, x: self.mid.append(x[0][0]))
-            for norm in norms
-        ]
-        for layer in layers:
-            behind = layer.post_feedforward_layernorm if is_gemma else layer.mlp
-            hook = behind.register_forward_hook
-            handles.append(hook(lambda _, x, output: self.ffn.append(output[0])))
-        hook = model.model.norm.register_forward_pre_hook
-        handles.append(hook(lambda _, x: self.last.append(x[0][0])))
-        kinds = {"output_attentions": True, "output_hidden_states": True}
-        output = model(torch.tensor([ids]), use_cache=False, **kinds)
-        for handle in handles:
-            handle.remove()
-        self.states = [state[0] for state in output.hidden_states]
-        self.maps = [maps[0].double() for maps in output.attentions]
-        self.logits = output.logits[0].double()
+        run, self.model = run_model(model, np.array(ids)), model
+        self.logits, self.maps = torch.from_numpy(run.logits), run.maps
+        attended, self.ffn = zip(*run.contributions, strict=True)
+        before, self.unnormed = run.states[:-1], run.states[1:]
+        self.mid = [(h + att).float() for h, att in zip(before, attended, strict=True)]
+        self.states = [*before, model.model.norm(run.states[-1])]
 
     def lens(self, state):
         return self.model.lm_head(self.model.model.norm(state)).double()
-
-    @property
-    def unnormed(self):
-        return [*self.states[1:-1], self.last[0]]
 
 
 def entropy(logits):
@@ -219,7 +201,7 @@ def statistics(a):
 
 def gnosis_maps(attentions, n=32):
     """`[n_layers, n_heads, 23]` of the maps of one sequence."""
-    return [[statistics(cells(h.numpy(), n)) for h in heads] for heads in attentions]
+    return [[statistics(cells(h, n)) for h in heads] for heads in attentions]
 
 
 def gnosis_trace(states, n=8):
