@@ -52,14 +52,12 @@ class AttentionReading(abc.ABC):
     attention_layers: tuple[int, ...]  # that are read
     budget: int  # most weights that are alive at once
     passed_over: tuple[int, ...] = ()  # layers that attend too, and are not read
+    # What is kept of those that were read.
+    layers: dict[int, Any] = dataclasses.field(init=False, default_factory=dict)
     # `[start, stop)`, up to the last, whose attention output `reduce` gives, if it
     # gives any; the model's own kernel attends for the others.
     rows = (0, 0)
     attends_on_gpus = False  # gives them there, too, where that kernel is faster
-
-    def __post_init__(self) -> None:
-        """Begin with no layer read."""
-        self.layers: dict[int, Any] = dict.fromkeys(self.attention_layers)
 
     @abc.abstractmethod
     def reduce(
@@ -80,11 +78,11 @@ class AttentionReading(abc.ABC):
         """
         if layer in self.passed_over:
             return None
-        if layer not in self.layers or self.layers[layer] is not None:
+        if layer in self.layers or layer not in self.attention_layers:
             raise ValueError(
                 f"unknown residual layout: layer {layer} attended "
                 f"{'twice' if layer in self.layers else 'unexpectedly'}; expected "
-                f"each of the layers {tuple(self.layers)} once"
+                f"each of the layers {self.attention_layers} once"
             )
         if value is not None and (
             value.dtype != torch.float32 or (value.is_cuda and not self.attends_on_gpus)
@@ -95,8 +93,7 @@ class AttentionReading(abc.ABC):
 
     def check_complete(self) -> None:
         """Check that every layer attended."""
-        missing = [index for index, value in self.layers.items() if value is None]
-        if missing:
+        if missing := [i for i in self.attention_layers if i not in self.layers]:
             raise ValueError(
                 f"unknown residual layout: the attention of layers {missing} neither "
                 "passed through Transformers' or Torch's attention function nor came "
@@ -105,7 +102,7 @@ class AttentionReading(abc.ABC):
 
     def per_layer(self) -> list[Any]:
         """Return what was kept of every layer, in order."""
-        return list(self.layers.values())
+        return [self.layers[layer] for layer in self.attention_layers]
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,9 +115,8 @@ class CallReading(AttentionReading):
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, None]:
-        """Return what the function returns; True stands for None."""
-        seen = self.see(layer, call)
-        return (True if seen is None else seen), None
+        """Return what the function returns."""
+        return self.see(layer, call), None
 
 
 class SpanReading(AttentionReading):
@@ -383,10 +379,8 @@ class _CustomAttention(TorchFunctionMode):
     def _after(self, module: Any, inputs: Any, output: Any) -> Any:
         index, self.layer = self.layer, None
         assert index is not None  # its module ran
-        is_read = index in self.reading.passed_over or (
-            self.reading.layers[index] is not None
-        )
-        if is_read or not isinstance(output, tuple):
+        done = (*self.reading.passed_over, *self.reading.layers)
+        if index in done or not isinstance(output, tuple):
             return output
         square = (self.reading.n_tokens,) * 2
         for at, item in enumerate(output):

@@ -155,7 +155,7 @@ class DecodeReading(AttentionReading):
 
     def _begin_step(self, n_cached: int) -> None:
         self._run_members: torch.Tensor | None = None
-        self.layers = dict.fromkeys(self.layers)
+        self.layers = {}
         self._n_before, self._n_step = n_cached, 0
         self._lens: residual.LogitLens | None = None
         self._prompt_resid: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ class DecodeReading(AttentionReading):
 
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
-    ) -> tuple[bool, torch.Tensor | None]:
+    ) -> tuple[None, torch.Tensor | None]:
         """Add one step of a layer to the sums between spans."""
         n_rows, n_heads, self._n_step = call.shape
         stop = self._n_before + self._n_step
@@ -207,12 +207,12 @@ class DecodeReading(AttentionReading):
         # What attends with these weights needs them now.
         is_now = self._n_step > 1 or self._first or value is not None
         if is_now or isinstance(call, AttentionMap):
-            return True, self._add_sums(layer, call, self._n_before, value)
+            return None, self._add_sums(layer, call, self._n_before, value)
         if layer in self._steps:
             self._steps[layer].add(call)
         else:
             self._steps[layer] = StepCalls(call)
-        return True, None
+        return None, None
 
     def _add_sums(
         self, layer: int, call: Attention, n_before: int, value: torch.Tensor | None
@@ -370,7 +370,7 @@ class DecodeReading(AttentionReading):
         members = self._members[..., self.n_unread : self._n_room]
         per_layer = [
             entropies_and_masses(by_row, by_key, members)
-            for by_row, by_key in (self._sums[layer] for layer in self.layers)
+            for by_row, by_key in map(self._sums.__getitem__, self.attention_layers)
         ]
         attn = torch.stack(per_layer, dim=-2).cpu().numpy()
         prob, resid = self._prob.cpu().numpy(), self._resid.cpu().numpy()
