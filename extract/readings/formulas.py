@@ -435,17 +435,13 @@ class Lookback(Part):
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
         """Add the ratios of some rows; every row has its own number of new tokens."""
-        n_examples, n_heads, _, n_keys = log_weights.shape
-        added = log_weights.new_zeros((n_examples, n_heads))
-        rows = torch.arange(start, n_keys, device=log_weights.device)
-        rows = rows[max(0, self._least - start) :]
-        if len(rows):
-            weights = log_weights[:, :, n_keys - start - len(rows) :].exp()
-            ratios = lookback_ratio(weights, self._n_context, rows + 1)
-            first, stop = self._first[:, None], self._stop[:, None]
-            in_answer = ((rows >= first) & (rows < stop))[:, None]
-            added = ratios.masked_fill(~in_answer, 0.0).sum(-1)
-        self.add(layer, added)
+        rows = torch.arange(start, log_weights.shape[-1], device=log_weights.device)
+        some = slice(max(0, self._least - start), None)
+        rows, weights = rows[some], log_weights[:, :, some].exp()
+        ratios = lookback_ratio(weights, self._n_context, rows + 1)
+        first, stop = self._first[:, None], self._stop[:, None]
+        in_answer = ((rows >= first) & (rows < stop))[:, None]
+        self.add(layer, ratios.masked_fill(~in_answer, 0.0).sum(-1))
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Divide by the steps; NaN for an answer without steps."""

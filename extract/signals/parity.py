@@ -514,7 +514,7 @@ def spread_weights(model: torch.nn.Module) -> None:
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
 
 
-def narrow_twin(config: Any, *, kind: Any = None, seed: int = 7, **changes: Any) -> Any:
+def narrow_twin(config: Any, *, kind: Any = None, **changes: Any) -> Any:
     """Build a random narrow model of a text model's config, the same on every call.
 
     Its class is by default the one that Transformers has for the config, whose further
@@ -530,13 +530,13 @@ def narrow_twin(config: Any, *, kind: Any = None, seed: int = 7, **changes: Any)
     while True:
         entries |= dict.fromkeys(names, counts.pop(0))
         try:
-            return _built(type(config).from_dict(entries), kind, seed)
+            return _built(type(config).from_dict(entries), kind)
         except Exception:
             if not names or not counts:
                 raise
 
 
-def _built(config: Any, kind: Any, seed: int) -> Any:
+def _built(config: Any, kind: Any) -> Any:
     build = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.device("meta"):
         outline = build(config)
@@ -546,7 +546,7 @@ def _built(config: Any, kind: Any, seed: int) -> Any:
     # The CPU's alone: `torch.manual_seed` seeds every GPU's generator as well, and to
     # fork these makes a context on each GPU of the machine.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(7)
         model = build(config)
         spread_weights(model)
         model.eval().requires_grad_(False)
