@@ -347,24 +347,6 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
 
 
 _QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"
-_LOAD = """
-import os, sys, time
-import beatrice
-from beatrice.pgir.scorer import Scorer
-from beatrice.model import LanguageModel
-model = LanguageModel(sys.argv[1], dtype="float32")
-began, used = time.monotonic(), sum(os.times()[:2])
-beatrice.load(sys.argv[1], model=model).scorer
-print(time.monotonic() - began, sum(os.times()[:2]) - used)
-"""
-_RATIOS = """
-import sys
-import beatrice
-from beatrice.benchmarks.bench import answer
-probe, n = beatrice.load(sys.argv[1]), int(sys.argv[2])
-for ratio in (answer.warm_ratio, answer.answer_ratio):
-    print(*ratio(probe, n))
-"""
 # 32 tokens of SmolLM2's, whose answer is longer than eight.
 _MESSAGES = (
     {"role": "system", "content": "Answer."},
@@ -376,28 +358,28 @@ _MESSAGES = (
 _N_NEW = 8
 
 
-def _run(*words: str) -> str:
-    """Run Python with some words; return what it prints."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    if done.returncode:
-        message = done.stderr.strip().rpartition("\n")[2].removeprefix("Error: ")
-        raise ValueError(f"what is timed has failed: {message}")
-    return done.stdout
-
-
 def _command(*words: str) -> tuple[float, float]:
     """Run Python with some words; seconds of the clock and of processors."""
     began, before = time.monotonic(), os.times()
-    _run(*words)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     after, clock = os.times(), time.monotonic() - began
+    if done.returncode:
+        message = done.stderr.strip().rpartition("\n")[2].removeprefix("Error: ")
+        raise ValueError(f"what is timed has failed: {message}")
     used = (after.children_user, after.children_system)
     return clock, sum(used) - before.children_user - before.children_system
 
 
-def _printed_by(program: str, *words: str) -> list[tuple[float, float]]:
-    """Run a program that prints two numbers a line."""
-    lines = _run("-c", program, *words).splitlines()
-    return [(float(clock), float(used)) for clock, used in map(str.split, lines)]
+def _load_times(name: str) -> tuple[float, float]:
+    """Load a probe beside its model; seconds of the clock and of processors."""
+    import beatrice
+    import beatrice.pgir.scorer  # a library that is loaded once is not timed
+    from beatrice.model import LanguageModel
+
+    model = LanguageModel(name, dtype="float32")
+    began, used = time.monotonic(), time.process_time()
+    _ = beatrice.load(name, model=model).scorer
+    return time.monotonic() - began, time.process_time() - used
 
 
 def _ratio_in_turns(
@@ -456,6 +438,14 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
     return _ratio_in_turns(plain, scored, n)
 
 
+def warm_ratios(name: str, n: int) -> list[tuple[float, float]]:
+    """Return both ratios of a probe, of its scores and of its answers."""
+    import beatrice
+
+    probe = beatrice.load(name)
+    return [ratio(probe, n) for ratio in (warm_ratio, answer_ratio)]
+
+
 @click.command()
 @click.argument("probe", default="smollm2")
 @click.option(
@@ -476,12 +466,13 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
 
     words = ("-m", "beatrice", "score", "--probe", probe, "--question", _QUESTION)
     _command(*words)  # fetches the model, and remembers its checks
+    load = partial(measure_fresh, "a load", _load_times, probe)
     for what, wanted, measure in (
         ("`import beatrice`", 0.2, lambda: _command("-c", "import beatrice")),
         ("`beatrice score` of a question", 3.5, lambda: _command(*words)),
-        ("`load` beside the model", 0.5, lambda: _printed_by(_LOAD, probe)[0]),
+        ("`load` beside the model", 0.5, load),
     ):
         show(what, wanted, [measure() for _ in range(rounds)])
-    score_ratio, answer_ratio = _printed_by(_RATIOS, probe, str(3 * rounds))
-    show("warm score, by the bare forward of its ids (ratio)", 1.3, [score_ratio])
-    show("warm answer with P, by `model.generate` (ratio)", 1.25, [answer_ratio])
+    ratios = measure_fresh("warm scores", warm_ratios, probe, 3 * rounds)
+    show("warm score, by the bare forward of its ids (ratio)", 1.3, ratios[:1])
+    show("warm answer with P, by `model.generate` (ratio)", 1.25, ratios[1:])

@@ -3,7 +3,6 @@
 Here are the group, and what the benchmarks share.
 """
 
-import functools
 import importlib
 import json
 import math
@@ -11,7 +10,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import click
@@ -217,41 +216,3 @@ def peak_above(run: Callable[[], object], device: str) -> float:
     n_before = held_bytes()
     run()
     return (peak_bytes() - n_before) / MIB
-
-
-class Remote:
-    """An object in a process of its own, which alone loads the object's libraries."""
-
-    def __init__(self, environment: Mapping[str, str], make: Callable, *arguments: Any):
-        """Start the process; `make(*given)` is called there before the first call."""
-        self._process = fresh_process(environment)
-        self._process.submit(_keep, functools.partial(make, *arguments))
-
-    def call(self, name: str, *arguments: Any) -> Future:
-        """Call a method of the object."""
-        return self._process.submit(_call, name, *arguments)
-
-    def peak(self) -> Future:
-        """Return the process's peak above what it held when the object was made."""
-        return self._process.submit(_peak_above_held)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.shutdown(cancel_futures=True)
-
-
-_remote: dict[str, Any] = {}  # what `Remote` keeps in its process
-
-
-def _keep(make: Callable[[], Any]) -> None:
-    _remote["make"] = make
-
-
-def _call(name: str, *arguments: Any) -> Any:
-    if "object" not in _remote:
-        _remote.update(object=_remote["make"](), held=held_bytes())
-    return getattr(_remote["object"], name)(*arguments)
-
-
-def _peak_above_held() -> int:
-    return peak_bytes() - _remote["held"]

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from beatrice.benchmarks.real import GRID
-from beatrice.extract.run.process import begin_peak
+from beatrice.extract.run.process import begin_peak, held_bytes, peak_bytes
 from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
@@ -35,7 +35,7 @@ from beatrice.jaxprobe.grid import (
     labelled,
     member_keys,
 )
-from beatrice.jaxprobe.memory import Plan, Sizes, choose, step_flops
+from beatrice.jaxprobe.memory import Sizes, choose, step_flops
 from beatrice.jaxprobe.tokens import split_families
 
 Losses = dict[Member, list[float]]  # of every step
@@ -188,6 +188,7 @@ class Grid:
         self.workload = workload
         self.members = tuple(members)
         self.at_once = at_once
+        self._n_held = held_bytes()
 
     def save_weights(self, folder: Path) -> None:
         """Write every member's initial weights, see `weights_file`."""
@@ -215,7 +216,19 @@ class Grid:
             batch_size=workload.batch_size,
             **protocol,
         )
-        plan = self._plan(workload, config, *(x.features.n_examples for x in data))
+        n_train, n_valid = (split.features.n_examples for split in data)
+        # The plan of a device, for rows that are all of one length.
+        sizes = Sizes(
+            encoder=workload.encoder,
+            dims=workload.dims,
+            train=dataclasses.replace(config, n_seeds=workload.n_seeds),
+            widths=workload.widths,
+            n_train=n_train,
+            n_valid=n_valid,
+            valid_widths=workload.widths,
+            device_dtypes=("float32",) * workload.dims.n_families,
+        )
+        plan = choose(sizes)
         trained = fit_blocks(
             plan.blocks(members),
             *([split] for split in data),
@@ -228,22 +241,6 @@ class Grid:
             for block in trained
             for member, losses in zip(block.members, block.info.train_loss, strict=True)
         }
-
-    def _plan(
-        self, workload: Workload, config: TrainConfig, n_train: int, n_valid: int
-    ) -> Plan:
-        """Return the plan of a device, for rows that are all of one length."""
-        sizes = Sizes(
-            encoder=workload.encoder,
-            dims=workload.dims,
-            train=dataclasses.replace(config, n_seeds=workload.n_seeds),
-            widths=workload.widths,
-            n_train=n_train,
-            n_valid=n_valid,
-            valid_widths=workload.widths,
-            device_dtypes=("float32",) * workload.dims.n_families,
-        )
-        return choose(sizes)
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of steps on one batch: every epoch is one step.
@@ -279,7 +276,7 @@ class Grid:
         """Train every member for one epoch of `n_steps` batches."""
         self._fit(self.members, self.workload, self._data, max_epochs=1)
 
-    def device_peak(self) -> int | None:
-        """Return the most bytes of the GPU that were held; None on a CPU."""
+    def peak(self) -> int:
+        """Return peak bytes of a GPU, or of this process above what it held first."""
         statistics = jax.local_devices()[0].memory_stats() or {}
-        return statistics.get("peak_bytes_in_use")
+        return statistics.get("peak_bytes_in_use") or peak_bytes() - self._n_held

@@ -185,12 +185,12 @@ def _randomise(model: PreTrainedModel) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("embed_positions"):
             continue  # GPT-J's sines, which no checkpoint holds
-        if "norm" in name or "ln_" in name or name.endswith("layer_scalar"):
+        is_router = "router" in name and name.endswith("scale")
+        is_norm = "norm" in name or "ln_" in name
+        if is_norm or is_router or name.endswith("layer_scalar"):
             tensor.add_(0.3 * torch.randn_like(tensor))
         elif name.endswith("sinks"):
             tensor.normal_()
-        elif "router" in name and name.endswith("scale"):
-            tensor.add_(0.3 * torch.randn_like(tensor))
         elif "per_layer_input_gate" in name:
             # Gemma 4's gate reads the raw stream and its output is normed: where the
             # activation saturates at zero the norm blows rounding up to 1e-4.

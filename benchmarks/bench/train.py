@@ -31,9 +31,9 @@ from beatrice.benchmarks.bench.commands import (
     MIB,
     N_THREADS,
     ROUNDS,
-    Remote,
     Row,
     RowPrinter,
+    fresh_process,
     middle_and_ends,
     product_rate,
     take_turns,
@@ -50,7 +50,7 @@ from beatrice.benchmarks.bench.grid import (
 )
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.process import Share, begin_peak
+from beatrice.extract.run.process import Share, begin_peak, held_bytes, peak_bytes
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
@@ -73,6 +73,7 @@ class TorchTrainer:
         self.members = members
         self.folder = folder
         self.kind = kind
+        self._n_held = held_bytes()
 
     def _start(
         self, workload: Workload, members: Sequence[Member], *, is_compiled: bool
@@ -114,10 +115,11 @@ class TorchTrainer:
         work = self.workload
         train_torch(self._stacks, self._data, work.n_steps, work.batch_size)
 
-    def device_peak(self) -> int | None:
-        """Return the most bytes of the GPU that were held; None on a CPU."""
-        has_gpu = torch.cuda.is_available()
-        return torch.cuda.max_memory_allocated() if has_gpu else None
+    def peak(self) -> int:
+        """Return peak bytes of a GPU, or of this process above what it held first."""
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        return peak_bytes() - self._n_held
 
 
 def train_torch(
@@ -148,17 +150,12 @@ TORCH = ("stack", "loop")
 # makes a small difference of a small gradient a difference of a whole step.
 TOLERANCE = 1e-3
 MIXED_TOLERANCE = 3e-2  # the same, with operands of eight bits
+# How losses are compared: of steps on one batch, which the grid splits, and of the
+# first seeds of every subset.
+_N_EXAMPLES, _N_MICROBATCHES = 32, 2
+_N_STEPS = 4
+_N_SEEDS = 2
 Note = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckSize:
-    """How many steps on one batch, of how many seeds of a subset, compare losses."""
-
-    n_examples: int = 32
-    n_microbatches: int = 2
-    n_steps: int = 4
-    n_seeds: int = 2
 
 
 def split_members(
@@ -168,6 +165,15 @@ def split_members(
     cost = functools.partial(turn_flops, workload)
     shares = [Share(rank, n_processes) for rank in range(n_processes)]
     return [list(itertools.chain(*share.mine(groups, cost))) for share in shares]
+
+
+_trainers: list[Any] = []  # the one of this process, from its first call on
+
+
+def _call(make: Callable[[], Any], name: str, arguments: Sequence[Any]) -> Any:
+    if not _trainers:
+        _trainers.append(make())
+    return getattr(_trainers[0], name)(*arguments)
 
 
 class Method:
@@ -193,18 +199,19 @@ class Method:
             "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
         }
         by_subset = [[m for m in members if m[0] == k] for k in {m[0] for m in members}]
+        n_processes = N_PROCESSES if is_torch and not has_gpu else 1
         self._trainers = [
-            Remote(environment, TorchTrainer, workload, share, folder, kind)
+            functools.partial(TorchTrainer, workload, share, folder, kind)
             if is_torch
-            else Remote(environment, Grid, workload, share, N_THREADS)
-            for share in split_members(
-                workload, by_subset, N_PROCESSES if is_torch and not has_gpu else 1
-            )
+            else functools.partial(Grid, workload, share, N_THREADS)
+            for share in split_members(workload, by_subset, n_processes)
         ]
+        self._processes = [fresh_process(environment) for _ in self._trainers]
 
     def _all(self, name: str, *arguments: Any) -> list[Any]:
         """Call every process's trainer, and wait for all of them."""
-        waited = [trainer.call(name, *arguments) for trainer in self._trainers]
+        pairs = zip(self._processes, self._trainers, strict=True)
+        waited = [process.submit(_call, x, name, arguments) for process, x in pairs]
         try:
             return [future.result() for future in waited]
         except Exception as error:
@@ -212,13 +219,13 @@ class Method:
                 f"the process that trains by {self.kind!r} has failed: {error}"
             ) from error
 
-    def losses(self, size: CheckSize) -> Losses:
+    def losses(self) -> Losses:
         """Return losses of steps on one batch, of every member with given weights."""
         work = self.workload.quiet()
-        work = dataclasses.replace(work, batch_size=size.n_examples, n_steps=1)
-        parts = self._all("losses", work, size.n_steps, size.n_microbatches)
+        work = dataclasses.replace(work, batch_size=_N_EXAMPLES, n_steps=1)
+        parts = self._all("losses", work, _N_STEPS, _N_MICROBATCHES)
         every = {member: x for share in parts for member, x in share.items()}
-        return {m: x for m, x in every.items() if m[1] < size.n_seeds}
+        return {m: x for m, x in every.items() if m[1] < _N_SEEDS}
 
     def prepare(self) -> None:
         """Make data and weights, and compile."""
@@ -230,15 +237,12 @@ class Method:
 
     def peak_mib(self) -> float:
         """Return peak memory above libraries, or of a GPU's allocator."""
-        peaks = self._all("device_peak")
-        if None in peaks:
-            peaks = [trainer.peak().result() for trainer in self._trainers]
-        return sum(peaks) / MIB
+        return sum(self._all("peak")) / MIB
 
     def close(self) -> None:
         """End the processes."""
-        for trainer in self._trainers:
-            trainer.close()
+        for process in self._processes:
+            process.shutdown(cancel_futures=True)
 
 
 def largest_difference(ours: Losses, theirs: Losses) -> float:
@@ -284,11 +288,7 @@ def square_of_peak() -> torch.Tensor:
 
 
 def measure(
-    workload: Workload,
-    *,
-    n_rounds: int,
-    check: CheckSize | None = None,
-    note: Note = lambda text: None,
+    workload: Workload, *, n_rounds: int, note: Note = lambda text: None
 ) -> list[Row]:
     """Check and time the methods; return a row of each.
 
@@ -296,10 +296,9 @@ def measure(
     rate of matrix products in the same round; the time over the grid's in a round, with
     its least and largest. Memory is told with the data, see `Method.peak_mib`.
     """
-    check = check or CheckSize()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        written = [m for m in workload.members if m[1] < check.n_seeds]
+        written = [m for m in workload.members if m[1] < _N_SEEDS]
         Grid(workload, written, at_once=1).save_weights(folder)
         methods = []
         for kind in KINDS:
@@ -310,7 +309,7 @@ def measure(
         n_at_once = len(methods) if torch.cuda.is_available() else 1
         with ThreadPoolExecutor(n_at_once) as pool:
             note("losses")
-            losses = pool.map(lambda method: method.losses(check), methods)
+            losses = pool.map(Method.losses, methods)
             differences = require_same_losses(dict(zip(KINDS, losses, strict=True)))
             note("compiles")
             list(pool.map(Method.prepare, methods))

@@ -1,6 +1,7 @@
 """What reading costs, what the store adds, and the models of full size."""
 
 import dataclasses
+import itertools
 import json
 import math
 import operator
@@ -10,16 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import beatrice
 from beatrice.benchmarks.bench.answer import (
     CONFIG,
     WAYS,
     AnswerBench,
-    answer_ratio,
     full_model,
     measure_model,
     measure_setting,
-    warm_ratio,
+    warm_ratios,
 )
 from beatrice.benchmarks.bench.answer import measure_peak as measure_answer_peak
 from beatrice.benchmarks.bench.commands import RowPrinter, measure_fresh, take_turns
@@ -209,9 +208,7 @@ def test_a_row_a_setting_has_every_ratio_above_zero():
 
 
 def test_one_score_and_one_answer_are_timed_beside_the_model_alone():
-    probe = beatrice.load("embedded")
-    for ratio in (warm_ratio, answer_ratio):
-        assert min(ratio(probe, 1)) > 0
+    assert min(itertools.chain(*warm_ratios("embedded", 1))) > 0
 
 
 def test_what_is_timed_may_fail_and_says_why():
