@@ -139,13 +139,9 @@ RANKED = {
     Subject("greedy_three"): "Greedy search after three rounds",
 }
 FUSION_VARIANTS = {
-    HIDDEN_ONLY: DETECTORS[HIDDEN_ONLY],
-    WITHOUT_HIDDEN: "Search without hidden states",
-    EARLY_FUSION: DETECTORS[EARLY_FUSION],
-    **{
-        Subject(name): DETECTORS[Subject(name)]
-        for name in ("late_fusion_singles", "late_fusion_all", "without_closed_book")
-    },
+    subject: DETECTORS.get(subject, "Search without hidden states")
+    for subject in FEATURES
+    if subject != CHAMPION
 }
 # Of `beatrice anatomy`: who reads fewer labels, in the order of the figure.
 LEARNERS = {

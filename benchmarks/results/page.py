@@ -37,7 +37,7 @@ from beatrice.benchmarks.results.tables import (
     subjects_in,
     where,
 )
-from beatrice.extract.label.labels import ENOUGH, class_counts
+from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL, titles_of
@@ -273,18 +273,8 @@ def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
 
 def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:
     """Say where training answers are too few to conclude anything; else nothing."""
-    original = class_counts(row for row in accuracy if row["variant"] == "original")
-    counts = [
-        f"{n_correct} right and {n - n_correct} wrong {SETTINGS_IN_WORDS[setting]}"
-        for (setting, split), (n, n_correct) in original.items()
-        if split == "train" and min(n_correct, n - n_correct) < ENOUGH
-    ]
-    if not counts:
-        return ""
-    return (
-        f"Nothing can be concluded from so few training answers: {', '.join(counts)}; "
-        f"{ENOUGH} of each are needed."
-    )
+    reasons = too_few_answers(accuracy).items()
+    return " ".join(f"{names.SETTING_LABELS[x]}: {reason}." for x, reason in reasons)
 
 
 def _gain(row: ResultRow | None, title: str) -> str:

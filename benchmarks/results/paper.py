@@ -151,39 +151,32 @@ def read_ledger() -> list[PaperCell]:
 
 # The join.
 
-# What both sides are joined on: where, what, and which number.
-KEY = ["experiment", "detector", "families", "family", "span", "kind", "n_closed_book"]
-KEY += ["setting", "dataset", "split", "metric", "against", "against_families"]
+# What both sides are joined on, but for experiment and setting.
+KEY = ("dataset", "split", "metric", "detector", "families", "family", "span", "kind")
+KEY += ("n_closed_book", "against", "against_families")
 
 
-def _keyed(results: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the seed means by `KEY`; those of `_EXPERIMENTS` without that name."""
-    keyed = where(results, seed="mean").copy()
+def _by_key(results: pandas.DataFrame) -> dict[tuple, ResultRow]:
+    """Return the seed means by where they are; those of `_EXPERIMENTS` without it."""
     ranks = {name: rank for rank, name in enumerate(_EXPERIMENTS)}
-    is_control = keyed["experiment"].str.startswith("controller")
-    keyed["setting"] = keyed["setting"].mask(is_control, "both")
-    names = keyed["experiment"].tolist()
-    keyed["rank"] = [ranks.get(name, len(ranks)) for name in names]
-    keyed["experiment"] = keyed["experiment"].where(~keyed["experiment"].isin(ranks))
-    return keyed.sort_values("rank", kind="stable").drop_duplicates(KEY)
+    rows = where(results, seed="mean")["row"].tolist()
+    by_key: dict[tuple, ResultRow] = {}
+    for row in sorted(rows, key=lambda row: ranks.get(row.experiment, len(ranks))):
+        setting = "both" if row.experiment.startswith("controller") else row.setting
+        experiment = None if row.experiment in ranks else row.experiment
+        columns = (getattr(row, name) for name in KEY)
+        by_key.setdefault((experiment, setting, *columns), row)
+    return by_key
 
 
-def _wanted(cells: Sequence[PaperCell]) -> pandas.DataFrame:
-    """Return the keys under which our row of each number may stand, the first best."""
-    keys = []
-    for i, cell in enumerate(cells):
-        if not cell.has_counterpart or cell.detector == "backbone":
-            continue
-        columns = {name: getattr(cell, name) for name in KEY if name != "metric"}
-        columns["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
-        for split in _splits(cell):
-            for families in dict.fromkeys(
-                (cell.families, cell.instead or cell.families)
-            ):
-                keys.append(columns | {"split": split, "families": families, "cell": i})
-    wanted = pandas.DataFrame(keys, columns=[*KEY, "cell"])
-    numbers = dict.fromkeys(("n_closed_book", "cell"), "Int64")
-    return wanted.astype({name: numbers.get(name, "string") for name in wanted.columns})
+def _keys_of(cell: PaperCell) -> Iterable[tuple]:
+    """Yield the keys under which our row of a number may stand, the best first."""
+    columns = {name: getattr(cell, name) for name in KEY}
+    columns["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
+    for split in _splits(cell):
+        for families in (cell.families, cell.instead or cell.families):
+            columns |= {"split": split, "families": families}
+            yield cell.experiment, cell.setting, *columns.values()
 
 
 def _splits(cell: PaperCell) -> list[str]:
@@ -220,16 +213,17 @@ def beside(
     accuracy: Sequence[Mapping[str, Any]] = (),
 ) -> list[Beside]:
     """Return the numbers of the paper that a run has too, in their order."""
-    joined = _wanted(cells).merge(_keyed(results)[[*KEY, "row"]], on=KEY, how="inner")
-    first = joined.sort_values("cell", kind="stable").drop_duplicates("cell")
-    rows = dict(zip(first["cell"], first["row"], strict=True))
-    rows |= {
-        i: row
-        for i, cell in enumerate(cells)
-        if cell.detector == "backbone" and cell.has_counterpart
-        if (row := _counted(cell, accuracy)) is not None
-    }
-    return [Beside(cells[i], rows[i]) for i in sorted(rows)]
+    by_key, numbers = _by_key(results), []
+    for cell in cells:
+        if not cell.has_counterpart:
+            row = None
+        elif cell.detector == "backbone":
+            row = _counted(cell, accuracy)
+        else:
+            row = next((by_key[x] for x in _keys_of(cell) if x in by_key), None)
+        if row is not None:
+            numbers.append(Beside(cell, row))
+    return numbers
 
 
 # What the paper says of many numbers at once: the least, the most, how many.

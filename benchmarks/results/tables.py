@@ -221,10 +221,10 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
         is_single_set = p.dataset != IN_DOMAIN
         return settings.index(p.setting), splits.index(p.split), is_single_set
 
-    def is_told_by_another(p: Place) -> bool:
-        return p.dataset == IN_DOMAIN and n_sets[p.setting, p.split] == 2
-
-    return sorted(itertools.filterfalse(is_told_by_another, places), key=order)
+    several = (
+        p for p in places if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
+    )
+    return sorted(several, key=order)
 
 
 def of_rival(subject: Subject) -> Key:

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from beatrice.benchmarks.results.page import (
+    ReportData,
     accuracy_grid,
     frontier_curve,
     headline,
@@ -35,9 +36,7 @@ from tests.benchmarks.results.sample import (
 
 SECTIONS = "answers reliability detection figures findings".split()
 FOLDS = "accuracy selection exhaustive ablations anatomy controller checks run".split()
-EMPTY = dict.fromkeys("rows accuracy shown".split(), []) | {"control": None}
-EMPTY |= dict.fromkeys("facts stage_seconds sweep selection reliability".split(), {})
-EMPTY |= dict.fromkeys("ranking ablations".split(), {})
+NO_PARTS = dict.fromkeys("facts stage_seconds sweep selection reliability".split(), {})
 
 
 def whole_report():
@@ -87,10 +86,6 @@ def tags(page):
     return outline(page)
 
 
-def test_every_tag_that_opens_closes(tags):
-    assert len(tags) > 500
-
-
 def test_the_page_asks_for_nothing_from_outside(page, tags):
     assert "http:" not in page and "https:" not in page and "@import" not in page
     for tag, attributes in tags:
@@ -109,11 +104,6 @@ def test_a_figure_refers_to_nothing_outside_itself(svgs):
 
 def test_every_colour_of_a_figure_is_a_variable_that_the_page_can_change(svgs):
     assert not re.search(r"(?<!, )#[0-9a-f]{6}\b", "".join(svgs))
-
-
-def test_words_of_a_figure_stay_words(svgs):
-    assert ">validation AUROC</text>" in "".join(svgs)
-    assert ">B=2</text>" in "".join(svgs)
 
 
 def test_ids_are_unique_so_that_figures_can_share_the_page(tags):
@@ -234,7 +224,8 @@ def test_too_few_answers_are_said_once():
     ]
     assert too_few_in_words(counts[:1]) == ""
     words = too_few_in_words(counts)
-    assert "40 right and 360 wrong with passages" in words and "memory" not in words
+    assert words.startswith("With context: 40 correct and 360 incorrect training")
+    assert "Closed-book" not in words
     page = render_report(sample_report(accuracy=counts))
     assert page.count(words) == 2  # at the top and above the answers
     assert "This run cannot tell" not in page
@@ -326,7 +317,7 @@ def test_tints_follow_the_probability():
 
 
 def test_an_empty_run_has_a_page_without_empty_sections():
-    page = render_report(sample_report(**EMPTY))
+    page = render_report(ReportData(rows=[], accuracy=[], control=None, **NO_PARTS))
     tags = outline(page)
     assert [a["id"] for tag, a in tags if a.get("class") == "fold"] == ["run"]
     assert sum(tag == "section" for tag, _ in tags) == 1

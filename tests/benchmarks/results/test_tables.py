@@ -118,13 +118,6 @@ def test_a_pivot_takes_what_line_column_and_part_name_and_nothing_else():
         pivot(results, "x", [("hidden", {"family": "H"})], columns)
 
 
-def test_a_rival_of_a_run_goes_by_its_title_where_one_is_given():
-    results = table_of({"tfidf": 0.7, "saplma_last": 0.7})
-    titles = {Subject("saplma_last"): "SAPLMA (last token)"}
-    table = detection_table(results, titles=titles)
-    assert labels(table) == [DETECTORS[Subject("tfidf")], "SAPLMA (last token)"]
-
-
 def test_columns_are_test_then_held_out_in_either_setting():
     columns = detection_table(sample_results()).columns
     held_out = [(name, "held out") for name in ("pursuits", "places", "rephrased")]
@@ -180,9 +173,12 @@ def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
     assert all(len(cell) == 2 for line in table.lines for cell in line.cells)
 
 
-def test_lines_are_the_known_detectors_and_then_the_others():
-    rows = [auroc("saplma", 0.8), *sample_rows()]
-    assert labels(detection_table(results_of(rows))) == [*DETECTORS.values(), "saplma"]
+def test_lines_are_the_known_detectors_then_those_with_a_title_and_then_the_others():
+    rows = [auroc("saplma", 0.8), auroc("saplma_last", 0.8), *sample_rows()]
+    titles = {Subject("saplma_last"): "SAPLMA (last token)"}
+    others = [*titles.values(), "saplma"]
+    table = detection_table(results_of(rows), titles=titles)
+    assert labels(table) == [*DETECTORS.values(), *others]
 
 
 def test_seeds_and_validation_rows_are_left_out():
@@ -373,12 +369,6 @@ def test_rows_alone_name_baselines_alike_in_text_and_markdown():
     text, markdown = rows_table(rows, "detectors"), rows_as_markdown(rows)
     for detector in catalogue().values():
         assert f"\n {detector.title} " in text and f"\n| {detector.title} |" in markdown
-
-
-def test_own_encoders_are_left_to_their_own_tables():
-    shown = labels(panorama_table(sample_results()))
-    assert "Hidden states only" not in shown and "Majority class" not in shown
-    assert not [label for label in shown if label == "encoder"]
 
 
 def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
