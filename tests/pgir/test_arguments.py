@@ -170,15 +170,10 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
         assert as_rows(table, ARGUMENTS) == [ROW]
 
 
-def test_a_column_that_no_score_reads_is_left_and_named_once(scorer):
-    frame = pd.DataFrame([{"id": 7, **ROW, "gold": "Ann"}] * 2)
-    with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$"):
-        scores = scorer.score_many(frame)
-    assert [score.error for score in scores] == [None, None]
-
-
-def test_the_named_tuples_of_a_frame_are_read_as_the_frame(scorer):
-    frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE, "gold": "Ann"}])
+def test_a_column_that_is_not_read_is_named_once_in_a_frame_or_its_tuples(
+    scorer,
+):
+    frame = pd.DataFrame([{"id": 7, **ROW}, {**ROW, "context": PASSAGE, "gold": "Ann"}])
     kinds = (frame, frame.itertuples(), [*frame.itertuples(index=False)])
     with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$") as noted:
         scores = [scorer.score_many(rows) for rows in kinds]
@@ -191,12 +186,6 @@ def test_one_questions_context_has_either_name_and_an_empty_one_its_place(scorer
         scorer.answer([QUESTION, " "])
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
-
-
-def test_one_passage_is_not_read_letter_by_letter(scorer, gate):
-    (draft,) = gate.draft([QUESTION])
-    choices = [gate.keep(draft, ANSWER, held) for held in (PASSAGE, [PASSAGE])]
-    assert choices[0] == choices[1]
 
 
 def test_a_model_in_memory_is_taken_and_one_of_other_weights_refused(backbone, probed):

@@ -41,7 +41,6 @@ from beatrice.pgir.gate import (
     Draft,
     FlashRagJudger,
     Gate,
-    Kept,
     langgraph_app,
     llama_index_engine,
     run_pgir,
@@ -139,34 +138,30 @@ def draft(p, decision="distrust"):
     return Draft(question=QUESTION, answer="own", p_correct=p, decision=decision)
 
 
-def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
+@pytest.mark.parametrize(
+    ("share", "draft_share", "decision", "expected"),  # shares of the grounded P
+    [
+        (None, 0.9, "distrust", (ANSWER, "distrust")),  # neither stands: the better
+        (None, 1.1, "distrust", ("own", "distrust")),
+        (None, 1.0, "distrust", ("own", "distrust")),  # a tie
+        (None, None, "unknown", (ANSWER, "distrust")),
+        (0.5, 0.75, "trust", ("own", "trust")),  # the first that stands
+        (0.5, 0.25, "distrust", (ANSWER, "trust")),
+        # Without passages a probe may ask for more than with them.
+        (0.5, 1.1, "distrust", (ANSWER, "trust")),
+    ],
+)
+def test_the_first_answer_that_stands_is_kept_else_the_better(
+    scorer, share, draft_share, decision, expected
+):
     theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
-    gate = strict(scorer)
-    best = gate.keep(draft(theirs - 0.01), ANSWER, [PASSAGE])
-    assert best == Kept(
-        answer=ANSWER, p_correct=theirs, is_grounded=True, decision="distrust"
-    )
-    assert gate.keep(draft(theirs + 0.01), ANSWER, [PASSAGE]).answer == "own"
-    assert gate.keep(draft(theirs), ANSWER, [PASSAGE]).answer == "own"  # a tie
-    assert gate.keep(draft(None), ANSWER, [PASSAGE]).answer == ANSWER
-
-
-def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer):
-    theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
-    gate = Gate(scorer, theirs / 2)
-    best = gate.keep(draft(theirs * 0.75, "trust"), ANSWER, [PASSAGE])
-    assert (best.answer, best.is_trusted) == ("own", True)
-    best = gate.keep(draft(theirs * 0.25), ANSWER, [PASSAGE])
-    assert (best.answer, best.is_grounded, best.is_trusted) == (ANSWER, True, True)
-
-
-def test_a_trusted_grounded_answer_is_kept_before_a_surer_draft_that_is_not(scorer):
-    theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
-    # Without passages a probe may ask for more than with them.
-    surer = draft(theirs + 0.01, "distrust")
-    best = lenient(scorer).keep(surer, ANSWER, [PASSAGE])
-    assert (best.answer, best.p_correct) == (ANSWER, theirs)
-    assert best.is_grounded and best.is_trusted
+    gate = Gate(scorer, share * theirs) if share else strict(scorer)
+    p_correct = draft_share and draft_share * theirs
+    best = gate.keep(draft(p_correct, decision), ANSWER, PASSAGE)
+    assert (best.answer, best.decision) == expected
+    assert best.is_grounded == (best.answer == ANSWER)
+    assert best.p_correct == (theirs if best.is_grounded else p_correct)
+    assert best.is_trusted == (best.decision == "trust") and best.reason is None
 
 
 @pytest.mark.parametrize("p_correct", [0.1, None])
@@ -295,21 +290,26 @@ def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
     assert state["passages"] == [PASSAGE] and state["reason"] is None
 
 
-@needs("llama_index.core")
-def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
+def engine_of(response, texts):
+    """An engine of LlamaIndex with a fixed reply, which counts its queries."""
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
     from llama_index.core.schema import NodeWithScore, TextNode
 
-    class FixedAnswer(CustomQueryEngine):
+    class Fixed(CustomQueryEngine):
         n_queries: int = 0
 
         def custom_query(self, query_str):
             self.n_queries += 1
-            node = NodeWithScore(node=TextNode(text=PASSAGE), score=1.0)
-            return Response(response=ANSWER, source_nodes=[node])
+            nodes = [NodeWithScore(node=TextNode(text=x), score=1.0) for x in texts]
+            return Response(response=response, source_nodes=nodes)
 
-    engine, gate = FixedAnswer(), strict(scorer)
+    return Fixed()
+
+
+@needs("llama_index.core")
+def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
+    engine, gate = engine_of(ANSWER, [PASSAGE]), strict(scorer)
     gated = llama_index_engine(lenient(scorer), engine)
     assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
     assert engine.n_queries == 0
@@ -329,16 +329,8 @@ def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
 def test_an_engine_that_answers_nothing_or_from_nothing_leaves_the_draft(
     scorer, response, texts
 ):
-    from llama_index.core.base.response.schema import Response
-    from llama_index.core.query_engine import CustomQueryEngine
-    from llama_index.core.schema import NodeWithScore, TextNode
-
-    class Silent(CustomQueryEngine):
-        def custom_query(self, query_str):
-            nodes = [NodeWithScore(node=TextNode(text=x), score=1.0) for x in texts]
-            return Response(response=response, source_nodes=nodes)
-
-    reply = llama_index_engine(strict(scorer), Silent()).query(QUESTION)
+    engine = engine_of(response, texts)
+    reply = llama_index_engine(strict(scorer), engine).query(QUESTION)
     assert str(reply) == scorer.answer(QUESTION).text
     assert not reply.metadata["is_grounded"] and not reply.source_nodes
     assert "is empty" in reply.metadata["reason"]
@@ -365,6 +357,10 @@ class Fixed:
     def search(self, queries, depth):
         self.n_queries += len(queries)
         return self.give(queries, depth)
+
+
+def finding(passage=PASSAGE):
+    return Fixed(lambda queries, depth: [[passage]] * len(queries))
 
 
 def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
@@ -410,7 +406,7 @@ def test_no_thread_uses_the_tokenizer_while_another_is_in_the_model(scorer):
     probed = scorer.probed
     alone = Scorer(guarded(probed.backbone), probed.detector, probed.config)
     bos = probed.backbone.tokenizer.bos_token  # no prompt holds it: it is split
-    retriever = Fixed(lambda queries, depth: [[f"{bos} {PASSAGE}"] for _ in queries])
+    retriever = finding(f"{bos} {PASSAGE}")
     (result,) = run_pgir(alone, [QUESTION], retriever, **DOUBTING)
     assert result.n_generations > 1 and result.error is None
     passages = [Passage(title="", text=text) for text in (PASSAGE, PASSAGE * 90)]
@@ -448,11 +444,6 @@ def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
     assert plug.n_queries == 2
 
 
-def test_what_an_own_retriever_returns_beyond_the_depth_is_left_out():
-    retriever = OwnRetriever(Fixed(lambda queries, depth: [["x", "y", "z"]]))
-    assert retriever.search(["a"], 2) == [(0, 1)]
-
-
 def broken(queries, depth):
     raise KeyError("nothing there")
 
@@ -475,9 +466,11 @@ def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
 
 
 @pytest.mark.parametrize("held", [tuple, iter, np.array])
-def test_rankings_are_read_however_they_are_held(held):
-    retriever = OwnRetriever(Fixed(lambda queries, depth: held([["x"], ["y"]])))
+def test_rankings_are_read_however_they_are_held_down_to_the_depth(held):
+    rankings = [["x", "z"], ["y", "z"]]
+    retriever = OwnRetriever(Fixed(lambda queries, depth: held(rankings)))
     assert retriever.search(["a", "b"], 1) == [(0,), (1,)]
+    assert len(retriever.passages) == 2
 
 
 class Async:
@@ -525,11 +518,10 @@ def test_a_passage_that_fits_no_window_costs_its_question_no_draft(scorer):
 
 def test_a_draft_that_the_detector_cannot_read_is_never_trusted(scorer):
     question = "xyzzy plugh qwerty?"
-    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
     (draft,) = lenient(scorer).draft([question])
     assert draft.p_correct is None and "unknown to" in draft.reason
-    answers = run_pgir(scorer, [question, QUESTION], retriever, threshold=1e-6)
-    unread, read = answers
+    questions = [question, QUESTION]
+    unread, read = run_pgir(scorer, questions, finding(), threshold=1e-6)
     assert (unread.is_trusted, unread.p_correct) == (False, None)
     assert (unread.reason, unread.answer) == (draft.reason, draft.answer)
     assert unread.n_generations == 2 and unread.error is None
@@ -540,9 +532,8 @@ def test_what_was_written_is_returned_though_its_judge_is_away(scorer):
     def away(question, answer, passages):
         raise ConnectionError("no judge there")
 
-    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
     questions = [QUESTION, QUESTION * 90]
-    judged, long = run_pgir(scorer, questions, retriever, threshold=0.5, judge=away)
+    judged, long = run_pgir(scorer, questions, finding(), threshold=0.5, judge=away)
     assert (judged.answer, judged.p_correct) == (scorer.answer(QUESTION).text, None)
     assert (judged.error, judged.n_generations) == ("no judge there", 1)
     # Only where nothing was written is there no answer.
@@ -567,20 +558,18 @@ def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
     banks = {"closed_book": probed.detector.banks["closed_book"]}
     detector = dataclasses.replace(probed.detector, heads=heads, banks=banks)
     alone = Scorer(probed.backbone, detector, probed.config)
-    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
     with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
-        run_pgir(alone, [QUESTION], retriever, threshold=0.5)
+        run_pgir(alone, [QUESTION], finding(), threshold=0.5)
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: 0.1}
-    (result,) = run_pgir(alone, [QUESTION], retriever, **options)
+    (result,) = run_pgir(alone, [QUESTION], finding(), **options)
     assert result.n_generations == 2 and result.error is None
 
 
 @pytest.mark.parametrize("given", [1.5, -0.1, "0.5", None, float("nan")])
 def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
-    retriever = Fixed(lambda queries, depth: [[PASSAGE]] * len(queries))
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: given}
     with pytest.raises(ValueError, match="the judge: expected a probability"):
-        run_pgir(scorer, [QUESTION], retriever, **options)
+        run_pgir(scorer, [QUESTION], finding(), **options)
 
 
 PLUGS = itertools.product(("retriever", "judge"), ("nowhere:Notes", "bm52", "os:path"))
@@ -626,18 +615,21 @@ def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
     assert "planted has no 'run'" in stderr and sys.modules.pop("planted")
 
 
+def judging_of(probed):
+    """Judges of an answer that was asked for with two passages, and shown one."""
+    journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
+    journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
+    passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
+    return Judging(Answering(probed, passages, journal))
+
+
 def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
-    journal = CallJournal(None, "")
-    answering = Answering(probed, [Passage(title="", text=PASSAGE)], journal)
-    call = Call("answer", QUESTION, (0,))
-    for batch in answering.batches([call], ()):
-        journal.add("one", [call], [value for _, value in batch], 0.0)
-    judging = Judging(answering)
+    judging = judging_of(probed)
     numbers = [
         judging.add("one", lambda question, answer, passages: 0.2),
         judging.add("other", lambda question, answer, passages: np.float32(0.75)),
     ]
-    calls = [Call("judge", QUESTION, (0,), n) for n in numbers]
+    calls = [Call("judge", QUESTION, (0, 1), n) for n in numbers]
     verdicts = [v.p_correct for b in judging.batches(calls, {0}) for _, v in b]
     assert verdicts == [0.75] and len(set(numbers)) == 2
 
@@ -645,7 +637,7 @@ def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
 def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
     from my_search import __file__, stands_in_a_passage
 
-    judging = Judging(Answering(probed, [], CallJournal(None, "")))
+    judging = judging_of(probed)
     config = ControlConfig(rivals=("skr", "judge:my_search:stands_in_a_passage"))
     load_plug("my_search:stands_in_a_passage", JUDGES)
     number, identity = judging.add("a", stands_in_a_passage), CONTROL.identity(config)
@@ -657,10 +649,7 @@ def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
 
 
 def test_a_judge_is_given_the_passages_that_the_model_was_shown(probed):
-    journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
-    journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
-    passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
-    judging = Judging(Answering(probed, passages, journal))
+    judging = judging_of(probed)
     number = judging.add("n", lambda q, a, p: [x.text for x in p] == ["shown"])
     (verdict,) = judging.values([Call("judge", QUESTION, (0, 1), number)])
     assert verdict.p_correct == 1

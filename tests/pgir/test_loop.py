@@ -294,22 +294,29 @@ def test_bm25_ranks_the_passage_with_the_rare_word_first():
             Bm25Retriever(passages)
 
 
-def test_bm25_finds_words_with_vowel_signs_and_words_of_one_character():
-    texts = ["राम का घर", "राम की भाषा", "बाघ वन का", "vitamin C", "Apollo 5", "it's a"]
+TEXTS = ["राम का घर", "राम की भाषा", "बाघ वन का", "vitamin C", "Apollo 5", "it's a"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "queries", "expected"),
+    [
+        # Words with vowel signs, and of one character.
+        (TEXTS, ["भाषा", "राम", "का", "c", "5"], [[1], [0, 1], [0, 2], [3], [4]]),
+        # Two encodings of a letter are one word.
+        (
+            ["caf\u00e9 \u0958लम"],
+            ["cafe\u0301", "\u0915\u093cलम", "cafe"],
+            [[0], [0], []],
+        ),
+        (["word3", "shared"], ["zzzz", "?!", "word3 zzzz"], [[], [], [0]]),
+    ],
+)
+def test_bm25_finds_the_passages_that_share_a_word_and_no_other(
+    texts, queries, expected
+):
     retriever = Bm25Retriever([Passage(title="", text=text) for text in texts])
-    rankings = retriever.search(["भाषा", "राम", "का", "c", "5"], 6)
-    assert [sorted(r.tolist()) for r in rankings] == [[1], [0, 1], [0, 2], [3], [4]]
-
-
-def test_two_encodings_of_a_letter_are_one_word():
-    retriever = Bm25Retriever([Passage(title="", text="caf\u00e9 \u0958लम")])
-    rankings = retriever.search(["cafe\u0301", "\u0915\u093cलम", "cafe"], 1)
-    assert [ranking.tolist() for ranking in rankings] == [[0], [0], []]
-
-
-def test_a_passage_that_shares_no_word_is_not_found():
-    rankings = Bm25Retriever(CORPUS).search(["zzzz", "?!", "word3 zzzz"], 3)
-    assert [ranking.tolist() for ranking in rankings] == [[], [], [3]]
+    rankings = retriever.search(queries, 6)
+    assert [sorted(ranking.tolist()) for ranking in rankings] == expected
 
 
 POLICY = Policy(threshold=0.5, budget=2)

@@ -32,6 +32,14 @@ def post(url, value):
         return json.load(reply)
 
 
+def refusal(url, value):
+    """Return with which status a request is refused, and the error in the reply."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, value)
+    with refused.value as reply:
+        return reply.code, json.load(reply)["error"]
+
+
 def test_a_port_that_is_taken_is_named():
     with corpus_server() as server:
         taken = server.server_port
@@ -95,23 +103,8 @@ def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
 )
 def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, status):
     with serving(corpus_server()) as url:
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            post(url + path, value)
-        with refused.value as reply:
-            assert reply.code == status and json.load(reply)["error"]
+        assert refusal(url + path, value)[0] == status
         assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
-
-
-def test_a_request_of_no_length_is_told_what_to_give():
-    with serving(corpus_server()) as url:
-        address = urllib.parse.urlsplit(url).netloc
-        connection = http.client.HTTPConnection(address, timeout=10)
-        connection.putrequest("POST", "/retrieve")
-        connection.endheaders()
-        reply = connection.getresponse()
-        assert reply.status == 400 and "Content-Length" in json.load(reply)["error"]
-        assert reply.will_close
-        connection.close()
 
 
 def test_a_client_that_falls_silent_is_not_waited_for_for_ever():
@@ -135,19 +128,31 @@ def test_a_client_that_is_gone_leaves_no_traceback(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(capsys):
-    class Broken(Bm25Retriever):
-        def search(self, queries, depth):
-            raise KeyError("word3")
+class Broken:
+    def search(self, queries, depth):
+        raise KeyError("word3")
 
-    with RetrievalServer(Broken(CORPUS), CORPUS, port=0) as server:
+
+class Gone(list):
+    def __getitem__(self, index):
+        raise OSError("passages.txt: no such file")
+
+
+@pytest.mark.parametrize(
+    ("retriever", "passages", "reason", "place"),
+    [
+        (Broken(), CORPUS, "KeyError: 'word3'", 'raise KeyError("word3")'),
+        (Ordered(), Gone(CORPUS), "OSError: passages.txt: no", "in __getitem__"),
+    ],
+)
+def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(
+    capsys, retriever, passages, reason, place
+):
+    with RetrievalServer(retriever, passages, port=0) as server:
         with serving(server) as url:
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                post(f"{url}/retrieve", {"queries": ["word3"]})
-            reply = json.load(refused.value)
-    assert refused.value.code == 500
-    assert reply == {"error": "the search failed: KeyError: 'word3'"}
-    assert 'raise KeyError("word3")' in capsys.readouterr().err
+            status, error = refusal(f"{url}/retrieve", {"queries": ["word3"]})
+    assert status == 500 and error.startswith(f"the search failed: {reason}")
+    assert place in capsys.readouterr().err
 
 
 def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others():
@@ -189,21 +194,6 @@ def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
     assert served.returncode == 0
 
 
-def test_a_failure_while_passages_are_read_is_one_of_the_search(capsys):
-    class Gone(list):
-        def __getitem__(self, index):
-            raise OSError("passages.txt: no such file")
-
-    with RetrievalServer(Bm25Retriever(CORPUS), Gone(CORPUS), port=0) as server:
-        with serving(server) as url:
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                post(f"{url}/retrieve", {"queries": ["word3"]})
-            reply = json.load(refused.value)
-    assert refused.value.code == 500
-    assert "OSError: passages.txt: no such file" in reply["error"]
-    assert "in __getitem__" in capsys.readouterr().err
-
-
 def test_a_reply_does_not_wait_until_its_head_is_acknowledged():
     with corpus_server() as server, serving(server):
         connection = http.client.HTTPConnection(*server.server_address, timeout=10)
@@ -222,13 +212,6 @@ def replies_to(server, text):
         return b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
 
 
-def test_a_length_of_too_many_digits_is_too_long(capsys):
-    head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {'9' * 5000}\r\n\r\n"
-    with corpus_server() as server, serving(server):
-        assert replies_to(server, head).startswith("HTTP/1.1 413 ")
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("header", "body"),
     [
@@ -244,12 +227,28 @@ def test_the_body_of_a_request_that_needs_none_is_not_taken_for_another(header, 
         assert replies_to(server, bare * 2).count("HTTP/1.1 200 ") == 2
 
 
-def test_head_is_answered_without_a_body_and_other_methods_in_json():
+@pytest.mark.parametrize(
+    ("head", "begin", "error"),
+    [
+        ("POST /retrieve HTTP/1.1", "HTTP/1.1 400 ", "expected a Content-Length of"),
+        (f"POST /retrieve HTTP/1.1\r\nContent-Length: {'9' * 5000}", "HTTP/1.1 413 ",
+         "expected a Content-Length of"),
+        ("PUT /retrieve HTTP/1.1", "HTTP/1.1 501 ", "there are POST /retrieve"),
+        ("this is none", "{", "there are POST /retrieve"),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused_in_json_and_closes_the_connection(
+    capsys, head, begin, error
+):
+    with corpus_server() as server, serving(server):
+        text = replies_to(server, f"{head}\r\n\r\n")
+    assert text.startswith(begin)
+    assert error in json.loads(text.rpartition("\r\n\r\n")[2])["error"]
+    assert capsys.readouterr().err == ""
+
+
+def test_head_is_answered_without_a_body():
     with corpus_server() as server, serving(server):
         text = replies_to(server, "HEAD /health HTTP/1.1\r\n\r\n")
         assert text.startswith("HTTP/1.1 200 ") and text.endswith("\r\n\r\n")
         assert "Content-Length: 3" in text
-        for request in ("PUT /retrieve HTTP/1.1", "this is none"):
-            text = replies_to(server, f"{request}\r\n\r\n")
-            content = text.rpartition("\r\n\r\n")[2]
-            assert "there are POST /retrieve" in json.loads(content)["error"]

@@ -126,18 +126,13 @@ def test_bad_text_is_refused_in_one_sentence(
         scorer.score(question, answer, context)
 
 
-def test_a_few_unknown_words_are_a_warning(scorer):
-    (warning,) = scorer.score(QUESTION, ANSWER, PASSAGE + " xyzzy").warnings
-    assert "1 of" in warning
-
-
 def test_a_text_has_no_p_where_more_than_half_of_it_is_unknown(scorer):
     half, more = (
         scorer.score(QUESTION, ANSWER, "Guzolt Falls" + " xyzzy" * n) for n in (2, 3)
     )
-    assert half.p_correct is not None
-    assert any("2 of 4 tokens of passage 1" in text for text in half.warnings)
-    assert more.p_correct is None
+    (warning,) = half.warnings
+    assert half.p_correct is not None and "2 of 4 tokens of passage 1" in warning
+    assert more.p_correct is more.raw is None and more.decision == "unknown"
     assert "3 of 5 tokens of passage 1 are unknown to embedded" in more.reason
 
 
@@ -180,19 +175,6 @@ def test_a_special_token_spelled_inside_a_text_is_a_warning_that_names_it(probed
     # In a prompt as it was sent it is read as what it is.
     score = scorer.score(prompt=f"<s> {PROMPT}", answer=ANSWER)
     assert not any("special" in warning for warning in score.warnings)
-
-
-@pytest.mark.parametrize(
-    ("context", "reason"),
-    [
-        ("وُلد في المدينة القديمة", "are unknown to embedded"),
-        (" ".join([PASSAGE] * 90), "embedded has a window of 512"),
-    ],
-)
-def test_what_cannot_be_read_is_unknown_with_its_reason(scorer, context, reason):
-    score = scorer.score(QUESTION, ANSWER, context)
-    assert score.p_correct is None and score.raw is None
-    assert score.decision == "unknown" and reason in score.reason
 
 
 # The prompt that was really used.

@@ -9,7 +9,12 @@ import time
 
 import pytest
 
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
+from beatrice.extract.run.rows import write_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import loop
 from beatrice.pgir.controllers.session import (
@@ -18,6 +23,7 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
+from beatrice.pgir.controllers.stage import control_rows
 from beatrice.pgir.controllers.waves import (
     Answering,
     CallJournal,
@@ -26,7 +32,8 @@ from beatrice.pgir.controllers.waves import (
     open_services,
     written_tokens,
 )
-from tests.pgir.small import PASSAGE, QUESTION, played, reply
+from beatrice.pgir.retrievers import Bm25Retriever
+from tests.pgir.small import PASSAGE, QUESTION, make_detector, played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
@@ -195,54 +202,29 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
     assert {call.text for call in answered} == set(QUESTIONS[2:4])
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from beatrice.extract.backbone.loading import load_backbone
-from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.prompts import GenerationConfig
-from beatrice.extract.records import Example, Passage
-from beatrice.extract.run.rows import write_rows
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, vanilla_rag
-from beatrice.pgir.controllers.session import Session
-from beatrice.pgir.controllers.stage import control_rows
-from beatrice.pgir.controllers.waves import Answering, CallJournal, Waves, open_services
-from beatrice.pgir.retrievers import Bm25Retriever
-from tests.pgir.small import make_detector
+def answer_all(folder):
+    """Run the loop and a rival on 64 questions, as a process does that is killed."""
+    splits = "validation", "test"
+    texts = [f"{split} {i} is what {PASSAGE}" for split in splits for i in range(32)]
+    passages, sets = [Passage(title="t", text=text) for text in texts], sets_of(32)
+    backbone = load_backbone(WEIGHTS)
+    config = GenerationConfig(max_new_tokens=6, tokens_per_batch=200)
+    probed = ProbedBackbone(backbone, make_detector(backbone), config)
+    journal = CallJournal(folder / "calls.jsonl", "one")
+    answering = Answering(probed, passages, journal)
+    services = open_services(answering, Bm25Retriever(passages))
+    given = a_session(journal, services, sets, answering=answering)
+    traced = given.trace("trace", CONFIG)
+    given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, CONFIG))
+    given.run_pgir("pgir", traced, CONFIG)
+    rows = control_rows(sets, given.answers, BootstrapConfig(n_resamples=50))
+    (folder / "rows.jsonl").write_text(write_rows(rows))
+    (folder / "traces.txt").write_text(repr(traced))
 
-folder = Path(sys.argv[1])
-names = [f"{a} {b}" for a in "Skiband Wegrur Tepus Laset".split() for b in
-         "Rugrond Trapolt Hebros Drososk Vesur Tubin Fisor Gonom".split()]
-kinds = "birthplace employer spouse".split()
-passages = [Passage(title=n, text=f"the {k} of {n} is {names[(i * 7 + j) % 32]}.")
-            for i, n in enumerate(names) for j, k in enumerate(kinds)]
-examples = tuple(
-    Example(id=f"q{i}", dataset="world", split="validation",
-            question=f"what is the {kinds[i % 3]} of {n}?",
-            golds=(names[(i * 7) % 32],))
-    for i, n in enumerate(names))
-backbone = load_backbone(WEIGHTS)
-probed = ProbedBackbone(backbone, make_detector(backbone),
-                        GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
-journal = CallJournal(folder / "calls.jsonl", "one")
-answering = Answering(probed, passages, journal)
-test = tuple(Example(id=f"t{e.id}", dataset="world", split="test", golds=e.golds,
-                     question=e.question.replace("what is", "name")) for e in examples)
-session = Session(
-    waves=Waves(open_services(answering, Bm25Retriever(passages)), journal),
-    sets=[loop.QuestionSet(dataset="world", split=s, examples=e)
-          for s, e in (("validation", examples), ("test", test))],
-    training=(), config=ControllerConfig(max_budget=2),
-    answering=answering,
-    encoder=lambda: None, stores=lambda: {})
-traced = session.trace("trace", session.config)
-session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config))
-session.run_pgir("pgir", traced, session.config)
-rows = control_rows(session.sets, session.answers, BootstrapConfig(n_resamples=50))
-(folder / "rows.jsonl").write_text(write_rows(rows))
-print(traced, file=(folder / "traces.txt").open("w"))
+
+CHILD = f"""
+import sys; from pathlib import Path; from {__name__} import answer_all
+answer_all(Path(sys.argv[1]))
 """
 
 
@@ -311,24 +293,33 @@ class Roomy:
         return tuple(ranking)
 
 
-def session(tmp_path, test_golds=("yes",), **config):
-    sets = [
+def a_session(journal, services, sets, **fields):
+    """A session of which no rival learns anything."""
+    usual = dict(training=(), config=CONFIG, encoder=lambda: None, stores=lambda: {})
+    return Session(waves=Waves(services, journal), sets=sets, **usual | fields)
+
+
+def sets_of(n, test_golds=("yes",)):
+    golds = {"validation": ("yes",), "test": test_golds}
+    return [
         loop.QuestionSet(
             dataset="world",
             split=split,
-            examples=tuple(example(i, split, golds=golds) for i in range(4)),
+            examples=tuple(example(i, split, golds=golds[split]) for i in range(n)),
         )
-        for split, golds in (("validation", ("yes",)), ("test", test_golds))
+        for split in golds
     ]
+
+
+def session(tmp_path, test_golds=("yes",), **config):
     services = {kind: Served(kind, serve, n_batch=99) for kind in PRICES}
-    return Session(
-        waves=Waves(services, CallJournal(tmp_path / "calls.jsonl", "one")),
-        sets=sets,
+    return a_session(
+        CallJournal(tmp_path / "calls.jsonl", "one"),
+        services,
+        sets_of(4, test_golds),
         training=tuple(example(i, "train") for i in range(3)),
         config=loop.ControllerConfig(max_budget=2, **config),
         answering=Roomy(),
-        encoder=lambda: None,
-        stores=lambda: {},
     )
 
 
@@ -388,15 +379,7 @@ def answers_of_ranking(probed, passages, ranking):
     services = open_services(answering, Ranked(*ranking))
     examples = (example(0), example(1))
     sets = [loop.QuestionSet(dataset="world", split="test", examples=examples)]
-    given = Session(
-        waves=Waves(services, journal),
-        sets=sets,
-        training=(),
-        config=CONFIG,
-        answering=answering,
-        encoder=lambda: None,
-        stores=lambda: {},
-    )
+    given = a_session(journal, services, sets, answering=answering)
     (traced,) = given.trace("trace", loop.ControllerConfig(n_passages=1, max_budget=2))
     given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, CONFIG))
     return (traced.traces, counted(given.answers[0]["vanilla_rag"])), answering.overlong
