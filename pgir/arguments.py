@@ -52,13 +52,14 @@ def as_list(values: Any, name: str, expected: str) -> list[Any]:
     return list(several)
 
 
-def one_each(values: Any, name: str, kind: str, n_answers: int) -> list[Any]:
-    """Return a list with an entry for each answer."""
-    entries = as_list(values, name, f"a list of {kind}, one an answer")
-    if len(entries) != n_answers:
+def one_each(
+    values: Any, name: str, kind: str, n: int, what: str = "answer"
+) -> list[Any]:
+    """Return a list with an entry for each of `n` answers, or of what else."""
+    entries = as_list(values, name, f"a list of {kind}, one for each {what}")
+    if len(entries) != n:
         raise ValueError(
-            f"{name}: expected one for each of {n_answers} answers, found "
-            f"{len(entries)}"
+            f"{name}: expected one for each of {n} {what}s, found {len(entries)}"
         )
     return entries
 
@@ -94,12 +95,7 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
     """Return every question's passages (see `as_passages`); None is none of any."""
     if values is None:
         return [()] * n_questions
-    contexts = as_list(values, "contexts", "a list with an entry a question")
-    if len(contexts) != n_questions:
-        raise ValueError(
-            f"contexts: expected one for each of {n_questions} questions, found "
-            f"{len(contexts)}"
-        )
+    contexts = one_each(values, "contexts", "passages", n_questions, "question")
     shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
     for i, passages in enumerate(shown):
         if not passages:
@@ -279,7 +275,6 @@ def _is_table(value: Any) -> bool:
 
 
 def _table_rows(table: Any) -> list[dict[str, Any]]:
-    """Return the rows of a table, each without its missing cells."""
     method, arguments = next((m, a) for m, a in _TABLES if hasattr(table, m))
     return [_present_cells(row) for row in getattr(table, method)(*arguments)]
 

@@ -96,9 +96,9 @@ class ProbedBackbone:
                 "the detector was trained on arrays, not on a model's answers, so it "
                 f"cannot read {backbone.name}; give it arrays"
             )
-        if strict and (different := differences(trained, backbone)):
+        if strict and (first := next(differences(trained, backbone), None)):
             raise ValueError(
-                f"{different[0]}; in Python strict=False loads it, and scores warn"
+                f"{first}; in Python strict=False loads it, and scores warn"
             )
         if backbone.attention != trained.attention_layers:
             backbone = dataclasses.replace(backbone, attention=trained.attention_layers)

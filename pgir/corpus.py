@@ -261,7 +261,6 @@ class _Writer:
 
 
 def _source_files(sources: Sequence[Path]) -> list[Path]:
-    """Return the files among paths and, sorted, below those that are folders."""
     files: list[Path] = []
     for source in sources:
         inside = sorted(source.rglob("*")) if source.is_dir() else [source]

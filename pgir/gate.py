@@ -37,12 +37,12 @@ from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
     Judge,
-    Plan,
     Policy,
     Query,
     Reply,
     Trace,
     TracedDraft,
+    Verdict,
     decide,
     detector_judge,
     drafts,
@@ -525,7 +525,6 @@ def run_pgir(
 def _shown(
     probed: ProbedBackbone, question: str, passages: Sequence[Passage]
 ) -> list[Passage]:
-    """Return passages as a prompt can hold them."""
     with probed.lock:
         return showable(probed.backbone.tokenizer, probed.template, question, passages)
 
@@ -540,9 +539,7 @@ class _DetectorJudge:
         self._scorer, self.answering = scorer, answering
         self.reasons: dict[tuple[str, tuple[int, ...]], str] = {}
 
-    def judge(
-        self, question: str, passages: tuple[int, ...], reply: Reply
-    ) -> Plan[tuple[float, float]]:
+    def judge(self, question: str, passages: tuple[int, ...], reply: Reply) -> Verdict:
         p_correct, raw = yield from detector_judge(question, passages, reply)
         probed, shown = self._scorer.probed, passages[: reply.n_shown]
         context = [self.answering.passages[index] for index in shown]

@@ -325,7 +325,6 @@ def _prompt_as_given(
 def _prompt_from_template(
     tokenizer: Any, template: PromptTemplate, question: str, passages: Sequence[Passage]
 ) -> PromptTokens:
-    """Return the prompt that the run's own template makes."""
     prompt = build_prompt(tokenizer, template, question, passages)
     texts = [("the question", question)]
     plain = {"add_special_tokens": False}
@@ -371,15 +370,13 @@ def _check_ends(tokenizer: Any, answer: str) -> None:
     The model would read its letters, which it never writes, and P would mean nothing.
     """
     words, texts = answer.strip(), special_texts(tokenizer, len(tokenizer))
-    is_first = words.startswith(texts)
-    if is_first or words.endswith(texts):
-        meets = words.startswith if is_first else words.endswith
-        token = max(filter(meets, texts), key=len)
-        raise ValueError(
-            f"the answer {'begins' if is_first else 'ends'} with {token!r}, a special "
-            "token of the model; take it off, as decoding with "
-            "skip_special_tokens=True does"
-        )
+    for verb, meets in (("begins", words.startswith), ("ends", words.endswith)):
+        if meets(texts):
+            token = max(filter(meets, texts), key=len)
+            raise ValueError(
+                f"the answer {verb} with {token!r}, a special token of the model; take "
+                "it off, as decoding with skip_special_tokens=True does"
+            )
 
 
 def _answer_tokens(

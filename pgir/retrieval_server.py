@@ -110,17 +110,15 @@ class RetrievalServer(ThreadingHTTPServer):
                 f"expected at most {_MOST_PASSAGES} passages in a reply, found "
                 f"{len(queries)} questions for {depth} each; ask for fewer at a time"
             )
-        try:
-            with self._lock:
-                if self._is_closed:
-                    raise _Closed("the server is being closed; ask another one")
+        with self._lock:
+            if self._is_closed:
+                raise _Closed("the server is being closed; ask another one")
+            try:
                 rankings = self._retriever.search(queries, depth)
-            return [[self._document(index) for index in row] for row in rankings]
-        except _Closed:
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise _SearchFailed(f"the search failed: {what}") from error
+                return [[self._document(index) for index in row] for row in rankings]
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise _SearchFailed(f"the search failed: {what}") from error
 
     def _document(self, index: Any) -> dict[str, str]:
         contents = as_served(self.passages[int(index)])

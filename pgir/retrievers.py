@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import http.client
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -391,7 +390,8 @@ class ServedRetriever(CachedRetriever):
             body = {"queries": queries, "topk": depth, "return_scores": True}
         else:
             body = {"query": queries, "top_n": depth, "return_score": False}
-        for attempt in itertools.count(1):
+        n_failed = 0
+        while True:
             try:
                 content = _post_within(self._timeout, self._url, body, self._headers)
                 documents = read_reply(json.loads(content), len(queries), depth)
@@ -402,10 +402,10 @@ class ServedRetriever(CachedRetriever):
                 error: Exception = _RequestFailed(f"its reply is no ranking: {reason}")
             except (_RequestFailed, _ServerFails) as failure:
                 error = failure
-            if attempt >= self._n_attempts:
+            n_failed += 1
+            if n_failed >= self._n_attempts:
                 raise error
-            time.sleep(self._pause * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(self._pause * 2 ** (n_failed - 1))
 
 
 def _can_be_sent_to(url: str) -> bool:
@@ -419,7 +419,6 @@ def _can_be_sent_to(url: str) -> bool:
 
 
 def _headers() -> dict[str, str]:
-    """Return the headers of a request, with the environment's key if there is one."""
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -35,18 +35,13 @@ from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_passages, as_text
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
+if TYPE_CHECKING:
+    from beatrice.pgir.asking import Score
+
 ROWS_TOGETHER = 64  # read, sorted by length and written: what a kill can lose
 _LM_EVAL = "lm-eval samples"
 # Where question files alone have the text of a passage.
 _OF_QUESTIONS = {"paragraph_text", "content"}
-
-
-class Scored(Protocol):
-    """What a scorer returns of an answer, see `pgir.asking.Score`."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as a row."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +236,7 @@ class Tally:
 
 
 def score_rows(
-    score: Callable[[list[AnswerToScore]], Sequence[Scored]],
+    score: Callable[[list[AnswerToScore]], Sequence["Score"]],
     rows: Iterable[Row],
     identity: str,
     out: JsonLines | None,

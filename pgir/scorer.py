@@ -6,7 +6,7 @@ held back in a stream until they do not, or until the answer has ended before th
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,6 @@ class Scorer(AnswerScorer):
     def _requests(
         self, questions: QuestionBatch
     ) -> tuple[list[PromptTokens], list[Request]]:
-        """Return the prompts of questions."""
         probed = self.probed
         probed.backbone.require_unchanged()
         tokenizer = probed.backbone.tokenizer
@@ -306,7 +305,7 @@ class Scorer(AnswerScorer):
             return None
         return _unknown(prepared, reason, self._warn_before(prepared))
 
-    def _warn_before(self, prepared: ScoringInput) -> list[str]:
+    def _warn_before(self, prepared: ScoringInput) -> Iterator[str]:
         probed = self.probed
         return warn_before(probed.detector, probed.trained, probed.backbone, prepared)
 
@@ -355,7 +354,6 @@ class Scorer(AnswerScorer):
     def _score_inputs(
         self, inputs: Sequence[ScoringInput], batch_size: int, *, is_alone: bool = False
     ) -> list[Score]:
-        """Return the scores of answers that are prepared, see `score_many`."""
         probed = self.probed
         scores = {
             i: unknown
@@ -396,8 +394,8 @@ class Scorer(AnswerScorer):
             reading = probed.read_sequences(sequences)
         features, name = reading.features(setting), OWN_PASS_HEADS[setting]
         scores = self._detect(setting, features)
-        outside = warn_after(detector, features, len(inputs), setting)
-        mixed = warn_of_path(probed.trained, probed.backbone, reading.path)
+        outside = warn_after(detector, features, setting)
+        mixed = [*warn_of_path(probed.trained, probed.backbone, reading.path)]
         doubts = detector.heads[name].evidence.doubts
         for i, prepared in enumerate(inputs):
             warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
@@ -449,7 +447,6 @@ class Scorer(AnswerScorer):
         return effects
 
     def _detect(self, setting: Setting, features: Features) -> Scores:
-        """Return what the detector says of answers from the signals of one pass."""
         passes: dict[Setting, Features] = {setting: features}
         return self.probed.forward.score(OWN_PASS_HEADS[setting], passes)
 
@@ -488,8 +485,7 @@ def _dtype(dtype: Any) -> Any:
     return dtype
 
 
-def _unknown(prepared: ScoringInput, reason: str, warnings: Sequence[str]) -> Score:
-    """Return the score of an answer that cannot be read."""
+def _unknown(prepared: ScoringInput, reason: str, warnings: Iterable[str]) -> Score:
     return Score(reason=reason, warnings=tuple(warnings), tokens=prepared.pieces)
 
 

@@ -5,6 +5,7 @@ test holds the two together.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -81,42 +82,42 @@ def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
     return None
 
 
-def warn_of_path(trained: Provenance, model: Backbone, path: ReadingPath) -> list[str]:
-    """Return the warning of signals that came by another path than training's.
-
-    In float32 the two differ by the order of sums alone, and nothing is said.
-    """
-    if trained.path == path or model.dtype == torch.float32:
-        return []
-    passes = {
-        "decode": "the passes that write an answer",
-        "teacher_forced": "a pass that reads it again",
-    }
-    return [
-        WARNINGS["other_path"].format(
-            actual=passes[path], trained=passes[trained.path], dtype=_name_dtype(model)
-        )
-    ]
+def _warning(name: str, **fields: object) -> str:
+    return WARNINGS[name].format(**fields)
 
 
 def _name_dtype(model: Backbone) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def differences(trained: Provenance, model: Backbone) -> list[str]:
-    """Return in what a model is not the one whose signals a detector was trained on."""
-    warnings = []
+def warn_of_path(
+    trained: Provenance, model: Backbone, path: ReadingPath
+) -> Iterator[str]:
+    """Yield the warning of signals that came by another path than training's.
+
+    In float32 the two differ by the order of sums alone, and nothing is said.
+    """
+    passes = {
+        "decode": "the passes that write an answer",
+        "teacher_forced": "a pass that reads it again",
+    }
+    if trained.path != path and model.dtype != torch.float32:
+        paths = {"actual": passes[path], "trained": passes[trained.path]}
+        yield _warning("other_path", **paths, dtype=_name_dtype(model))
+
+
+def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
+    """Yield in what a model is not the one whose signals a detector was trained on."""
     is_same = trained.revision == model.revision
     if not is_same and trained.model == IN_MEMORY:
         is_same = model.is_of_revision(trained.revision)
     if not is_same:
-        warnings.append(
-            WARNINGS["other_model"].format(
-                trained=trained.model,
-                revision=trained.revision[:12],
-                model=model.name,
-                here=model.revision[:12],
-            )
+        yield _warning(
+            "other_model",
+            trained=trained.model,
+            revision=trained.revision[:12],
+            model=model.name,
+            here=model.revision[:12],
         )
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:
@@ -125,93 +126,70 @@ def differences(trained: Provenance, model: Backbone) -> list[str]:
             getattr(hashes, field.name) for hashes in (trained.hashes, model.hashes)
         )
         if expected and expected != here:
-            warnings.append(
-                WARNINGS["other_hash"].format(
-                    what=field.name.replace("_", " "),
-                    trained=expected[:12],
-                    model=model.name,
-                    here=here[:12] or "none",
-                )
+            yield _warning(
+                "other_hash",
+                what=field.name.replace("_", " "),
+                trained=expected[:12],
+                model=model.name,
+                here=here[:12] or "none",
             )
-    dtype = _name_dtype(model)
-    if dtype != trained.dtype:
-        warnings.append(
-            WARNINGS["other_dtype"].format(
-                trained=trained.dtype, model=model.name, here=dtype
-            )
-        )
-    return warnings
+    if (dtype := _name_dtype(model)) != trained.dtype:
+        names = {"trained": trained.dtype, "model": model.name, "here": dtype}
+        yield _warning("other_dtype", **names)
 
 
 def warn_before(
     detector: Detector, trained: Provenance, model: Backbone, prepared: ScoringInput
-) -> list[str]:
-    """Return the warnings that need no forward pass."""
-    prompt, warnings = prepared.prompt, differences(trained, model)
+) -> Iterator[str]:
+    """Yield the warnings that need no forward pass."""
+    prompt, tokenizer = prepared.prompt, model.tokenizer
+    yield from differences(trained, model)
     if not prompt.is_templates:
-        warnings.append(
-            WARNINGS["other_prompt"].format(
-                template=trained.prompt.template_name,
-                chat="with" if trained.prompt.chat else "without",
-            )
-        )
-    unknown = model.tokenizer.unk_token_id
+        chat = "with" if trained.prompt.chat else "without"
+        template = trained.prompt.template_name
+        yield _warning("other_prompt", template=template, chat=chat)
     for what, _, ids in prepared.parts:
-        if n_unknown := ids.count(unknown):
-            warnings.append(
-                WARNINGS["unknown_tokens"].format(n=n_unknown, of=len(ids), what=what)
-            )
-    specials = special_pattern(model.tokenizer, len(model.tokenizer))
+        if n_unknown := ids.count(tokenizer.unk_token_id):
+            yield _warning("unknown_tokens", n=n_unknown, of=len(ids), what=what)
+    specials = special_pattern(tokenizer, len(tokenizer))
     # Those of a prompt as it was sent are read as what they are.
     for what, text, _ in prepared.parts[0 if prompt.is_templates else -1 :]:
-        warnings += [
-            WARNINGS["special_token"].format(
-                what=what, token=repr(token), model=model.name
-            )
-            for token in dict.fromkeys(specials.findall(text))
-        ]
+        for token in dict.fromkeys(specials.findall(text)):
+            names = {"what": what, "token": repr(token), "model": model.name}
+            yield _warning("special_token", **names)
     longest = detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]
     for span, most in zip(SPANS[prompt.setting], longest, strict=True):
         if lengths[span] > most:
-            warnings.append(
-                WARNINGS["long"].format(
-                    what=SPAN_NAMES[span], n=lengths[span], most=most
-                )
-            )
+            yield _warning("long", what=SPAN_NAMES[span], n=lengths[span], most=most)
     if prepared.answer.stop_id is None:
-        warnings.append(WARNINGS["cut"].format(n=len(prepared.pieces)))
-    known, counts = (
-        trained.scripts,
-        count_scripts(f"{prompt.words} {prepared.answer.text}"),
-    )
+        yield _warning("cut", n=len(prepared.pieces))
+    known = trained.scripts
+    counts = count_scripts(f"{prompt.words} {prepared.answer.text}")
     foreign = {script: n for script, n in counts.items() if script not in known}
-    if known and sum(foreign.values()) > MOST_FOREIGN * counts.total():
-        warnings.append(
-            WARNINGS["other_script"].format(
-                n=sum(foreign.values()),
-                of=counts.total(),
-                scripts=", ".join(sorted(foreign)),
-                known=", ".join(known),
-            )
-        )
-    return warnings
+    n_foreign = sum(foreign.values())
+    if known and n_foreign > MOST_FOREIGN * counts.total():
+        scripts = {"scripts": ", ".join(sorted(foreign)), "known": ", ".join(known)}
+        yield _warning("other_script", n=n_foreign, of=counts.total(), **scripts)
 
 
 def warn_after(
-    detector: Detector, features: Features, n: int, setting: Setting
+    detector: Detector, features: Features, setting: Setting
 ) -> list[list[str]]:
-    """Return, of each of the first `n` answers, which signals are unlike training's."""
+    """Return, of each answer, which signals are unlike training's."""
     bank = detector.banks[setting]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
-    text = WARNINGS["unusual_signals"]
+    limits = list(zip(bank.dims.names, bank.scope.limits, strict=True))
     return [
         [
-            text.format(share=f"{share:.1%}", family=family, limit=f"{limit:.1%}")
-            for family, share, limit in zip(
-                bank.dims.names, row, bank.scope.limits, strict=True
+            _warning(
+                "unusual_signals",
+                share=f"{share:.1%}",
+                family=family,
+                limit=f"{limit:.1%}",
             )
+            for share, (family, limit) in zip(row, limits, strict=True)
             if share > limit
         ]
-        for row in shares[:n]
+        for row in shares
     ]

@@ -47,6 +47,7 @@ from beatrice.pgir.controllers.loop import (
     Judge,
     Plan,
     Reply,
+    Verdict,
     fresh_passages,
     no_rag,
     vanilla_rag,
@@ -287,9 +288,7 @@ def perplexity_maps(stores: Stores, kind: MapKind) -> dict[Setting, Map]:
 def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
     """Return a judge that asks for nothing: it maps the mean log-probability to P."""
 
-    def judge(
-        question: str, passages: tuple[int, ...], reply: Reply
-    ) -> Plan[tuple[float, float]]:
+    def judge(question: str, passages: tuple[int, ...], reply: Reply) -> Verdict:
         p_correct_of = maps["with_context" if passages else "closed_book"]
         return float(p_correct_of(np.exp(reply.log_prob))), reply.log_prob
         yield  # a plan without a call

@@ -230,31 +230,23 @@ class Traced(QuestionSet):
     traces: tuple[Trace, ...]
 
 
+Verdict = Plan[tuple[float, float]]  # P(correct), and the score before calibration
 # Judges an answer to a question that was shown some passages.
-Judge = Callable[[str, tuple[int, ...], Reply], Plan[tuple[float, float]]]
+Judge = Callable[[str, tuple[int, ...], Reply], Verdict]
 Accept = Callable[[TracedDraft], bool]
 
 
 def judge_by(kind: Literal["score", "judge"], number: int = 0) -> Judge:
     """Return the run's detector as a judge, or a person's own by its number."""
 
-    def judge(
-        question: str, passages: tuple[int, ...], reply: Reply
-    ) -> Plan[tuple[float, float]]:
+    def judge(question: str, passages: tuple[int, ...], reply: Reply) -> Verdict:
         scored = yield Call(kind, question, passages, n=number)
         return scored.p_correct, scored.raw
 
     return judge
 
 
-detector_judge = judge_by("score")  # calibrated, and raw
-
-
-def _no_judge(
-    question: str, passages: tuple[int, ...], reply: Reply
-) -> Plan[tuple[float, float]]:
-    return 0.0, 0.0
-    yield  # a plan without a call
+detector_judge = judge_by("score")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,9 +385,12 @@ def draft_rag(question: str, config: ControllerConfig) -> Plan[str]:
     What it gains over `vanilla_rag` is the query's, what PGIR gains over it is the
     detector's.
     """
-    limited = dataclasses.replace(config, max_budget=1)
-    trace = yield from drafts(question, limited, _no_judge)
-    return trace[-1].answer
+    draft = yield Call("answer", question)
+    ranking = yield Call("search", f"{question} {draft.text}", n=config.depth)
+    if not ranking:
+        return draft.text
+    reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
+    return reply.text
 
 
 Oracle = Literal["judge", "gate", "choice"]

@@ -509,7 +509,6 @@ def _cross_fitted(run: RunDir, traced: Sequence[Traced]) -> list[Traced]:
 def _open_answering(
     run: RunDir, retrieval: Retrieval, config: ControlConfig
 ) -> Answering:
-    """Load the run's backbone together with its detector, and the journal of calls."""
     probed = ProbedBackbone(
         open_backbone(run.section("backbone", BackboneConfig)),
         Detector.load(run.detector),
@@ -589,7 +588,6 @@ def _expected_calls(session: Session, config: ControlConfig) -> int:
 
 
 def _run_rivals(session: Session, config: ControlConfig) -> None:
-    """Run the controllers that PGIR is compared with, and the judges of one's own."""
     for name, entry in all_rivals().items():
         if name in config.rivals:
             entry.run(session)
@@ -667,10 +665,8 @@ def _in_words(chosen: Mapping[str, Any]) -> str:
 
 def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
     """Return how many passages could not be shown as they were, or nothing."""
-    n_empty, n_escaped = (
-        getattr(retrieval.retriever, "n_empty", 0),
-        len(answering.escaped),
-    )
+    n_empty = getattr(retrieval.retriever, "n_empty", 0)
+    n_escaped = len(answering.escaped)
     counts = {
         "passages without a word were left out": n_empty,
         "passages alone are too long for the model, left out": len(answering.overlong),

@@ -61,6 +61,8 @@ JUDGES = "beatrice.draft_judges"  # the group of entry points
 _MOST_CACHED = 2 * MOST_ROWS  # closed-book answers; a group has half of them
 ENTROPY = 2  # column of a prob row, in nats
 DraftJudge = Callable[[str, str, Sequence[Passage]], float]
+# Of each batch, places among the calls, and values or `Failed`.
+Batches = Generator[list[tuple[int, Any]], None, None]
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -76,10 +78,8 @@ class Service(abc.ABC):
     price = Cost()  # of each call, seconds apart
 
     @abc.abstractmethod
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Any]], None, None]:
-        """Yield (place in `calls`, value or `Failed`) by batch; done ones may lack."""
+    def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
+        """Serve calls in batches; those that are done may lack."""
 
     def cost(self, call: Call, value: Any) -> Cost:
         """Return what a call costs, seconds apart."""
@@ -104,9 +104,7 @@ class BatchedService(Service):
     def values(self, calls: Sequence[Call]) -> Sequence[Any]:
         """Return the values of a batch, or `Failed`."""
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Any]], None, None]:
+    def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield the batches of every group, see `Service`.
 
         Joint batches are planned over all calls, and left out if all of it is done.
@@ -372,11 +370,12 @@ class Answering(Service):
         The last ones are left out until it fits the model's window, all but the first.
         """
         setting = "with_context" if call.passages else "closed_book"
-        for n_shown in range(len(call.passages), -1, -1):
-            request = self._request(setting, call.text, call.passages[:n_shown])
-            if n_shown <= 1 or self._why_too_long(request) is None:
-                return request, n_shown
-        raise AssertionError("the loop ends at no passage")
+        shown = call.passages
+        while True:
+            request = self._request(setting, call.text, shown)
+            if len(shown) <= 1 or self._why_too_long(request) is None:
+                return request, len(shown)
+            shown = shown[:-1]
 
     @property
     def _window(self) -> float:
@@ -403,13 +402,11 @@ class Answering(Service):
         return self._n_tokens(question, passage) <= room
 
     def _n_tokens(self, question: str, passage: Passage) -> int:
-        """Return the tokens of a question's prompt with one passage."""
         parts = self.probed.backbone.tokenizer, self.probed.template, question
         with self.probed.lock:
             return len(build_prompt(*parts, showable(*parts, [passage])).ids)
 
     def _why_too_long(self, request: Request) -> str | None:
-        """Return why a prompt with its answer does not fit the window, or None."""
         backbone, n_new = self.probed.backbone, self._sampling.max_new_tokens
         n, window = len(request.prompt.ids), self._window
         if n + n_new <= window:
@@ -451,9 +448,7 @@ class Answering(Service):
             context_span=request.prompt.context_span,
         )
 
-    def batches(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
+    def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield batches of answers; see `Service`. A prompt that is too long fails."""
         self._trim()
         yield from self._write(calls, done)
@@ -462,16 +457,11 @@ class Answering(Service):
         """Keep the signals of the latest answers alone."""
         self._signals = dict(list(self._signals.items())[-GROUP_SIZE:])
 
-    def _write(
-        self, calls: Sequence[Call], done: Collection[int]
-    ) -> Generator[list[tuple[int, Reply | Failed]], None, None]:
+    def _write(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
         reasons = [self._why_too_long(request) for request, _ in requests]
-        failed: list[tuple[int, Reply | Failed]] = [
-            (i, Failed(why)) for i, why in enumerate(reasons) if why
-        ]
-        if failed:
+        if failed := [(i, Failed(why)) for i, why in enumerate(reasons) if why]:
             yield failed
         places = [i for i, why in enumerate(reasons) if why is None]
         finished = {at for at, i in enumerate(places) if i in done}
