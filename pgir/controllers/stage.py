@@ -91,6 +91,7 @@ from beatrice.pgir.controllers.waves import (
 from beatrice.pgir.index import encoder_identity, read_encoder_config
 from beatrice.pgir.retrievers import (
     RETRIEVAL_PRESETS,
+    CachedRetriever,
     Retrieval,
     RetrievalConfig,
     open_retrieval,
@@ -519,7 +520,8 @@ def _open_answering(
         parts.append(f"window {window}")  # which earlier versions did not heed
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     calls = run.control / "calls.jsonl"
-    journal = CallJournal(calls, key, len(retrieval.passages))
+    is_growing = isinstance(retrieval.retriever, CachedRetriever)
+    journal = CallJournal(calls, key, retrieval.passages if is_growing else None)
     layers = ()
     if "probing_rag" in config.rivals:
         layers = state_layers(probed.backbone.n_layers)

@@ -135,17 +135,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class CallJournal:
     """Every call that was made under one identity, in memory and in a file.
 
-    The key is of everything that values depend on beside the calls, and `n_passages`
-    counts those that have an index: from the first line on that is damaged, of another
-    identity or of a passage beyond these the file is begun again. `on_calls` is called
-    with the number of all calls when some were made.
+    The key is of everything that values depend on beside the calls. `passages` are
+    given where they are somebody else's, and have their indices by when they were
+    found. From the first line on that is damaged, of another key or of other passages
+    the file is begun again. `on_calls` is called with the number of all calls when some
+    were made.
     """
 
     def __init__(
-        self, path: Path | None, key: str, n_passages: float = math.inf
+        self, path: Path | None, key: str, passages: Sequence[Passage] | None = None
     ) -> None:
         """Open the file and read its calls."""
-        self._key, self._n_passages = key, n_passages
+        self._key, self._passages = key, passages
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
         self.on_calls: Callable[[int], None] = lambda n: None
@@ -169,18 +170,19 @@ class CallJournal:
             entry = msgspec.json.decode(line, type=Entry)
             kind = VALUES[entry.call.kind]
             value = msgspec.convert(entry.value, kind, strict=False)  # see `_plain`
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            check = self._check(entry)
+        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
             return False
-        if entry.check != self._check(entry) or not line.endswith(b"\n"):
+        if entry.check != check or not line.endswith(b"\n"):
             return False
-        places = value if entry.call.kind == "search" else entry.call.passages
-        if max(places, default=-1) >= self._n_passages:
-            return False  # somebody deleted what a server's indices meant
         self._add(msgspec.structs.replace(entry, value=value))
         return True
 
     def _check(self, entry: Entry) -> str:
         fields = [self._key, entry.call, entry.wave, entry.seconds, entry.value]
+        if self._passages is not None:  # whose file somebody may delete, or fill anew
+            places = entry.value if entry.call.kind == "search" else entry.call.passages
+            fields.append([self._passages[place] for place in places])
         return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
     def _add(self, entry: Entry) -> None:
