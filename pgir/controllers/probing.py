@@ -178,10 +178,9 @@ def run_probing(session: Session) -> None:
     shared, training = session.config, []
     _ = session.outcomes  # the answers to learn from
     for example in session.training:
-        ranking = answering.journal.value(
-            Call("search", example.question, n=shared.depth)
-        )
-        shown_to = tuple(ranking[: shared.n_passages])
+        search = Call("search", example.question, n=shared.depth)
+        ranking = answering.fitting(example.question, answering.journal.value(search))
+        shown_to = ranking[: shared.n_passages]
         training.append((Call("answer", example.question), example))
         training.append((Call("answer", example.question, shown_to), example))
     n = len(training)

@@ -400,6 +400,15 @@ def test_a_passage_that_fits_no_window_is_left_out_and_changes_no_answer(probed)
         assert (overlong, none) == ({1}, set())
 
 
+def test_probes_learn_from_answers_to_passages_that_fit(probed):
+    passages = [Passage(title="", text=text) for text in (PASSAGE * 90, PASSAGE)]
+    answering = Answering(probed, passages, journal := CallJournal(None, ""))
+    services, training = open_services(answering, Ranked(0, 1)), [example(0, "train")]
+    given = a_session(journal, services, [], answering=answering, training=training)
+    all_rivals()["probing_rag"].run(given)
+    assert "0 of 2 training answers are right" in given.left_out["probing_rag"]
+
+
 def test_the_window_of_training_is_heeded_where_the_models_is_longer(probed):
     trained = probed.trained
     prompt = dataclasses.replace(trained.prompt, window=64)
