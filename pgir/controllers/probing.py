@@ -200,8 +200,8 @@ def run_probing(session: Session) -> None:
         return right - wrong
 
     results = session.run("probing:draft", session.validation, gap)
-    gaps = np.array([done.value for done in results])
-    grid = [0.0, *(float(np.quantile(gaps, share)) for share in _SHARES)]
+    gaps = [done.value for done in results]
+    grid = [0.0, *np.quantile(gaps, _SHARES).tolist()]
 
     def plan(theta: float, example: Example) -> Plan[str]:
         return probing_rag(example.question, theta, n, shown, shared)

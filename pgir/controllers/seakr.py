@@ -142,6 +142,12 @@ def seakr(
     return min(answers)[-1] if answers else direct.text
 
 
+def deltas(spreads: Sequence[float]) -> list[float]:
+    """Return what is tried for delta, of uncertainties; the last never retrieves."""
+    finite = [spread for spread in spreads if math.isfinite(spread)] or [0.0]
+    return [*np.quantile(finite, _SHARES).tolist(), max(finite) + 1]
+
+
 @rival("seakr", "2024-06")
 def run_seakr(session: Session) -> None:
     """Choose delta among the quantiles of validation questions, and run."""
@@ -154,9 +160,7 @@ def run_seakr(session: Session) -> None:
         return spread
 
     results = session.run("seakr:direct", session.validation, direct)
-    spreads = np.array([s for done in results if math.isfinite(s := done.value)] or [0])
-    grid = [float(np.quantile(spreads, share)) for share in _SHARES]
-    grid.append(float(spreads.max()) + 1)  # never retrieve
+    grid = deltas([done.value for done in results])
 
     def plan(delta: float, example: Example) -> Plan[str]:
         return seakr(example.question, delta, n_draws, shared)

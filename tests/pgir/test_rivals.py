@@ -245,6 +245,12 @@ def test_seakr_keeps_a_certain_answer_else_the_surest_of_each_passage_alone():
     assert {call.n for call in calls if call.kind == "spread"} == {20}
 
 
+def test_deltas_are_quantiles_of_what_was_drawn_and_one_that_never_retrieves():
+    grid = seakr.deltas([3.0, -1.0, 1.0, math.inf])
+    assert (grid[0], min(grid), grid[-1]) == (1.0, -1.0, 4.0)
+    assert seakr.deltas([math.inf])[-1] == 1.0  # of no draws
+
+
 # Probing-RAG
 
 
