@@ -364,9 +364,7 @@ def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], i
     for result in results:
         if (p := result.get("p_correct")) is not None:
             counts[min(int(p * N_BARS), N_BARS - 1), result["decision"]] += 1
-    heights = collections.Counter[int]()
-    for (bar, _), n in counts.items():
-        heights[bar] += n
+    heights = collections.Counter(bar for bar, _ in counts.elements())
     most, bars = max(heights.values(), default=0), []
     tops = collections.Counter[int]()
     for (bar, decision), n in sorted(counts.items()):

@@ -350,28 +350,22 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
     For each case, in the order of KINDS: the first question of its kind in the set that
     has been shown least, of equals the earlier one. Nobody picks.
     """
-    outcomes: list[list[tuple[Decision, bool, bool]]] = []
-    for traced_set in traced:
-        outcomes.append([])
-        for trace, example in zip(traced_set.traces, traced_set.examples, strict=True):
+    outcomes: dict[tuple[int, int], tuple[Decision, bool, bool]] = {}
+    for s, each in enumerate(traced):
+        pairs = zip(each.traces, each.examples, strict=True)
+        for i, (trace, example) in enumerate(pairs):
             decision = decide(trace, policy)
             is_right = partial(exact_match, golds=example.golds)
             both = is_right(trace[0].answer), is_right(decision.draft.answer)
-            outcomes[-1].append((decision, *both))
+            outcomes[s, i] = (decision, *both)
     shown: dict[tuple[int, int], Chosen] = {}
     for action, verdict, n_wanted, matches in KINDS:
         for _ in range(n_wanted):
-            n_shown = collections.Counter(set_index for set_index, _ in shown)
-            fitting = (
-                (n_shown[s], s, i)
-                for s, values in enumerate(outcomes)
-                for i, outcome in enumerate(values)
-                if (s, i) not in shown and matches(*outcome)
-            )
-            best = min(fitting, default=None)
-            if best is not None:
-                _, s, i = best
-                decision = outcomes[s][i][0]
+            n_shown = collections.Counter(s for s, _ in shown)
+            fitting = [x for x in outcomes.keys() - shown if matches(*outcomes[x])]
+            if fitting:
+                s, i = min(fitting, key=lambda x: (n_shown[x[0]], x))
+                decision = outcomes[s, i][0]
                 shown[s, i] = Chosen(traced[s], i, action, verdict, decision)
     return list(shown.values())
 
