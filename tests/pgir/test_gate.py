@@ -3,7 +3,6 @@
 import concurrent.futures
 import copy
 import dataclasses
-import importlib.util
 import itertools
 import json
 import re
@@ -58,14 +57,6 @@ from tests.process import ROOT, forked
 
 OTHER = "what is the genre of Skiband Rugrond?"
 ANSWER = "Guzolt Falls"
-
-
-def needs(package):
-    top = package.split(".")[0]
-    is_installed = importlib.util.find_spec(top) is not None
-    return pytest.mark.skipif(
-        not is_installed, reason=f"{package} is not installed here"
-    )
 
 
 def strict(scorer):
@@ -275,8 +266,8 @@ def never(*_):
     raise AssertionError("nothing was to be retrieved")
 
 
-@needs("langgraph")
 def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
+    pytest.importorskip("langgraph")
     app = langgraph_app(lenient(scorer), never, never)
     state = app.invoke({"question": QUESTION})
     assert state["answer"] == scorer.answer(QUESTION).text
@@ -292,6 +283,7 @@ def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
 
 def engine_of(response, texts):
     """An engine of LlamaIndex with a fixed reply, which counts its queries."""
+    pytest.importorskip("llama_index.core")
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
     from llama_index.core.schema import NodeWithScore, TextNode
@@ -307,7 +299,6 @@ def engine_of(response, texts):
     return Fixed()
 
 
-@needs("llama_index.core")
 def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
     engine, gate = engine_of(ANSWER, [PASSAGE]), strict(scorer)
     gated = llama_index_engine(lenient(scorer), engine)
@@ -322,7 +313,6 @@ def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
     assert response.metadata["reason"] is None
 
 
-@needs("llama_index.core")
 @pytest.mark.parametrize(
     ("response", "texts"), [(None, [PASSAGE]), ("", [PASSAGE]), ("Empty Response", [])]
 )

@@ -21,7 +21,7 @@ from beatrice.pgir.arguments import from_document
 from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Bm25Retriever, read_reply
-from tests.pgir.small import CORPUS, corpus_server, make_corpus, serving
+from tests.pgir.small import CORPUS, Ranked, corpus_server, make_corpus, serving
 from tests.process import ROOT
 
 
@@ -68,18 +68,11 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # it has no more
 
 
-class Ordered:
-    """A retriever that ranks passages as they lie."""
-
-    def search(self, queries, depth):
-        return [range(depth)] * len(queries)
-
-
 def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
     texts = ("one line", "a\nb", '"a"\nb\n', "\nb", "a\r\nb")
     passages = [Passage(title=t, text=x) for t in ("", "T", '"T"', " ") for x in texts]
     request = {"query": ["q"], "top_n": len(passages)}
-    with RetrievalServer(Ordered(), passages, port=0) as server:
+    with RetrievalServer(Ranked(*range(99)), passages, port=0) as server:
         replies = [server.answer("/batch_search", request)]
     fields = [{"title": p.title, "text": p.text} for p in passages]
     for reply in (*replies, [fields]):  # of ours, and of who sends them apart
@@ -142,7 +135,7 @@ class Gone(list):
     ("retriever", "passages", "reason", "place"),
     [
         (Broken(), CORPUS, "KeyError: 'word3'", 'raise KeyError("word3")'),
-        (Ordered(), Gone(CORPUS), "OSError: passages.txt: no", "in __getitem__"),
+        (Ranked(0), Gone(CORPUS), "OSError: passages.txt: no", "in __getitem__"),
     ],
 )
 def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(

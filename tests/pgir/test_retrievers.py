@@ -57,6 +57,7 @@ from beatrice.pgir.retrievers import (
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import (
     CORPUS,
+    Ranked,
     corpus_server,
     make_corpus,
     save_encoder,
@@ -245,16 +246,6 @@ def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
     assert time.monotonic() - began < 5  # one request's attempts, not two hundred's
 
 
-class Fixed:
-    """A retriever that ranks as it is told, whatever is asked."""
-
-    def __init__(self, ranking):
-        self.ranking = np.array(ranking)
-
-    def search(self, queries, depth):
-        return np.tile(self.ranking[:depth], (len(queries), 1))
-
-
 def test_the_fused_score_is_the_sum_of_reciprocal_ranks():
     # 4: 1/61 + 1/63; 7: 1/62 + 1/61; 9: 1/63; 2: 1/62
     assert fuse([np.array([4, 7, 9]), np.array([7, 2, 4])]).tolist() == [7, 4, 2, 9]
@@ -279,10 +270,10 @@ def test_fusion_does_not_depend_on_the_order_of_the_retrievers(first, second):
 
 
 def test_what_one_retriever_does_not_find_the_other_ranks_alone():
-    fused = FusedRetriever([Bm25Retriever(CORPUS), Fixed(range(12))])
+    fused = FusedRetriever([Bm25Retriever(CORPUS), Ranked(*range(12))])
     rows = fused.search(["zzzz", "word5"], 3)
     assert [row.tolist() for row in rows] == [[0, 1, 2], [5, 0, 1]]
-    assert FusedRetriever([Fixed([0]), Fixed([1])]).search([], 2) == []
+    assert FusedRetriever([Ranked(0), Ranked(1)]).search([], 2) == []
 
 
 def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():

@@ -342,21 +342,23 @@ def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
     assert len(list(JsonLines(out).rows())) == 1
 
 
+def piped(run, text, *words):
+    """Score rows that come through standard input."""
+    return CliRunner().invoke(main, ["score", str(run), "--file", "-", *words], text)
+
+
 def test_a_file_may_come_through_a_pipe_and_results_go_into_one(
     run, tmp_path, monkeypatch
 ):
     rows = [ROW, {**ROW, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     expected = beatrice("score", run, "--file", path).stdout
-    piped = CliRunner().invoke(
-        main, ["score", str(run), "--file", "-"], path.read_text()
-    )
-    assert (piped.exit_code, piped.stdout) == (0, expected)
+    done = piped(run, path.read_text())
+    assert (done.exit_code, done.stdout) == (0, expected)
     monkeypatch.chdir(tmp_path)
-    words = ["score", str(run), "--file", "-", "--out", "-"]
-    assert CliRunner().invoke(main, words, path.read_text()).stdout == expected
+    assert piped(run, path.read_text(), "--out", "-").stdout == expected
     assert not (tmp_path / "-").exists()
-    nothing = CliRunner().invoke(main, ["score", str(run), "--file", "-"], "")
+    nothing = piped(run, "")
     assert nothing.exit_code == 1 and "empty" in nothing.stderr
     os.mkfifo(pipe := tmp_path / "pipe")
     threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes())).start()
@@ -369,8 +371,7 @@ def test_an_error_names_a_pipe_as_it_was_typed(run, tmp_path, content):
     threading.Thread(target=lambda: pipe.write_text(content)).start()
     failed = beatrice("score", run, "--file", pipe, code=1)
     assert_error_sentence(failed, f"Error: {pipe}: ")
-    piped = CliRunner().invoke(main, ["score", str(run), "--file", "-"], content)
-    assert_error_sentence(piped, "Error: standard input: ")
+    assert_error_sentence(piped(run, content), "Error: standard input: ")
 
 
 def test_the_counts_of_a_file_whose_results_go_into_another_are_printed_as_json(

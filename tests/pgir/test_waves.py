@@ -33,7 +33,7 @@ from beatrice.pgir.controllers.waves import (
     written_tokens,
 )
 from beatrice.pgir.retrievers import Bm25Retriever
-from tests.pgir.small import PASSAGE, QUESTION, make_detector, played, reply
+from tests.pgir.small import PASSAGE, QUESTION, Ranked, make_detector, played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
@@ -365,16 +365,6 @@ def test_training_outcomes_are_those_of_training_questions(tmp_path):
     assert [done.value for done in without] == ["no"] * 3
     assert [done.value for done in once] == ["yes"] * 3
     assert all("train" in e.question for e in given.training)
-
-
-class Ranked:
-    """A retriever that ranks as it is told, whatever is asked."""
-
-    def __init__(self, *ranking):
-        self.ranking = ranking
-
-    def search(self, queries, depth):
-        return [self.ranking[:depth]] * len(queries)
 
 
 def answers_of_ranking(probed, passages, ranking):
