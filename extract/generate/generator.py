@@ -131,13 +131,11 @@ def cut_at_stop(
     The token in which that string begins is the stop token: the model chose to end
     there, and its choice is read as one of the answer. What that token holds before
     the string (the full stop, where a full stop and a line feed are one token)
-    belongs to the text, not to the ids. Of a reply with ids, which include those of the
-    stop string, the model's tokenizer is needed.
+    belongs to the text, not to the ids. A reply with ids, which include those of the
+    stop string, needs the model's tokenizer.
     """
     ids, text = reply.token_ids, reply.text
     if ids is not None and stop:
-        if tokenizer is None:
-            raise ValueError("stop strings need the model's tokenizer beside token ids")
         text = decode_ids(tokenizer, ids)
     start = find_stop(text, stop)
     if start is None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
 import msgspec
 
-from beatrice.extract.records import Record, Setting, check_choices
+from beatrice.extract.records import Record, Setting
 from beatrice.extract.run.files import (
     open_unlinked,
     read_json,
@@ -155,10 +155,6 @@ class NewRun:
     seed: int = 0  # of training, selection and bootstrap
     # Settings of `backbone`, and of `world` or `data`; a frozen dataclass each.
     sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the preset's name."""
-        check_choices(self)
 
 
 def as_json(settings: Any) -> Any:
@@ -481,12 +477,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     ) -> StageRecord:
         """Record that a stage is finished; its last file is written in the run."""
         digests = self._digests(outputs)
-        for path, sha in digests.items():
-            if not sha:
-                raise ValueError(
-                    f"stage {name!r} says it wrote {path}, which is not in "
-                    f"{self.path}; mark a stage after its files are written"
-                )
+        assert all(digests.values()), f"{name} has not written all of {digests}"
         record = StageRecord(
             stage=name,
             inputs=dict(inputs),

@@ -23,11 +23,10 @@ from beatrice.extract.generate.options import check_backbone
 from beatrice.extract.generate.prompts import render_message, usual_stop_id
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.label.labels import count_correct
-from beatrice.extract.records import Answer, to_json, write_lines
+from beatrice.extract.records import write_lines
 from beatrice.extract.run.console import in_one_sentence
 from beatrice.extract.run.contents import read_labels
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.files import from_json
 from beatrice.extract.store.store import as_url
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
@@ -58,12 +57,6 @@ def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_load
 def test_a_device_that_torch_does_not_have_is_refused(device):
     with pytest.raises(ValueError, match=f"device '{device}': expected a Torch device"):
         check_device(device)
-
-
-def test_a_token_below_zero_is_no_token():
-    line = to_json(an_answer()).replace("[3]", "[-1]")
-    with pytest.raises(ValueError, match="field 'token_ids.*expected int >= 0"):
-        from_json(Answer, line, "here")
 
 
 @pytest.mark.parametrize(

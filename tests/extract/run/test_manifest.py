@@ -97,20 +97,10 @@ def test_what_follows_from_a_preset_is_not_listed_as_different(tmp_path):
         RunDir.open(tmp_path, new_run("smoke", rate=0.5))
 
 
-def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match="preset: expected one of .*demo.*, found 'ti"):
-        NewRun(preset="tiny")
-
-
-def test_a_section_is_settled_from_the_runs_preset_and_the_options(run):
+def test_what_is_settled_stays_and_other_options_are_refused_by_name(run):
     settled = run.settle("train", PRESETS, changed(stop=3))
     assert settled == dataclasses.replace(PRESETS["smoke"], stop=3)
     assert run.section("train", Settings) == settled
-    assert read_manifest(run.path)["sections"].keys() == {"backbone", "train"}
-
-
-def test_what_is_settled_stays_and_other_options_are_refused_by_name(run):
-    settled = run.settle("train", PRESETS, changed(stop=3))
     before = run.manifest.read_bytes()
     assert run.settle("train", PRESETS) == settled  # options that are not given
     assert run.settle("train", PRESETS, lambda saved: saved) == settled
@@ -128,14 +118,6 @@ def test_what_is_settled_outlives_other_defaults_of_a_preset(run):
     later = {**PRESETS, "smoke": Settings(n_seeds=9)}
     assert run.settle("train", later) == settled
     assert run.settle("select", later) == later["smoke"]  # control: not settled yet
-
-
-def test_settings_may_be_replaced_while_nothing_is_made_with_them(run):
-    run.settle("train", PRESETS)
-    result = run.settle("train", PRESETS, changed(stop=3), is_replaceable=True)
-    assert result.stop == 3
-    assert run.section("train", Settings) == result
-    assert run.section("backbone", Widths) == Widths()
 
 
 def test_a_dry_run_settles_nothing(run):

@@ -106,9 +106,12 @@ def test_the_bytes_of_a_line_are_those_of_pythons_writer():
     )
 
 
-def test_no_boolean_is_a_token():
-    with pytest.raises(ValueError, match="expected int, found bool"):
-        from_json(type(ANSWER), with_field(ANSWER, "token_ids", [True]), "here")
+@pytest.mark.parametrize(
+    ("token", "words"), [(True, "expected int, found bool"), (-1, "expected int >= 0")]
+)
+def test_what_is_no_whole_number_from_0_is_no_token(token, words):
+    with pytest.raises(ValueError, match=f"field 'token_ids.*{words}"):
+        from_json(type(ANSWER), with_field(ANSWER, "token_ids", [token]), "here")
 
 
 QUESTION = an_example(

@@ -253,9 +253,7 @@ def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_in
         run.hash_inputs(run.labels)
 
 
-def test_a_missing_output_or_input_of_a_stage_is_named(tmp_path):
-    with pytest.raises(ValueError, match="wrote sweep.json, which is not in"):
-        RunDir(tmp_path).mark_stage("sweep", {}, 0.1, outputs=["sweep.json"])
+def test_a_missing_input_of_a_stage_is_named(tmp_path):
     with pytest.raises(NotWritten) as caught:
         RunDir(tmp_path).hash_inputs("labels.jsonl")
     assert (caught.value.run, caught.value.name) == (tmp_path, "labels.jsonl")

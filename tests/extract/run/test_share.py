@@ -8,7 +8,6 @@ from beatrice.extract.run.process import (
     Share,
     find_share,
     keep_freed_memory,
-    local_rank,
     own_gpu,
     return_freed_memory,
 )
@@ -69,14 +68,6 @@ def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(said, message):
         find_share(said, {}) if isinstance(said, str) else find_share(environ=said)
 
 
-def test_each_share_of_a_machine_has_its_own_number():
-    assert local_rank({}) == 0
-    assert local_rank({"SLURM_LOCALID": "3"}) == 3
-    assert local_rank({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}) == 1
-    with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
-        local_rank({"LOCAL_RANK": "first"})
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -84,6 +75,7 @@ def test_each_share_of_a_machine_has_its_own_number():
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
         (TORCHRUN, 1),
         (SRUN, 1),
+        (SRUN | {"LOCAL_RANK": "0"}, 0),  # torchrun under srun
         (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each its own
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
         (TORCHRUN | {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
