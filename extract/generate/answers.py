@@ -463,7 +463,7 @@ def draw_stage(
     before = read_drawing(run)
     drawn_splits = before.pop("splits", [])
     if sha256_json(before) == sha256_json(identity):
-        splits = [*dict.fromkeys([*drawn_splits, *splits])]
+        splits = [*drawn_splits, *splits]
     elif lost := [split for split in drawn_splits if split not in splits]:
         raise ValueError(
             f"{run.samples} holds {before['draws']['n_samples']} draws a question of "
@@ -471,7 +471,7 @@ def draw_stage(
             "repeat those options, as they are in its config.json, to add to them, or "
             f"draw anew with {' '.join(f'--split {x}' for x in (*lost, *splits))}"
         )
-    identity["splits"] = list(splits)
+    identity["splits"] = [*dict.fromkeys(splits)]
     limit = draws.sampling.max_new_tokens
 
     def make(replies: Texts, update: Update) -> Drawn | None:

@@ -34,12 +34,10 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
     chosen: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
     if "with_context" not in chosen or not run.examples.exists():
         return chosen  # where questions are missing, whoever needs them says so
-    has_passages: dict[str, bool] = {}
-    for example in read_records(run.examples, Example):
-        seen = has_passages.get(example.split, False)
-        has_passages[example.split] = seen or bool(example.passages)
-    taught = [has_passages[s] for s in ("train", "validation") if s in has_passages]
-    if all(taught or [any(has_passages.values())]):
+    examples = read_records(run.examples, Example)
+    shown = {(example.split, bool(example.passages)) for example in examples}
+    taught = {split for split, _ in shown} & {"train", "validation"}
+    if any(has for _, has in shown) and all((split, True) in shown for split in taught):
         return chosen
     if chosen == ("with_context",):
         raise ValueError(

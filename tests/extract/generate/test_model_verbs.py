@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
+from beatrice.extract.generate.answers import read_drawing
 from beatrice.extract.records import SETTINGS, Answer, Sample, read_records, write_lines
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
@@ -252,7 +253,8 @@ def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path)
         samples = read_records(run.samples_file, Sample)
         return {splits[sample.example_id] for sample in samples}
 
-    assert drawn_after(1, "validation", "ood") == {"validation", "ood"}
+    assert drawn_after(1, "validation", "ood", "ood") == {"validation", "ood"}
+    assert read_drawing(run)["splits"] == ["validation", "ood"]
     replies = run.path / "replies" / "sample.jsonl"
     before = replies.read_text()
     assert drawn_after(1, "train") == {"train", "validation", "ood"}

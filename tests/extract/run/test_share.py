@@ -108,18 +108,15 @@ CHURN = """
 import resource, sys
 from beatrice.extract.run.process import keep_freed_memory
 
-def churn():
-    b"x" * (48 << 20)
-
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
-churn()
+b"x" * (48 << 20)
 before = pages()
 for _ in range(4):
-    churn()
+    b"x" * (48 << 20)
 print(pages() - before)
 """
 
@@ -134,25 +131,15 @@ def test_freed_memory_is_used_again_and_is_not_without_the_call():
 # Frees a block of 24 MiB, by which glibc learns to keep such blocks, then leaves one of
 # 16 MiB below one that stays; prints how much of it is still resident.
 LEARN = """
-import ctypes, sys
+import sys
 from beatrice.extract.run.process import held_bytes, return_freed_memory
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes = [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-
-def taken(n_bytes):
-    block = libc.malloc(n_bytes)
-    ctypes.memset(block, 1, n_bytes)
-    return block
 
 if sys.argv[1] == "return":
     assert return_freed_memory({})
-libc.free(taken(24 << 20))
+b"x" * (24 << 20)
 before = held_bytes()
-block, above = taken(16 << 20), taken(4096)
-libc.free(block)
+block, above = b"x" * (16 << 20), b"x" * 9999
+del block
 print(held_bytes() - before)
 """
 
