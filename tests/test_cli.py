@@ -81,6 +81,7 @@ WRONG_USAGE = [
     ("doctor gs://bucket/run", "folder on this machine"),
     ("answer RUN --shard 4/4", "rank 4 of 4 workers"),
     ("extract RUN --shard x/2", "expected a whole number, found 'x'"),
+    ("sample RUN --n-samples 1000000000", "is not in the range 1<=x<=1000"),
     ("sample RUN --set top_p=2", "top_p"),
     ("sample RUN --set temperature=-1", "temperature"),
     ("sample RUN --set topk=5", "did you mean top_k?"),

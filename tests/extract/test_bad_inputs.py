@@ -20,16 +20,12 @@ from beatrice.extract.backbone.loading import (
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.fields import unfold
 from beatrice.extract.generate.options import check_backbone
-from beatrice.extract.generate.prompts import render_message, usual_stop_id
-from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.console import in_one_sentence
 from beatrice.extract.run.contents import read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import as_url
-from beatrice.extract.world.facts import WorldConfig, make_world
-from beatrice.extract.world.model import make_tokenizer
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
@@ -99,50 +95,10 @@ def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, co
             read(path, verb=verb)
 
 
-TEMPLATES = {
-    "no template at all": ("{% for", "TemplateSyntaxError"),
-    "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
-    "an error of its own": ("{{ raise_exception('no') }}", "TemplateError"),
-    "a door": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-    "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
-    "a wall of text": ("{{ 'a' * 3000000 }}", "3000000 characters"),
-}
-
-
-@pytest.fixture
-def tokenizer():
-    return make_tokenizer(make_world(WorldConfig(n_people=20, n_strangers=5)))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_that_fails_is_a_sentence(tokenizer, name):
-    tokenizer.chat_template, words = TEMPLATES[name]
-    with pytest.raises(ValueError, match=f"the chat template .*{words}.*plain prompts"):
-        render_message(tokenizer, "who?")
-
-
-@pytest.mark.slow
-def test_a_chat_template_that_does_not_end_is_a_sentence(tokenizer):
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    tokenizer.chat_template = loop + "{% endfor %}"
-    with pytest.raises(ValueError, match="fails .TimeoutError: it is not done after"):
-        render_message(tokenizer, "who?")
-    of_turns = f"{{% if messages | length > 1 %}}{loop}{{% endfor %}}{{% endif %}}"
-    tokenizer.chat_template = f"{of_turns}q"
-    stop = usual_stop_id(tokenizer, PromptConfig(chat=True), ())
-    assert stop == tokenizer.eos_token_id
-
-
 def test_a_literal_that_would_fill_the_memory_is_not_parsed():
     assert unfold("[" + "'a', " * 9 + "]", "golds") == ["a"] * 9
     with pytest.raises(ValueError, match="'golds': expected a list as JSON"):
         unfold("[" + "'a', " * 300_000 + "]", "golds")
-
-
-def test_a_billion_samples_are_refused_before_anything_is_made(tmp_path):
-    options = ("--n-samples", 1_000_000_000, "--dry-run")
-    done = beatrice("sample", tmp_path / "run", *options, code=2)
-    assert "1000000000 is not in the range 1<=x<=1000" in done.output
 
 
 def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, little_room):

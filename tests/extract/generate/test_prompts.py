@@ -206,12 +206,30 @@ def test_thinking_is_switched_off(chatty, tokenizer):
         ("{{ messages[0]['content'] | upper }}", "changes the text"),
         ("{{ messages[0]['content'] * 2 }}", "changes the text"),
         ("{{ messages[0]['content'] }}<think>\n", "opens a thinking block"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('no') }}", "TemplateError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
+        ("{{ 'a' * 3000000 }}", "3000000 characters"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, words):
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"{words}.*plain prompts"):
         build_prompt(tokenizer, CHAT, TEXTS[0])
+
+
+@pytest.mark.slow
+def test_a_template_that_does_not_end_is_refused(tokenizer):
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    tokenizer.chat_template = loop + "{% endfor %}"
+    with pytest.raises(ValueError, match="fails .TimeoutError: it is not done after"):
+        render_message(tokenizer, "who?")
+    of_turns = f"{{% if messages | length > 1 %}}{loop}{{% endfor %}}{{% endif %}}"
+    tokenizer.chat_template = f"{of_turns}q"
+    stop = usual_stop_id(tokenizer, PromptConfig(chat=True), ())
+    assert stop == tokenizer.eos_token_id
 
 
 def test_a_template_that_writes_the_date_asks_the_same_on_every_day(chatty):
