@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +18,13 @@ _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 
 def violations(detector: Baseline, inputs: DetectorInput) -> list[str]:
     """Return what a detector does wrong on some inputs, a sentence each."""
-    rows = inputs.rows
-    try:
-        scores = _scores_on(detector, inputs)
-    except Exception as error:  # whatever a person's function raises is a fault of it
-        return [f"scoring ends in {failure_in_words(error)}"]
-    if (
-        scores.ndim != 2
-        or scores.shape[1] != len(rows.ids)
-        or not np.issubdtype(scores.dtype, np.floating)
-    ):
-        return [
-            f"scores are {scores.dtype} {list(scores.shape)}, expected floats "
-            f"[n_seeds, {len(rows.ids)}]"
-        ]
     faults = []
-    is_stable = np.array_equal(scores, _scores_on(detector, inputs), equal_nan=True)
-    if not is_stable:  # then nothing tells what else changes the scores
-        faults.append("the same inputs give other scores the second time")
-    is_tested = np.isin(rows.splits, ("test", "ood"))
-    flipped = np.where(is_tested, ~rows.labels, rows.labels)
-    other_rows = dataclasses.replace(rows, labels=flipped)
-    other = _scores_on(detector, inputs, rows=other_rows)
-    if is_stable and not np.array_equal(scores, other, equal_nan=True):
-        faults.append("the labels of test questions change the scores: it reads them")
-    if np.isinf(scores).any():
-        faults.append("a score is infinite; give NaN where it is undefined")
-    is_defined = Scored(name=detector.name, scores=scores).is_defined
-    if not is_defined.any():
-        return [*faults, "no answer has a score"]
-    where = rows.where("validation")
-    where = where[is_defined[where]]
-    labels = rows.labels[where]
-    mean = np.mean([auroc(seed[where], labels).value for seed in scores])
-    # What chance alone rarely goes below: the rank sum of scores without information.
-    n_pairs = max(1, int(labels.sum()) * int((~labels).sum()))
-    spread = math.sqrt((len(where) + 1) / (12 * n_pairs))
-    if mean < 0.5 - _SPREADS * spread:
-        faults.append(
-            f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
-            "is the sign turned?"
-        )
-    return faults + _violations_of_gaps(detector, inputs, scores, is_stable)
+    try:
+        for fault in _faults(detector, inputs):
+            faults.append(fault)
+    except Exception as error:  # whatever a person's function raises is a fault of it
+        faults.append(f"scoring ends in {failure_in_words(error)}")
+    return faults
 
 
 def failure_in_words(error: Exception) -> str:
@@ -74,10 +40,52 @@ def _scores_on(detector: Baseline, inputs: DetectorInput, **changes: Any) -> np.
     )
 
 
-def _violations_of_gaps(
+def _faults(detector: Baseline, inputs: DetectorInput) -> Iterator[str]:
+    rows, scores = inputs.rows, _scores_on(detector, inputs)
+    if (
+        scores.ndim != 2
+        or scores.shape[1] != len(rows.ids)
+        or not np.issubdtype(scores.dtype, np.floating)
+    ):
+        yield (
+            f"scores are {scores.dtype} {list(scores.shape)}, expected floats "
+            f"[n_seeds, {len(rows.ids)}]"
+        )
+        return
+    is_stable = np.array_equal(scores, _scores_on(detector, inputs), equal_nan=True)
+    if not is_stable:  # then nothing tells what else changes the scores
+        yield "the same inputs give other scores the second time"
+    is_tested = np.isin(rows.splits, ("test", "ood"))
+    flipped = np.where(is_tested, ~rows.labels, rows.labels)
+    other_rows = dataclasses.replace(rows, labels=flipped)
+    other = _scores_on(detector, inputs, rows=other_rows)
+    if is_stable and not np.array_equal(scores, other, equal_nan=True):
+        yield "the labels of test questions change the scores: it reads them"
+    if np.isinf(scores).any():
+        yield "a score is infinite; give NaN where it is undefined"
+    is_defined = Scored(name=detector.name, scores=scores).is_defined
+    if not is_defined.any():
+        yield "no answer has a score"
+        return
+    where = rows.where("validation")
+    where = where[is_defined[where]]
+    labels = rows.labels[where]
+    mean = np.mean([auroc(seed[where], labels).value for seed in scores])
+    # What chance alone rarely goes below: the rank sum of scores without information.
+    n_pairs = max(1, int(labels.sum()) * int((~labels).sum()))
+    spread = math.sqrt((len(where) + 1) / (12 * n_pairs))
+    if mean < 0.5 - _SPREADS * spread:
+        yield (
+            f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
+            "is the sign turned?"
+        )
+    yield from _faults_of_gaps(detector, inputs, scores, is_stable)
+
+
+def _faults_of_gaps(
     detector: Baseline, inputs: DetectorInput, scores: np.ndarray, is_stable: bool
-) -> list[str]:
-    """Return what happens where every second test answer was not read or drawn for."""
+) -> Iterator[str]:
+    """Yield what happens where every second test answer was not read or drawn for."""
     hidden = np.flatnonzero(np.isin(inputs.rows.splits, ("test", "ood")))[::2]
     others = np.delete(np.arange(scores.shape[1]), hidden)
 
@@ -91,20 +99,17 @@ def _violations_of_gaps(
             old, new[:, others], rtol=1e-6, atol=atol, equal_nan=True
         )
 
-    faults = []
     if detector.reads:
         readings = {name: values.copy() for name, values in inputs.readings.items()}
         for values in readings.values():
             values[hidden] = np.nan
         new = _scores_on(detector, inputs, readings=readings)
         if np.isfinite(new[:, hidden]).any():
-            faults.append("an answer that was not read has a score; give NaN")
+            yield "an answer that was not read has a score; give NaN"
         if depends(new):
-            faults.append("a score depends on which other test answers there are")
+            yield "a score depends on which other test answers there are"
     if "samples" in detector.needs:
         gone = set(hidden.tolist())
         samples = [() if i in gone else x for i, x in enumerate(inputs.samples)]
-        new = _scores_on(detector, inputs, samples=samples)
-        if depends(new):
-            faults.append("a score depends on what was drawn to other test questions")
-    return faults
+        if depends(_scores_on(detector, inputs, samples=samples)):
+            yield "a score depends on what was drawn to other test questions"
