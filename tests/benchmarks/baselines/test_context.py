@@ -56,6 +56,9 @@ def test_the_first_attention_layer_is_never_chosen(inputs):
     given = inputs(llmcheck_attention_all=values, llmcheck_hidden_all=values)
     assert chosen(DETECTORS["llmcheck_attention"].score(given))["layer"] > 1
     assert chosen(DETECTORS["llmcheck_hidden"].score(given))["layer"] == 1
+    for n_layers, layer in ((1, 1), (2, 2)):  # of a backbone of one layer its first
+        given = inputs(llmcheck_attention_all=values[:, :n_layers])
+        assert chosen(DETECTORS["llmcheck_attention"].score(given))["layer"] == layer
 
 
 def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(inputs):

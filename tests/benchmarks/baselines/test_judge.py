@@ -154,6 +154,7 @@ def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
     assert others == before
     detections = [row for row in rows if row.detector == "failing"]
     assert detections and all(reason in row.reason for row in detections)
+    assert not [*run.glob("baselines/*/failing*")]  # is scored anew by the next start
     done = beatrice("baselines", run, "--check", "hedges:failing", code=1)
     assert "has no attribute 'nothing'" in done.output
     beatrice("baselines", run)  # goes on as it did
@@ -368,16 +369,16 @@ def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
     assert "expected" in reason and lack in reason
 
 
-def test_scores_without_an_axis_of_seeds_are_refused():
-    flat = baseline_of(lambda inputs: DetectorOutput(np.zeros(3)))
-    with pytest.raises(ValueError, match=r"own returns scores of shape \[3\]"):
-        score(flat, drawn_inputs([["a"]] * 3))
-
-
-def test_a_function_that_returns_no_output_is_told_what_to_return():
-    bare = baseline_of(lambda inputs: np.zeros((1, 3)))
-    with pytest.raises(TypeError, match="returns ndarray, expected DetectorOutput"):
-        score(bare, drawn_inputs([["a"]] * 3))
+@pytest.mark.parametrize(
+    ("output", "kind", "message"),
+    [
+        (DetectorOutput(np.zeros(3)), ValueError, r"own returns scores of shape \[3\]"),
+        (np.zeros((1, 3)), TypeError, "returns ndarray, expected DetectorOutput"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_told_what(output, kind, message):
+    with pytest.raises(kind, match=message):
+        score(baseline_of(lambda inputs: output), drawn_inputs([["a"]] * 3))
 
 
 def test_two_detectors_of_one_name_are_refused():

@@ -1,3 +1,9 @@
+"""SelfCheckGPT and EigenScore; entropies beside other people's code, if it is there.
+
+`pip install --no-deps uqlm==0.6.7 lm-polygraph==0.7.0 selfcheckgpt==0.1.7` and, for the
+last, spaCy and nltk. Only the files of the formulas are read.
+"""
+
 import ast
 import importlib.util
 import math
