@@ -24,7 +24,7 @@ import jax
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, Relations
 from beatrice.benchmarks.baselines.judge import (
     BASELINES_PRESETS,
     BaselinesConfig,
@@ -311,17 +311,16 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
 def _seeds_of(detector: Detector) -> list[Detector]:
     """Return the detector of each training seed."""
 
-    def of_seed(parts: Mapping[Any, Any], seed: int) -> dict[Any, Any]:
-        taken = {
-            name: jax.tree.map(lambda x: x[seed : seed + 1], part.params)
-            for name, part in parts.items()
-        }
-        return {n: dataclasses.replace(parts[n], params=x) for n, x in taken.items()}
+    def of_seed(part: Any, seed: int) -> Any:
+        params = jax.tree.map(lambda x: x[seed : seed + 1], part.params)
+        return dataclasses.replace(part, params=params)
 
-    head, banks = next(iter(detector.heads.values())), detector.banks
+    head = next(iter(detector.heads.values()))
     return [
         dataclasses.replace(
-            detector, banks=of_seed(banks, i), heads=of_seed(detector.heads, i)
+            detector,
+            banks={name: of_seed(bank, i) for name, bank in detector.banks.items()},
+            heads={name: of_seed(head, i) for name, head in detector.heads.items()},
         )
         for i in range(len(jax.tree.leaves(head.params)[0]))
     ]
@@ -340,8 +339,8 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     length = length_features([*trained.answers, *new.answers])
     scores[Subject("answer_length")], _ = linear_scores([length], rows)
     scores[Subject("majority")] = majority_scores(rows)
+    scores[Subject("tfidf")], _ = text_scores([*trained.texts, *new.texts], rows)
     scores = {name: x[:, n_trained:] for name, x in scores.items()}
-    scores[Subject("tfidf")], _ = text_scores(trained.texts, trained.rows, new.texts)
     scores[PERPLEXITY] = answer_log_probs(new.store)[None]
     return scores
 
@@ -377,7 +376,6 @@ def published_scores(
     detectors: Sequence[Baseline],
     readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
     tick: Callable[[], None] = lambda: None,
-    **models: Any,
 ) -> list[Scored]:
     """Return what published detectors give the new rows, `[n_seeds, n_rows]` each.
 
@@ -386,14 +384,10 @@ def published_scores(
       detectors: fitted as `baselines` does, on the run's training rows.
       readings: of the run's own rows and of the new ones, by name.
       tick: called for each detector.
-      models: `relations` and `encoder` of `DetectorInput`.
     """
     own, new = readings
-    inputs = dataclasses.replace(
-        joined_inputs(scene),
-        readings={name: stacked([*own[name], *new[name]]) for name in new},
-        **models,
-    )
+    together = {name: stacked([*own[name], *new[name]]) for name in new}
+    inputs = dataclasses.replace(joined_inputs(scene), readings=together)
     n_own = len(scene.trained.rows.ids)
     scored = []
     for detector in detectors:
@@ -470,10 +464,9 @@ def scene_rows(
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
     result = []
     for each in (rows, together):
-        measured = detection_rows(detectors, each, intervals, RETRIEVED, pairs)
-        measured += _answer_rows(scene.new.questions, each)
-        result += _count_missing(measured, each, questions)
-    return result
+        result += detection_rows(detectors, each, intervals, RETRIEVED, pairs)
+        result += _answer_rows(scene.new.questions, each)
+    return _count_missing(result, rows, questions)
 
 
 NAME = "transfer"
@@ -530,12 +523,18 @@ def write_questions(
     write_text_atomic(inner.examples, content)
 
 
-def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
+def run_scene(
+    run: RunDir,
+    inner: RunDir,
+    setting: Setting,
+    config: BaselinesConfig | None = None,
+    relations: Relations | None = None,
+) -> Scenario:
     """Return a run's own answers in a setting, and those of an inner run."""
     evidence = partial(run_inputs, inner, layer=chosen_layer(run))
     closed_book = None if setting == "closed_book" else evidence("closed_book")
     return Scenario(
-        trained=run_inputs(run, setting),
+        trained=run_inputs(run, setting, config, relations),
         new=evidence(setting),
         closed_book=closed_book,
     )
@@ -550,12 +549,11 @@ def run_published(
     run: RunDir,
     scene: Scenario,
     detectors: Sequence[Baseline],
-    update: Update = lambda done, total: None,
-    **models: Any,
+    config: BaselinesConfig,
+    update: Update,
 ) -> list[Scored]:
     """Return `published_scores` in a run; what they read beside is cached in both."""
-    detectors = [x for x in detectors if scene.setting in x.settings]
-    given, here = baselines_config(run).models, _inner(run)
+    detectors, here = [x for x in detectors if scene.setting in x.settings], _inner(run)
     chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))
     total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
     ticks = itertools.count(1)
@@ -563,15 +561,15 @@ def run_published(
     def tick() -> None:
         update(next(ticks), total)
 
-    of_run, trained = run_identities(run, given), scene.trained
+    of_run, trained = run_identities(run, config.models), scene.trained
     # Answers that a detector learned from and is put to are cut at one cue.
-    of_new = run_identities(here, given) | {"cue": of_run["answers"]}
+    of_new = run_identities(here, config.models) | {"cue": of_run["answers"]}
     readings = (
         read_again(run, trained, detectors, of_run, tick, splits=LEARNED),
         read_again(here, scene.new, detectors, of_new, tick, cue_like=trained),
     )
     values = readings[0].values, readings[1].values
-    return published_scores(scene, detectors, values, tick, **models)
+    return published_scores(scene, detectors, values, tick)
 
 
 def labelling_options(rule: str) -> str | None:
@@ -600,17 +598,15 @@ def _transfer(
             progress.note(f"transfer: {rival.name} {lack}")
         else:
             detectors.append(rival)
-    models: dict[str, Any] = {"encoder": Path(how.encoder) if how.encoder else None}
-    if any("entailment" in x.needs for x in detectors):
-        models["relations"] = open_relations(how, update)
+    relations = open_relations(how, detectors, update)
     for index, setting in enumerate(SETTINGS):
-        scene = run_scene(run, _inner(run), setting)
+        scene = run_scene(run, _inner(run), setting, how, relations)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
         setting_update = part_of(update, index, len(SETTINGS))
-        published = run_published(run, scene, detectors, setting_update, **models)
+        published = run_published(run, scene, detectors, how, setting_update)
         rows += scene_rows(scene, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
     # Judges of the retrieved answers alone are a choice, and were paid for.

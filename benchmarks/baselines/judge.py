@@ -676,9 +676,11 @@ def _rows(
     return [*chosen, *new]
 
 
-def open_relations(config: BaselinesConfig, progress: Update) -> Relations | None:
-    """Return the NLI model of a config; None without one."""
-    if config.nli is None:
+def open_relations(
+    config: BaselinesConfig, detectors: Iterable[Baseline], progress: Update
+) -> Relations | None:
+    """Return the NLI model of a config; None without one or where no detector asks."""
+    if config.nli is None or not any("entailment" in x.needs for x in detectors):
         return None
     from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
 
@@ -695,9 +697,7 @@ def _baselines(
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
     names = [name for name, reason in lacks.items() if reason is None]
-    relations = None
-    if any("entailment" in x.needs for x in known if x.name in names):
-        relations = open_relations(config, update)
+    relations = open_relations(config, (x for x in known if x.name in names), update)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
         write_json_atomic(run.path / _MODELS, models)
@@ -722,7 +722,7 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")
-    relations = open_relations(config, lambda done, total: None)
+    relations = open_relations(config, [detector], lambda done, total: None)
     identities = run_identities(run, config.models)
     faults = []
     for setting in settings_of(run):

@@ -160,10 +160,8 @@ def fit_tfidf(
     return make_pipeline(vectorizer, regression)
 
 
-def text_scores(
-    texts: Sequence[str], rows: Rows, others: Sequence[str] | None = None
-) -> tuple[np.ndarray, ResultRow]:
-    """Return P(correct) of the rows' texts or others, `[1, n]`, and the penalty."""
+def text_scores(texts: Sequence[str], rows: Rows) -> tuple[np.ndarray, ResultRow]:
+    """Return P(correct) of the rows' texts, `[1, n_rows]`, and the penalty."""
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[int(i)] for i in train],
@@ -172,8 +170,7 @@ def text_scores(
         rows.labels[valid],
     )
     chosen = chosen_row(rows, "tfidf", "inverse_penalty", detector.steps[-1][1].C)
-    scores = detector.predict_proba(texts if others is None else others)[:, 1]
-    return scores[None], chosen
+    return detector.predict_proba(texts)[:, 1][None], chosen
 
 
 def pooled_signals(
