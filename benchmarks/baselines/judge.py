@@ -1,8 +1,4 @@
-"""Detectors judged on answers: scores, their cost, rows of results.
-
-`judge` is for a notebook; the stage `baselines` judges on the answers of a run, whose
-scores are cached until something that they depend on changes.
-"""
+"""Detectors judged on answers, in a notebook or of a run: scores, cost, rows."""
 
 import dataclasses
 import itertools
@@ -42,6 +38,7 @@ from beatrice.benchmarks.results.names import CHAMPION
 from beatrice.extract.generate.answers import answer_config, read_drawing
 from beatrice.extract.plugs import NotNamed, identity_or_error, sha256_of_code
 from beatrice.extract.records import (
+    SETTINGS,
     Answer,
     Example,
     Label,
@@ -464,6 +461,9 @@ def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | Non
         return "needs an NLI model: --nli DIRECTORY"
     if "encoder" in detector.needs and config.encoder is None:
         return "needs a text encoder: --encoder DIRECTORY"
+    if detector.settings != SETTINGS and not {*detector.settings} & {*settings_of(run)}:
+        settings = " and ".join(detector.settings)
+        return f"is defined {settings} alone, of which the run has no answers"
     return None
 
 

@@ -59,9 +59,9 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
 from tests.benchmarks.baselines.planted import drawn_inputs
-from tests.extract.small_run import beatrice
+from tests.extract.small_run import beatrice, make_run
 from tests.process import call
-from tests.records import a_label, a_sample
+from tests.records import a_label, a_sample, an_example
 
 README = Path(__file__).parents[3] / "benchmarks" / "README.md"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", README.read_text(), re.S))
@@ -160,14 +160,14 @@ def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
     beatrice("baselines", run)  # goes on as it did
 
 
-def test_an_entry_point_goes_by_its_name(here, monkeypatch):
+def test_an_entry_point_goes_by_its_name(here):
     folder = here / "installed-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\n")
     (folder / "entry_points.txt").write_text(
         "[beatrice.baselines]\nhedges_of_theirs = hedges:hedging\n"
     )
-    monkeypatch.syspath_prepend(here)
+    sys.path.append(str(here))
     assert find_detector("hedges_of_theirs").name == "hedging"
     (result,) = chosen_detectors(BaselinesConfig(only=("hedges_of_theirs",)))
     assert result.name == "hedging"
@@ -494,6 +494,9 @@ def test_what_a_run_lacks_is_said(tmp_path):
     assert unmet(known["semantic_entropy:words"], run, BaselinesConfig()) is None
     write_json_atomic(run.samples / "config.json", {"splits": ["train", "test"]})
     assert unmet(known["sep:words"], run, BaselinesConfig()) is None
+    bare = make_run(tmp_path / "bare", [an_example()])
+    assert "with_context alone" in unmet(known["redeep"], bare, BaselinesConfig())
+    assert unmet(known["tfidf_svm"], bare, BaselinesConfig()) is None
 
 
 def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
