@@ -5,9 +5,8 @@ and every detector as it was trained on gold contexts: ours, those of `evaluate`
 the published ones that `baselines` was last asked for. Labels are by comparison with
 golds unless others are put in their place, and every row has their rule.
 
-The questions with their passages are a run inside the run. It is answered, labelled and
-extracted by the stages of any run, so it stops and continues as they do, and `beatrice
-label RUN/retrieved --judge …` puts judges in the place of exact match.
+The questions with their passages are a run inside the run, which the stages of any run
+answer, label and extract, so that it stops and continues as they do.
 """
 
 import collections

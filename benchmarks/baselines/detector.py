@@ -1,9 +1,4 @@
-"""What a baseline detector is: what it reads, what it returns, what it costs.
-
-A baseline is a value: a name, what it needs, where it was published, and a function
-from `DetectorInput` to a score of every answer of one setting. `@baseline(...)` makes
-one of a function; those of the files in `detectors/` are the catalogue.
-"""
+"""What a baseline detector is: what it reads, what it returns, what it costs."""
 
 import dataclasses
 import functools

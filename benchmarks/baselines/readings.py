@@ -81,7 +81,7 @@ class AnswerReader:
 
         inputs, model = self.inputs, self._backbone
         pairs = [(inputs.examples[i], inputs.answers[i]) for i in rows]
-        drawn = [inputs.samples[i] for i in rows] if inputs.samples else []
+        drawn = [inputs.samples[i] for i in rows]
         extra: dict[str, Any] = {}
         if "sample_states" in names:
             extra["drawn"] = [[sample.token_ids for sample in row] for row in drawn]

@@ -4,9 +4,7 @@ Kuhn et al. (ICLR 2023) and Farquhar et al. (Nature, 2024), as in the latter's c
 
 Bayesian semantic entropy: what the entropy is likely to be, given few answers. Ciosek,
 Felicioni and Ghiassian (TMLR 2025, arXiv 2504.03579), the estimator SE-Bayes, as in
-spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb). The paper
-names the method and cites Wang et al. (EMNLP 2023), whose sequential estimation asks
-for evidence from a search, and has neither a semantic entropy nor public code.
+spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb).
 """
 
 import dataclasses

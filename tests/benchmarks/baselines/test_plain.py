@@ -105,12 +105,6 @@ def test_validation_chooses_the_penalty(model, penalty_of):
     assert len(penalties) == 2  # clean labels and noisy ones want another penalty
 
 
-def test_planted_words_are_found():
-    labels, new_labels = some_labels(400), some_labels(300, 8)
-    p_correct = by_words(planted(labels), labels, planted(new_labels, 1))
-    assert roc_auc_score(new_labels, p_correct) > 0.99
-
-
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

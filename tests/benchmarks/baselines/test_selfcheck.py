@@ -158,14 +158,6 @@ def test_the_official_score_of_the_reference():
     assert official_eigenscore(states) == pytest.approx(-0.7283145391253493, abs=1e-12)
 
 
-def test_the_two_formulas_are_one_where_the_ridge_is_rescaled():
-    states = np.random.default_rng(0).normal(size=(10, 33))
-    rescaled = mean_log_eigenvalue(states, ridge=1e-3 * 32)
-    expected = (rescaled - math.log(32)) / math.log(10)
-    assert official_eigenscore(states) == pytest.approx(expected, abs=1e-12)
-    assert official_eigenscore(states) != pytest.approx(mean_log_eigenvalue(states))
-
-
 def test_the_papers_score_is_the_mean_logarithm_of_the_eigenvalues():
     states = np.random.default_rng(0).normal(size=(5, 16))
     centring = np.eye(16) - np.ones((16, 16)) / 16
