@@ -73,7 +73,7 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, check_whole, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
-from beatrice.pgir.arguments import as_labels, as_splits, one_each
+from beatrice.pgir.arguments import as_labels, as_list, as_splits, one_each
 
 if TYPE_CHECKING:
     import pandas
@@ -391,7 +391,7 @@ def _rows_of_labels(
     """Return what the rows of a store are; answers beside `indices` have no split."""
     if isinstance(labels, Rows):
         return labels
-    labels = list(labels)
+    labels = as_list(labels, "labels", "records, or True, False or None, one an answer")
     if labels and all(isinstance(label, Label) for label in labels):
         rows = rows_of(store, questions, labels)
         is_there = np.isin(np.arange(len(rows.ids)), indices)
