@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
 
 FORMAT = "3"  # of cached readings: 3 says of which rows
-_OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
+# What readings depend on beside the answers.
+_BESIDE = {"sample_states": "samples", "p_true": "samples", "lookback": "cue"}
 _ANSWERS_PER_CHUNK = 256
 _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
@@ -49,10 +50,9 @@ def reading_keys(
 
     Identities have a "cue" where other answers show it, see `AnswerReader.cue_like`.
     """
-    beside = {**dict.fromkeys(_OF_SAMPLES, "samples"), "lookback": "cue"}
     keys = {name: [FORMAT, name, setting, identities["answers"]] for name in names}
     for name, key in keys.items():
-        if identity := identities.get(beside.get(name, "")):
+        if identity := identities.get(_BESIDE.get(name, "")):
             key.append(identity)
     return {name: " ".join(key) for name, key in keys.items()}
 
