@@ -301,9 +301,18 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
+# Between numbers; a hyphen there is mostly that of years and scores.
+_SIGNS = {"+": " plus ", "*": " times ", "/": " over "}
+_SIGN = re.compile(r"(?<=\d)\s*([+*/])\s*(?=\d)")
+
+
 def text_key(question: str) -> bytes:
-    """Return what is equal for questions that differ in case, marks or articles."""
+    """Return what is equal for questions that differ in case, marks or articles.
+
+    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not.
+    """
     folded = unicodedata.normalize("NFKC", question).casefold()
+    folded = _SIGN.sub(lambda sign: _SIGNS[sign[1]], folded)
     return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 
 
