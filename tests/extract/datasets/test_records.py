@@ -193,6 +193,7 @@ TABLE = [
     ),
     ("NQ's page without a long answer", pub.simplified(start=-1), "no long answer"),
     ("NQ's page of too few tokens", pub.simplified(start=99), "tokens 99 to 14"),
+    ("TriviaQA's blind test", without(pub.trivia(7), "Answer"), "no 'Answer' (a test"),
     ("the hub's empty answer", HUB | {"answer": {"value": ""}}, "'answer'"),
     ("the hub's null", HUB | {"answer": None}, "'answer'"),
     ("an id that leads elsewhere", answered(answer="a", id="http://x.org/q"), "'id'"),
@@ -320,6 +321,12 @@ def question_of(tmp_path, record):
 UNSCORED = pub.biencoder()
 for _positive in UNSCORED["positive_ctxs"]:
     del _positive["score"]
+TEXTS = [["It is of 1920.", "It is mute."], ["It is of 1950."]]
+FILMS = {
+    "type": "comparison",
+    "supporting_facts": {"title": ["Film A"], "sent_id": [0]},
+    "context": {"title": ["Film A", "Film B"], "content": TEXTS},
+}
 BAND, MUTE = "Neil was a drummer. He wrote.", "It is of 1920. It is mute."
 GREEN = "Green is paragraph 0."
 MOON = "Men walked  there in December 1972 ."
@@ -332,6 +339,14 @@ LAYOUTS = [
     *(
         (make(7), "2wikimultihopqa", f"{7:032x}", [1, 1], "Film A", MUTE)
         for make in (pub.twowiki, pub.twowiki_strings)
+    ),
+    (
+        pub.flashrag(7, metadata=FILMS),
+        "2wikimultihopqa",
+        "test_7",
+        [1, 0],
+        "Film A",
+        MUTE,
     ),
     # A distractor has the title of a gold paragraph.
     (pub.musique(7), "musique", "2hop__7_7", [1, 0, 1], "Green", GREEN),
@@ -423,16 +438,6 @@ def test_an_evidence_file_that_is_missing_is_counted_and_one_outside_refused(tmp
     assert "leads out" in row.reason
 
 
-def test_a_blind_test_file_is_refused_with_its_reason(tmp_path):
-    records = pub.trivia_file(2)
-    for record in records["Data"]:
-        del record["Answer"]
-    report = inspect_file(pub.write_array(tmp_path / "test.json", records))
-    assert report["dataset"] == "triviaqa"
-    assert report["reasons"] == {"no 'Answer' (a test set without answers?)": 2}
-    assert "none of 2 records" in report["error"]
-
-
 TOKENS = [
     "Monk 's Café",
     "late 14th - century",
@@ -500,18 +505,7 @@ def test_dpr_questions_lose_the_quotes_that_are_left(tmp_path):
     assert all("column" in row.reason for row in refused) and len(refused) == 2
 
 
-def test_flashrag_keeps_the_passages_of_its_source(tmp_path):
-    plain = question_of(tmp_path, pub.flashrag())
-    assert (plain.id, plain.golds) == ("test_0", ("Ann", "Bob"))
-    texts = [["It is of 1920.", "It is mute."], ["It is of 1950."]]
-    meta = {
-        "type": "comparison",
-        "supporting_facts": {"title": ["Film A"], "sent_id": [0]},
-        "context": {"title": ["Film A", "Film B"], "content": texts},
-    }
-    question = question_of(tmp_path, pub.flashrag(metadata=meta))
-    assert question.dataset == "2wikimultihopqa"
-    assert [p.title for p in question.passages if p.is_supporting] == ["Film A"]
+def test_flashrag_tells_musique_whose_passages_it_has_not(tmp_path):
     steps = {"question_decomposition": [{"support_paragraph": {"title": "Green"}}]}
     question = question_of(tmp_path, pub.flashrag(metadata={"metadata": steps}))
     assert (question.dataset, question.passages) == ("musique", ())

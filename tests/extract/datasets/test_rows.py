@@ -176,13 +176,6 @@ def test_a_directory_a_pipe_and_a_missing_file_are_refused(tmp_path):
         assert words in inspect_file(tmp_path / name)["error"]
 
 
-def test_what_was_read_before_the_damage_is_counted(tmp_path):
-    report = inspect_file(write(tmp_path / "half.json", WHOLE[: len(WHOLE) // 2]))
-    assert report["dataset"] == "hotpotqa"
-    assert 30 < report["loaded"] < 40
-    assert "record" in report["error"]
-
-
 def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path):
     long = {"question": "who is it", "answer": ["a" * (33 << 20)]}
     rows = [long, {"question": "who is she", "answer": ["b"]}]
