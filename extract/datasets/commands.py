@@ -308,8 +308,6 @@ class AskingOptions:
     def stop_strings(self) -> tuple[str, ...]:
         r"""Return the texts that end an answer; `\n` stands for a line feed."""
         texts = tuple(text.replace(r"\n", "\n") for text in self.stop)
-        if not all(texts):
-            raise click.BadParameter("expected a text, found none", param_hint="--stop")
         return texts or self.prompt_config().usual_stop
 
 
