@@ -162,13 +162,18 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     for option, file in (
         (("--n-train", "popqa=3"), "training file of popqa"),
         (("--n-held-out", "nq=3"), "held-out file of nq"),
+        (("--context", "nq=none"), "file of nq"),
     ):
         unknown = beatrice(*command, *option, code=1)
         assert_error_sentence(unknown, f"no {file} is given")
     done = beatrice(*command, "--json")
-    assert "closed-book only" in done.stderr
+    assert done.stderr.count("closed-book only") == 1
     sources = json.loads(done.stdout)["sources"]
     assert [s["context"] for s in sources] == ["supporting", "none"]
+    pairs = {(e.dataset, bool(e.passages)) for e in examples_of(tmp_path / "run")}
+    assert pairs == {("hotpotqa", True), ("popqa", False)}
+    section = read_manifest(tmp_path / "run")["sections"]["data"]
+    assert section["context"] == "supporting popqa=none"
 
 
 def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(source, tmp_path):

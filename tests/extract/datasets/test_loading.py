@@ -205,11 +205,11 @@ def candidates(n, start=0, word="q"):
     return [Candidate(str(i), text_key(f"{word} {i}?")) for i in names]
 
 
-def build(folder, sources, fixed=None, note=lambda text: None, **config):
+def build(folder, sources, fixed=None, **config):
     """Build a folder with the splits of `small`, unless others are given."""
     folder.mkdir(exist_ok=True)  # a run's, which keeps other people's folders
     usual = {"sources": tuple(sources), "fixed": fixed, "splits": small()}
-    return build_examples(folder, BuildConfig(**(usual | config)), note)
+    return build_examples(folder, BuildConfig(**(usual | config)))
 
 
 def source(dataset, role, path):
@@ -403,23 +403,9 @@ def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
     assert refusal["number"] == 5
 
 
-def test_one_set_may_do_without_passages_where_the_others_have_theirs(
-    sources, tmp_path
-):
-    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
-    mixed = [item for item in sources if item.dataset != "popqa"]
-    mixed.append(source("popqa", "held-out", path))
-    notes, contexts = [], {"popqa": "none"}
-    manifest = build(tmp_path / "out", mixed, note=notes.append, contexts=contexts)
-    assert manifest["config"]["context"] == "supporting popqa=none"
-    assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
-    for example in read_records(tmp_path / "out" / "examples.jsonl", Example):
-        assert bool(example.passages) == (example.dataset != "popqa")
-    contexts = {s.dataset: "supporting" for s in mixed}
-    same = BuildConfig(sources=(), splits=small(), contexts=contexts)
-    assert same.contexts_as_text() == "supporting"  # as a run of before has it
-    with pytest.raises(ValueError, match="no file of nq is given"):
-        build(tmp_path / "other", mixed, contexts={"nq": "none"})
+def test_a_context_that_is_as_the_others_is_not_written_down():
+    config = BuildConfig(sources=(), splits=small(), contexts={"nq": "supporting"})
+    assert config.contexts_as_text() == "supporting"  # as a run of before has it
 
 
 def test_a_repeated_text_without_an_id_is_listed(tmp_path):
