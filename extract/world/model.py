@@ -19,6 +19,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import WordPiece as JoinWords
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
@@ -299,21 +300,17 @@ def _encode(
     Returns `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool,
     True where the next token is learned.
     """
-    encoded = []
+    batch, mask = [], []
     for row, everything in zip(rows, from_first or [False] * len(rows), strict=True):
         ids, learn = [vocabulary[START]], [False]
         for text, learned in row:
             words = _WORD.findall(text)
             ids += [vocabulary[word] for word in words]
             learn += [learned or everything] * len(words)
-        encoded.append((ids, learn))
-    width = max(len(ids) for ids, _ in encoded)
-    batch = torch.full((len(rows), width), vocabulary[END])
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for i, (ids, learn) in enumerate(encoded):
-        batch[i, : len(ids)] = torch.tensor(ids)
-        mask[i, : len(ids)] = torch.tensor(learn)
-    return batch, mask[:, 1:]
+        batch.append(torch.tensor(ids))
+        mask.append(torch.tensor(learn))
+    padded = pad_sequence(batch, batch_first=True, padding_value=vocabulary[END])
+    return padded, pad_sequence(mask, batch_first=True)[:, 1:]
 
 
 def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
