@@ -151,7 +151,10 @@ class DatasetFile:
     def _completed(self, question: Question) -> Question:
         """Return a question with set, an id (else of its text) and no empty passage."""
         changes: dict[str, Any] = {}
-        if question.dataset is None or self.dataset_from == "given":
+        is_given, name = self.dataset_from == "given", question.dataset
+        if is_given and self.dataset in DATASETS and name not in (None, self.dataset):
+            raise ValueError(f"is of {name}, and its file was given as {self.dataset}")
+        if is_given or name is None:
             changes["dataset"] = self.dataset
         if question.id is None:
             digest = hashlib.sha256(question.question.encode()).hexdigest()[:24]

@@ -127,6 +127,14 @@ def test_a_layout_gives_way_to_the_set_that_is_named_and_a_mark_does_not(tmp_pat
         path = pub.write_lines(tmp_path / "b", records)
         with pytest.raises(ValueError, match=f"holds {name}, not popqa"):
             open_dataset(path, dataset="popqa")
+    # Nor does one of a few records, but for a name of one's own.
+    path = pub.write_lines(
+        tmp_path / "c", lists(dataset="nq") + lists(dataset="popqa")[:1]
+    )
+    *_, row = open_dataset(path, dataset="nq").read()
+    assert row.reason == "is of popqa, and its file was given as nq"
+    rows = open_dataset(path, dataset="mine").read()
+    assert {row.question.dataset for row in rows} == {"mine"}
     # Of two sets with as many records the format decides.
     for records in ([pub.hotpot(), pub.musique()], [pub.musique(), pub.hotpot()]):
         file = open_dataset(pub.write_lines(tmp_path / "mixed", records))
