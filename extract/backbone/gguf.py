@@ -237,14 +237,17 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
     """Put how rotary frequencies are scaled into a config.
 
     Transformers passes over it in silence: Llama 3.1 and later, and Gemma 3 from 4B on,
-    would read every position wrongly.
+    would read every position wrongly. A file that names a factor alone, which
+    older ones call otherwise, is scaled linearly (llama-model.cpp).
     """
-    prefix = f"{header.architecture}.rope.scaling"
-    kind = header.values.get(f"{prefix}.type", "none")
+    values, prefix = header.values, f"{header.architecture}.rope"
+    older = values.get(f"{prefix}.scale_linear")
+    factor = values.get(f"{prefix}.scaling.factor", older)
+    kind = values.get(f"{prefix}.scaling.type", "linear" if factor else "none")
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)  # Gemma's local layers are not scaled
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": header.values[f"{prefix}.factor"]}
+        rope |= {"rope_type": "linear", "factor": factor or 1.0}
     elif kind != "none" and rope.get("rope_type") != kind:
         raise GgufError(
             header.path,
@@ -457,7 +460,7 @@ class Weights:
 
 
 # Part of the folder's name: raised when the same file would be unpacked otherwise.
-_RECIPE = 1
+_RECIPE = 2
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 

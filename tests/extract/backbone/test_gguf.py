@@ -99,7 +99,7 @@ def _packed(values, kind):
 
 
 def write_gguf(
-    path, model, *, kind="F32", add_bos=True, scaling=None, more=None, without=()
+    path, model, *, kind="F32", add_bos=True, scaling=(), more=None, without=()
 ):
     """Write a model with its tokenizer; matrices are of a kind, vectors float32."""
     config = model.config
@@ -127,9 +127,9 @@ def write_gguf(
     else:
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if scaling:
-        writer.add_string(f"{architecture}.rope.scaling.type", scaling)
-        writer.add_rope_scaling_factor(8.0)
+    for name, value in dict(scaling).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"{architecture}.rope.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(WORDS)
@@ -304,10 +304,11 @@ def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
     rope = {"full_attention": scaled, "sliding_attention": plain}
     layers = ["sliding_attention", "full_attention"]
     model = tiny("gemma3", rope_parameters=rope, layer_types=layers)
-    path = tmp_path / "m.gguf"
-    write_gguf(path, model, scaling="linear")
-    assert load_outline(str(path)).config.rope_parameters == rope
-    write_gguf(path, model, scaling="yarn")
+    path, factor = tmp_path / "m.gguf", {"scaling.factor": 8.0}
+    for scaling in (factor | {"scaling.type": "linear"}, factor, {"scale_linear": 8.0}):
+        write_gguf(path, model, scaling=scaling)
+        assert load_outline(str(path)).config.rope_parameters == rope
+    write_gguf(path, model, scaling=factor | {"scaling.type": "yarn"})
     assert "scaled by 'yarn'" in refusal(path)
 
 
