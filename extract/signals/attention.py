@@ -244,9 +244,8 @@ def _selected(
     )
     is_selected = is_selected.scatter_(-1, blocks, True)[..., keys // size]
     if is_selected.shape[1] > 1:
-        is_selected = is_selected.repeat_interleave(
-            query.shape[1] // is_selected.shape[1], dim=1
-        )
+        n_in_group = n_heads // is_selected.shape[1]
+        is_selected = is_selected.repeat_interleave(n_in_group, dim=1)
     return is_selected & (keys <= keys[:, None] if mask is None else mask)
 
 
