@@ -269,9 +269,8 @@ class PromptConfig:
 
     template: TemplateName | Words = "short"  # the words around question and context
     chat: bool = False  # through the chat template, thinking switched off
-    overlong: Literal["refuse", "drop-passages"] = (
-        "refuse"  # what happens to a prompt that does not fit
-    )
+    # What happens to a prompt that does not fit.
+    overlong: Literal["refuse", "drop-passages"] = "refuse"
     window: int | None = None  # most tokens with the answer; None: the model's own
     shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
 
