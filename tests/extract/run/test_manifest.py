@@ -53,13 +53,6 @@ def run(tmp_path):
         yield run
 
 
-def rewrite(run, change):
-    """Change the stored section as another program, or a person, would."""
-    manifest = read_manifest(run.path)
-    change(manifest["sections"]["train"])
-    run.manifest.write_text(json.dumps(seal(manifest)))
-
-
 def test_a_run_continues_with_what_it_was_made_with(run):
     run.close()
     before = run.manifest.read_bytes()
@@ -146,7 +139,9 @@ def test_a_dry_run_settles_nothing(run):
 )
 def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
     run.settle("train", PRESETS)
-    rewrite(run, change)
+    manifest = read_manifest(run.path)
+    change(manifest["sections"]["train"])
+    run.manifest.write_text(json.dumps(seal(manifest)))
     words = re.escape(f"{run.manifest}, section 'train': {reason}")
     for read, value in ((run.section, Settings), (run.settle, PRESETS)):
         with pytest.raises(ValueError, match=f"^{words}.*start a new run directory$"):
@@ -219,12 +214,6 @@ def test_a_manifest_edited_by_hand_or_of_other_types_is_one_sentence(
         run.settle("train", PRESETS)
 
 
-def at_once(n, work):
-    """Do the same in several threads, and wait for all."""
-    with ThreadPoolExecutor(n) as pool:
-        return [task.result() for task in [pool.submit(work) for _ in range(n)]]
-
-
 def test_workers_that_settle_at_once_write_the_same_bytes(run):
     barrier = threading.Barrier(2)
 
@@ -232,11 +221,12 @@ def test_workers_that_settle_at_once_write_the_same_bytes(run):
         barrier.wait()  # both have seen that nothing is settled
         return dataclasses.replace(settings, stop=3)
 
-    def work():
+    def work(_):
         settled = RunDir(run.path).settle("train", PRESETS, settle)
         return settled, run.manifest.read_bytes()
 
-    first, other = at_once(2, work)
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(work, range(2))
     assert first == other
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
 
@@ -244,11 +234,12 @@ def test_workers_that_settle_at_once_write_the_same_bytes(run):
 def test_workers_that_make_a_run_at_once_make_one(tmp_path):
     path, barrier = tmp_path / "run", threading.Barrier(4)
 
-    def work():
+    def work(_):
         barrier.wait()
         return RunDir.open(path, SMOKE, share=Share(0, 2))
 
-    runs = at_once(4, work)
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(work, range(4)))
     assert sorted(p.name for p in path.iterdir()) == ["lock", "manifest.json"]
     for run in runs:
         run.close()
