@@ -41,7 +41,7 @@ def stored(run, model, setting, layers, selected):
     by_id = {a.example_id: a for a in originals}
     answers = [by_id[example.id] for example in selected]
     places = {key: i for i, key in enumerate(store.spec.keys)}
-    about = {**facts, **model._about(answers)}
+    about = {**facts, **model._about(answers, None)}
     spec = dataclasses.replace(store.spec, fingerprint=about)
     where = np.array([places[answer.key] for answer in answers])
     signals = beatrice.Signals(
