@@ -4,10 +4,10 @@ import dataclasses
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
 from beatrice.extract.backbone.names import AttentionLayers
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 _TOGETHER = 256  # questions between two of which a kill costs nothing
 _MOST_KEPT = 4  # readers of a model
-_T = TypeVar("_T")
-_NO_SPLIT = "test"  # a question that is asked here is of none; a record needs one
 
 
 class LanguageModel:
@@ -98,9 +96,10 @@ class LanguageModel:
             words, chat = as_words(prompt, "prompt"), has_chat(self.backbone)
             prompt = PromptConfig(template=words, chat=chat)
         self.prompt: PromptConfig = prompt
-        # Of some choices of layers: what reads them, and why not while it writes.
-        self._readers: dict[Any, tuple[SignalReader]] = {}
-        self._reasons: dict[Any, tuple[str | None]] = {}
+        # Of the last choices of layers: what reads them; of all: why not while it
+        # writes.
+        self._readers: dict[tuple[tuple[int, ...], str], SignalReader] = {}
+        self._reasons: dict[tuple[int, ...], str | None] = {}
 
     def __repr__(self) -> str:
         """Say which model it is and where it computes."""
@@ -222,34 +221,29 @@ class LanguageModel:
         """Answer, and keep the signals of the passes that write the answers."""
         from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
-        from beatrice.extract.signals.decode import generate_and_read
+        from beatrice.extract.signals.decode import check_decoding, generate_and_read
 
         with naming_extra("read=True"):
-            from beatrice.extract.signals.extract import ExtractConfig, extract
+            from beatrice.extract.signals.extract import ExtractConfig
             from beatrice.extract.signals.written import ReadBefore
-            from beatrice.extract.store.store import open_store
-            from beatrice.signals import Signals, place_of
 
-        reader = self._reader(layers, "all")
-        if (reason := self._why_read_again(layers)) is not None:
+        config = ExtractConfig(hidden_layers=layers)
+        reader: Reader = self._reader(layers, config.hidden_spans)
+        if layers not in self._reasons:
+            self._reasons[layers] = check_decoding(reader)
+        if (reason := self._reasons[layers]) is not None:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
-            return answers, self._read(answers, layers, store, None, generation)
-        config = ExtractConfig(hidden_layers=layers)
-        if store is None or "://" in str(store):
+        elif store is None or "://" in str(store):
             answers, signals = generate_and_read(reader, requests, generation)
-            written = ReadBefore.of(reader, answers, signals)
+            reader = ReadBefore.of(reader, answers, signals)
         else:
             folder = Path(f"{store}.written")
             with locked(folder):
-                answers, written = _answer_on_disk(
+                answers, reader = _answer_on_disk(
                     reader, requests, generation, config, folder
                 )
-        with _alone(store), place_of(store) as url:
-            extract(
-                written, answers, url, config, about=self._about(answers, generation)
-            )
-            return answers, Signals(open_store(url), model=self)
+        return answers, self._store(reader, answers, store, config, generation)
 
     def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
         """Return answers that exist as records, which `read` takes.
@@ -318,23 +312,10 @@ class LanguageModel:
           ValueError: no answers, answers of both settings, or answers that another
             model gave.
         """
-        return self._read(answers, layers, store, config, None)
-
-    def _read(
-        self,
-        answers: Iterable[Answer],
-        layers: Sequence[int] | Literal["middle", "all"],
-        store: str | Path | None,
-        config: "ExtractConfig | None",
-        generation: "GenerationConfig | None",
-    ) -> "Signals":
-        """Read answers; how they were generated is None where nobody says."""
         from beatrice.extract.backbone.loading import require_known_tokens
 
         with naming_extra("LanguageModel.read"):
-            from beatrice.extract.signals.extract import ExtractConfig, extract
-            from beatrice.extract.store.store import open_store
-            from beatrice.signals import Signals, place_of
+            from beatrice.extract.signals.extract import ExtractConfig
 
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
@@ -344,8 +325,23 @@ class LanguageModel:
             raise argument_error("config", "an ExtractConfig", config)
         chosen = self._layers(layers)
         config = dataclasses.replace(config, hidden_layers=chosen)
-        about = self._about(answers, generation)
         reader = self._reader(chosen, config.hidden_spans)
+        return self._store(reader, answers, store, config, None)
+
+    def _store(
+        self,
+        reader: "Reader",
+        answers: Sequence[Answer],
+        store: str | Path | None,
+        config: "ExtractConfig",
+        generation: "GenerationConfig | None",
+    ) -> "Signals":
+        """Read answers into a store; how they were generated is None if unknown."""
+        from beatrice.extract.signals.extract import extract
+        from beatrice.extract.store.store import open_store
+        from beatrice.signals import Signals, place_of
+
+        about = self._about(answers, generation)
         with _alone(store), place_of(store) as url:
             extract(reader, answers, url, config, about=about)
             return Signals(open_store(url), model=self)
@@ -369,19 +365,16 @@ class LanguageModel:
         return tuple(sorted(numbers))
 
     def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
+        """Return what reads these layers, made if it is not among the last few."""
         from beatrice.extract.signals.reader import SignalReader
 
-        def make() -> SignalReader:
-            return SignalReader(self.backbone, layers, hidden_spans=spans)
-
-        return _recent(self._readers, (layers, spans), make)
-
-    def _why_read_again(self, layers: tuple[int, ...]) -> str | None:
-        from beatrice.extract.signals.decode import check_decoding
-
-        return _recent(
-            self._reasons, layers, lambda: check_decoding(self._reader(layers, "all"))
-        )
+        reader = self._readers.get((layers, spans))
+        if reader is None:
+            for oldest in [*self._readers][: 1 - _MOST_KEPT]:
+                self._readers.pop(oldest, None)  # another thread may have done it
+            reader = SignalReader(self.backbone, layers, hidden_spans=spans)
+            self._readers[layers, spans] = reader
+        return reader
 
     def _about(
         self, answers: Sequence[Answer], generation: "GenerationConfig | None"
@@ -409,16 +402,6 @@ class LanguageModel:
             "stop_id": stops.most_common(1)[0][0] if stops else None,
             "scripts": scripts_of(texts),
         }
-
-
-def _recent(cache: dict[Any, tuple[_T]], key: Any, make: Callable[[], _T]) -> _T:
-    """Return a key's value, made if it is not among the last few; for many threads."""
-    entry = cache.get(key)
-    if entry is None:
-        for oldest in [*cache][: 1 - _MOST_KEPT]:
-            cache.pop(oldest, None)
-        entry = cache[key] = (make(),)
-    return entry[0]
 
 
 def _answer_on_disk(
@@ -573,7 +556,7 @@ def _as_example(
         id=name,
         question=text,
         dataset="asked",
-        split=_NO_SPLIT,
+        split="test",  # it is of none, and a record needs one
         golds=("-",),
         passages=passages,
     )

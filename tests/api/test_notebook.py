@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import re
+import runpy
 import shutil
 import threading
 import weakref
@@ -120,6 +121,15 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 
+def test_a_packaged_probe_takes_the_signals_of_a_run_as_of_its_model(
+    run, model, examples
+):
+    stored = runpy.run_path(str(ROOT / "docs" / "packaged_probe.py"))["stored"]
+    answers, signals = stored(run, model, "closed_book", [3], examples)
+    assert signals.keys == tuple(answer.key for answer in answers)
+    assert signals.store.spec.fingerprint["name"] == "embedded"
+
+
 class Failing:
     """A reader that is lost at its fifth batch."""
 
@@ -139,7 +149,7 @@ def test_signals_that_could_not_all_be_read_leave_nothing_in_memory(examples):
     model = beatrice.LanguageModel("embedded")
     answers = model.answer(examples, max_new_tokens=4)
     choice = (3,), "all"
-    model._readers[choice] = (Failing(model._reader(*choice)),)
+    model._readers[choice] = Failing(model._reader(*choice))
     memory = open_kvstore("memory://beatrice-signals-")
     before = {*memory.list().result()}
     config = ExtractConfig(tokens_per_batch=64)
