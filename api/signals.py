@@ -24,7 +24,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
-from beatrice.pgir.arguments import argument_error, as_list
+from beatrice.pgir.arguments import argument_error, one_each
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -131,13 +131,13 @@ class Signals:
                 f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
             )
         _check_names(families)
-        counts = None if lengths is None else _counts_of(lengths)
+        counts = None if lengths is None else _whole_numbers(lengths, "lengths")
         rows = {name: _end_to_end(name, x, counts) for name, x in families.items()}
         n_tokens = _equal_lengths({name: n for name, (_, n) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
         answer_spans = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
         answer_spans[:, 2, 1] = n_tokens
-        spans = answer_spans if spans is None else _whole_numbers(spans, "spans")
+        spans = answer_spans if spans is None else _whole_numbers(spans, "spans", 3)
         if spans.shape != answer_spans.shape:
             raise ValueError(
                 f"spans: expected [n_answers, 3, 2], here {answer_spans.shape}, found "
@@ -146,18 +146,26 @@ class Signals:
         hidden_layers = _layers_of(values, layers)
         by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
+        fingerprint: dict[str, Any] = {"source": "arrays"}
+        if store is not None:  # which holds these values, and no others
+            fingerprint["sums"] = {
+                name: zlib.crc32(x.data) for name, x in values.items()
+            }
         setting: Setting = "with_context" if has_context else "closed_book"
+        names: Sequence[Any] = range(len(n_tokens))
+        if ids is not None:
+            names = one_each(ids, "ids", "names", len(names))
         spec = StoreSpec(
             families={
                 name: Family(shape=x.shape[1:], by_layer=name in by_layer)
                 for name, x in values.items()
             },
-            keys=tuple((i, setting, "original") for i in _ids(ids, len(n_tokens))),
+            keys=tuple((str(name), setting, "original") for name in names),
             lengths=n_tokens,
             spans=spans,
             rows_per_shard=1 << max(0, int(n_tokens.sum() - 1).bit_length()),
             hidden_layers=hidden_layers,
-            fingerprint={"source": "arrays", **_sums(values, store)},
+            fingerprint=fingerprint,
         )
         with place_of(store) as url:
             opened = create_store(url, spec)
@@ -268,23 +276,17 @@ def _check_names(families: Mapping[str, Any]) -> None:
             )
 
 
-def _sums(values: Mapping[str, np.ndarray], store: str | Path | None) -> dict[str, Any]:
-    """Return what tells a store of these values from one of others, if it stays."""
-    if store is None:
-        return {}
-    return {"sums": {name: zlib.crc32(x.data) for name, x in values.items()}}
-
-
-def _whole_numbers(values: Any, name: str) -> np.ndarray:
-    """Return whole numbers from 0 on as int64, of any shape but that of one number."""
+def _whole_numbers(values: Any, name: str, n_axes: int = 1) -> np.ndarray:
+    """Return whole numbers from 0 on as int64."""
     try:
         numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         numbers = np.array(np.nan)
     is_whole = np.isfinite(numbers) & (numbers >= 0) & (numbers == np.floor(numbers))
-    if not numbers.ndim or not is_whole.all():
+    if numbers.ndim != n_axes or not is_whole.all():
         raise ValueError(
-            f"{name}: expected whole numbers from 0 on, found {values!r:.80}"
+            f"{name}: expected whole numbers from 0 on, {n_axes}-dimensional, found "
+            f"{values!r:.80}"
         )
     return numbers.astype(np.int64)
 
@@ -308,17 +310,8 @@ def _layers_of(
     return numbers
 
 
-def _counts_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the tokens of each answer as int64 `[n_answers]`."""
-    counts = _whole_numbers(lengths, "lengths")
-    if counts.ndim != 1:
-        shape = counts.shape
-        raise ValueError(f"lengths: expected [n_answers], found the shape {shape}")
-    return counts
-
-
 def _end_to_end(
-    name: str, given: Any, lengths: Sequence[int] | np.ndarray | None
+    name: str, given: Any, lengths: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a family's rows end to end `[n_rows, …]` float32, and answers' counts."""
     try:
@@ -389,17 +382,6 @@ def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:
                 "all families are read at the same tokens of the same answers"
             )
     return counts[first]
-
-
-def _ids(ids: Sequence[str] | None, n_answers: int) -> list[str]:
-    if ids is None:
-        return [str(number) for number in range(n_answers)]
-    names = as_list(ids, "ids", "a list of names, one an answer")
-    if len(names) != n_answers:
-        raise ValueError(
-            f"ids: expected {n_answers}, one an answer, found {len(names)}"
-        )
-    return [str(name) for name in names]
 
 
 def by_setting(
