@@ -13,6 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -220,33 +221,25 @@ def answer_and_label(
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     questions = without_worked_examples(questions, model.prompt.shots, note)
     asked = _asked(questions, model.prompt.prompt_template(), note)
+
+    def answered(
+        some: Sequence[Example], setting: Setting, store: Any = None
+    ) -> Labelled:
+        shown = _shown(some, setting)
+        contexts = shown if setting == "with_context" else None
+        answers, signals = model.answer(some, contexts, read=True, store=store)
+        pairs = zip(answers, some, strict=True)
+        labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
+        texts = [q.question for q in some]
+        return Labelled(texts, shown, answers, signals, labels)
+
     stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
     for setting, part in asked.items() if is_new else ():
-        tried = part[:_TRIED]
-        written = _forecast(
-            lambda some, setting=setting: model.answer(
-                some, _contexts(some, setting), read=True
-            ),
-            part,
-            setting,
-            note,
-        )
-        pairs = list(zip(written[0], tried, strict=True))
-        labels = [exact_match(a.text, q.golds) for a, q in pairs]
-        if len(set(labels)) == 1 and len(labels) > 1:
-            note(_class_advice(pairs, labels[0], setting))
-    parts: Parts = {}
-    for setting, part in asked.items():
-        contexts = _contexts(part, setting)
-        of_each = contexts or [()] * len(part)
-        answers, signals = model.answer(
-            part, contexts, read=True, store=stores[setting]
-        )
-        pairs = zip(answers, part, strict=True)
-        labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
-        texts = [q.question for q in part]
-        parts[setting] = Labelled(texts, of_each, answers, signals, labels)
+        first = _forecast(partial(answered, setting=setting), part, setting, note)
+        if len(first.labels) > 1 and len(set(first.labels)) == 1:
+            note(_class_advice(first, part, setting))
+    parts: Parts = {x: answered(part, x, stores[x]) for x, part in asked.items()}
     return in_parts(parts, note)
 
 
@@ -270,14 +263,11 @@ def without_worked_examples(
 
 def _store_name(model: Any, questions: Sequence[Example], setting: Setting) -> str:
     """Return a name of all that answers depend on: what is different begins anew."""
-    contexts = _contexts(questions, setting) or [()] * len(questions)
+    pairs = zip(questions, _shown(questions, setting), strict=True)
     about = [
         [model.backbone.revision, str(model.backbone.dtype)],
         [model.backbone.attention, dataclasses.asdict(model.prompt)],
-        *(
-            [q.id, q.question, *([p.title, p.text] for p in context)]
-            for q, context in zip(questions, contexts, strict=True)
-        ),
+        *([q.id, q.question, *([p.title, p.text] for p in x)] for q, x in pairs),
     ]
     return f"signals-{sha256_json(about)[:12]}"
 
@@ -306,13 +296,9 @@ def _asked(
     return asked
 
 
-def _contexts(
-    questions: Sequence[Example], setting: Setting
-) -> list[Sequence[Passage]] | None:
-    """Return the passages that questions are asked with; None from memory."""
-    if setting == "closed_book":
-        return None
-    return [question.passages for question in questions]
+def _shown(questions: Sequence[Example], setting: Setting) -> list[Sequence[Passage]]:
+    """Return the passages that each question is asked with."""
+    return [q.passages if setting == "with_context" else () for q in questions]
 
 
 def _forecast(
@@ -336,17 +322,18 @@ def _forecast(
 
 
 def _class_advice(
-    pairs: Sequence[tuple[Answer, Example]], is_right: bool, setting: Setting
+    tried: Labelled, questions: Sequence[Example], setting: Setting
 ) -> str:
     """Return what to do where the first answers are all right, or all wrong."""
-    first = f"of the first {len(pairs)} answers {IN_WORDS[setting]}"
-    if is_right:
+    first = f"of the first {len(tried.answers)} answers {IN_WORDS[setting]}"
+    if tried.labels[0]:
         return (
             f"warning: all {first} are right; a probe needs wrong ones too: stop "
             "(Ctrl-C) and give harder questions, unless some are still to come"
         )
     shown = "; ".join(
-        f"{q.question!r}: {a.text!r}, expected {q.golds[0]!r}" for a, q in pairs[:3]
+        f"{q.question!r}: {a.text!r}, expected {q.golds[0]!r}"
+        for a, q in zip(tried.answers[:3], questions, strict=False)
     )
     return (
         f"warning: none {first} is right ({shown}). If these "
@@ -407,9 +394,6 @@ def compare(
     questions = np.array(question_names(labelled.questions))[where]
     p_correct = probe.predict(signals[np.flatnonzero(where)])
     lengths = np.array([len(answer.token_ids) for answer in labelled.answers])
-    order = {key: at for at, key in enumerate(signals.store.spec.keys)}
-    at = [order[answer.key] for answer in labelled.answers]
-    log_probs = answer_log_probs(signals.store)[at]
     head = OWN_PASS_HEADS[setting]
     lines = [
         f"{len(labels)} answers {IN_WORDS[setting]} held back, {int(labels.sum())} of "
@@ -418,7 +402,7 @@ def compare(
     rows = []
     for name, scores in (
         ("probe", p_correct),
-        ("perplexity", log_probs[where]),
+        ("perplexity", answer_log_probs(signals.store)[where]),
         ("text alone", text_scores(labelled)[where]),
         ("length alone", -lengths[where].astype(float)),
     ):
