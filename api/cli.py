@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beatrice.benchmarks import CHAIN, NEXT, what_to_do
+from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import (
     Progress,
     in_one_sentence,
@@ -35,10 +36,15 @@ from beatrice.extract.run.console import (
     printable,
     quiet,
 )
-from beatrice.extract.run.directory import NotWritten
+from beatrice.extract.run.contents import read_answers, read_examples, settings_of
+from beatrice.extract.run.directory import NotWritten, RunDir
+from beatrice.extract.run.files import JsonLines, write_text_atomic
 from beatrice.extract.run.process import find_share
+from beatrice.extract.run.rows import check_evaluated, read_result_rows
+from beatrice.extract.run.stages import run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
+    FILE,
     RUN_DIR,
     GivenPath,
     NewPath,
@@ -51,6 +57,10 @@ from beatrice.extract.run.verbs import (
 )
 from beatrice.extras import missing_extra
 
+if TYPE_CHECKING:
+    from beatrice.probe import Probe
+
+Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 # The module in which a verb lives, under the headings and in the order of the help.
 HEADINGS = {
     "Begin here": {
@@ -114,8 +124,6 @@ _QUIET = click.Option(
 )
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
-
-
 # Options with which a verb does not do its stage, or not all of it.
 _NOT_THE_STAGE = ("shard", "dry_run", "list", "check")
 
@@ -169,13 +177,11 @@ class _Verbs(click.Group):
         except BrokenPipeError:
             raise  # `| head` has enough: click ends without a word
         # Any other error is the program's own mistake, and shows where it was made.
-        except (ValueError, OSError, MemoryError) as error:
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_of_machine(error):
+                raise
             do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
             raise click.ClickException(in_one_sentence(error) + do) from error
-        except RuntimeError as error:
-            if not is_of_machine(error):
-                raise
-            raise click.ClickException(in_one_sentence(error)) from error
         except ImportError as error:
             if (text := missing_extra(error)) is None:
                 raise
@@ -227,10 +233,6 @@ def make_demo() -> click.Command:
 
         Example: beatrice demo runs/demo
         """
-        from beatrice.extract.records import SETTINGS
-        from beatrice.extract.run.contents import settings_of
-        from beatrice.extract.run.directory import RunDir
-        from beatrice.extract.run.stages import run_stage
         from beatrice.extract.world.stage import new_world
 
         settings = new_world(**given(run), storage=storage.fields())
@@ -252,13 +254,6 @@ def make_demo() -> click.Command:
         click.echo(json.dumps(page["headline"]) if as_json else page["text"])
 
     return demo
-
-
-if TYPE_CHECKING:
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.probe import Probe
-
-Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 
 
 _STREAM = Path("-")  # standard input or output, as shells write it
@@ -405,7 +400,6 @@ def _check_different(files: Mapping[str, Path | None]) -> None:
 
 def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     """Write the page of some results."""
-    from beatrice.extract.run.files import write_text_atomic
     from beatrice.pgir.score_files import page
 
     write_text_atomic(html, page(title, summary, results))
@@ -438,8 +432,6 @@ def _score_file(
     as_json: bool,
 ) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
-    from beatrice.extract.records import SETTINGS
-    from beatrice.extract.run.files import JsonLines
     from beatrice.pgir.score_files import Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
@@ -493,12 +485,12 @@ def _score_file(
 @click.argument("places", nargs=-1, metavar="QUESTIONS PROBE_FOLDER", type=GivenPath())
 @click.option(
     "--labelled",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Lines with question, answer, label, perhaps context, instead of QUESTIONS.",
 )
 @click.option(
     "--template",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Your words around question and context, a JSON object of closed_book and "
     "with_context.",
 )
@@ -562,10 +554,8 @@ _IN_REPORT = {
 }  # experiment, metric and kind of a run's rows
 
 
-def _report_of(run: "RunDir") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _report_of(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows of `Probe.report` of a finished run, and of five test answers."""
-    from beatrice.extract.run.contents import read_answers, read_examples, settings_of
-    from beatrice.extract.run.rows import read_result_rows
     from beatrice.probe import MOST_EXAMPLES
 
     columns = ("dataset", "split", "metric", "value", "ci_low", "ci_high", "n")
@@ -605,8 +595,6 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
     Example: beatrice export runs/demo probe
     """
     quiet()
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.rows import check_evaluated
     from beatrice.probe import load
 
     probe = load(run_dir)

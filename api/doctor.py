@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from beatrice.extract.records import Answer
+from beatrice.extract.records import SETTINGS, Answer
+from beatrice.extract.run.console import printable, quiet
 from beatrice.extract.run.contents import settings_in_words
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.files import CHECKSUMS, JsonLines, verify_checksums
 from beatrice.extract.run.process import proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import RunPath, Text
@@ -375,9 +376,6 @@ def verify_run(path: Path) -> list[str]:
     Checks what each finished stage recorded of its inputs and outputs, every chunk of
     the feature stores, and every file of the trained weights.
     """
-    from beatrice.extract.records import SETTINGS
-    from beatrice.extract.run.directory import read_manifest
-    from beatrice.extract.run.files import CHECKSUMS, verify_checksums
     from beatrice.extract.store.store import open_store
     from beatrice.extract.store.store import verify as verify_store
 
@@ -400,8 +398,6 @@ def verify_run(path: Path) -> list[str]:
 
 def _verify(run_dir: Path, as_json: bool) -> None:
     """Print every problem of a run directory; raise if there is one."""
-    from beatrice.extract.run.console import printable
-
     problems = verify_run(run_dir)
     for problem in problems:
         finding = Finding("run", "problem", problem)
@@ -449,8 +445,6 @@ def doctor(
             raise click.UsageError("--verify is of a run; give RUN_DIR too")
         _verify(run_dir, as_json)
         return
-    from beatrice.extract.run.console import printable, quiet
-
     hub = list(look_at_hub(model))
     quiet()
     findings = [
