@@ -565,19 +565,19 @@ def local_probes() -> dict[str, Path]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    folders = packaged_probes()
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
-        return folders
-    for repository in repositories:
-        for revision in repository.revisions:
-            # Whatever else is in the cache may hold a file called eval.json.
-            if (revision.snapshot_path / ARRAYS).is_file():
-                # The whole hash: of a part the Hub alone knows the commit.
-                name = f"{_HUB}{repository.repo_id}@{revision.commit_hash}"
-                folders[name] = revision.snapshot_path
-    return folders
+        return packaged_probes()
+    fetched = {
+        # The whole hash: of a part the Hub alone knows the commit.
+        f"{_HUB}{repository.repo_id}@{revision.commit_hash}": revision.snapshot_path
+        for repository in repositories
+        for revision in repository.revisions
+        # Whatever else is in the cache may hold a file called eval.json.
+        if (revision.snapshot_path / ARRAYS).is_file()
+    }
+    return packaged_probes() | dict(sorted(fetched.items()))
 
 
 def packaged_probes() -> dict[str, Path]:

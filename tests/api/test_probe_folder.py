@@ -11,11 +11,11 @@ import re
 import runpy
 import shutil
 import site
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ from beatrice.pgir.scorer import Scorer
 from beatrice.probe import published
 from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
-from tests.process import call, forked, on_disk, run_python
+from tests.process import ROOT, call, forked, on_disk, run_line, run_python
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -436,17 +436,8 @@ def base_installation(tmp_path_factory):
 @pytest.fixture
 def bare(base_installation):
     """Return a function that runs Python with these packages and nothing else."""
-
-    def run(*words, **environ):
-        return subprocess.run(
-            [os.path.realpath(sys.executable), "-S", *words],
-            env={**os.environ, "PYTHONPATH": str(base_installation), **environ},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
+    python = (os.path.realpath(sys.executable), "-S")
+    return partial(run_line, *python, PYTHONPATH=str(base_installation))
 
 
 PROGRAM = """
@@ -482,7 +473,6 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     nobody = "http://127.0.0.1:9"
     cache = str(hub_cache)
     done = bare("-c", PROGRAM, *words, HF_HUB_CACHE=cache, HF_ENDPOINT=nobody)
-    assert done.returncode == 0, done.stderr[-2000:]
     raw, text, heavy = json.loads(done.stdout)
     expected = [score.raw for score in probe.score_many(ROWS)]
     np.testing.assert_allclose(raw, expected, atol=1e-5)
@@ -497,16 +487,19 @@ from beatrice.probe import local_probes
 print(*[name for name in local_probes() if beatrice.load(name)])
 """
     done = bare("-c", program, **away)
-    assert done.returncode == 0, done.stderr[-2000:]
     assert "embedded" in done.stdout and f"hf://owner/name@{'a' * 40}" in done.stdout
 
 
-def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub_cache):
+def test_the_list_of_probes_is_in_order_and_survives_what_else_lies_in_the_cache(
+    probe, hub_cache
+):
     row = {"head": "single_pass", "split": "test\x1b[2J", "metric": "auroc"}
     row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
     undefined = probe.with_report([row])  # of a set with right answers alone
     place = downloaded(hub_cache, "undefined")
     undefined.save(place)
+    for name in "fdaceb":
+        shutil.copytree(place, downloaded(hub_cache, name))
     foreign = downloaded(hub_cache, "foreign")
     foreign.mkdir(parents=True)
     (foreign / "eval.json").write_text('{"accuracy": 1}')
@@ -519,6 +512,7 @@ def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub
     (damaged / CHECKSUMS).unlink()
     done = call("probes", HF_HUB_CACHE=str(hub_cache))
     assert "embedded: for embedded" in done.stdout
+    assert re.findall(r"^hf://owner/(\w)@", done.stdout, re.M) == [*"abcdef"]
     assert "owner/unknown" not in done.stdout and "other_pass" in done.stderr
     assert "hf://owner/foreign" not in done.stdout + done.stderr
     assert (
@@ -531,11 +525,9 @@ def test_the_list_of_probes_survives_what_else_lies_in_the_hubs_cache(probe, hub
 def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
     bare, smoke_run, tmp_path
 ):
-    script = str(Path(__file__).parents[2] / "docs" / "probe_equality.py")
+    script = ROOT / "docs" / "probe_equality.py"
     runpy.run_path(script)["write"](smoke_run, tmp_path, 40)
-    done = bare(script, str(tmp_path))
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout)
+    result = json.loads(bare(script, tmp_path).stdout)
     assert result.pop("loaded") == []
     assert set(result) == {"closed_book", "with_context", "single_pass"}
     for n, raw, p_correct in result.values():
@@ -609,6 +601,5 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_needs_training_says_what_to_install_and_what_does_not_works(bare, case):
     words, code, shown = CASES[case]
-    done = bare(*words)
-    assert done.returncode == code
+    done = bare(*words, code=code)
     assert shown in (done.stderr if code else done.stdout).splitlines()[-1]
