@@ -18,6 +18,24 @@ def an_example(**fields):
     return Example(**{**usual, **fields})
 
 
+def question_row(example, **more):
+    """A question as a person writes it in a file."""
+    return {"question": example.question, "golds": list(example.golds), **more}
+
+
+def passage_rows(example):
+    return [{"title": p.title, "text": p.text} for p in example.passages]
+
+
+def labelled_rows(example, **more):
+    """A right and a wrong answer to a question, as a person labels them in a file."""
+    gold = example.golds[0]
+    return [
+        {"question": example.question, "answer": x, "label": x == gold, **more}
+        for x in (gold, "Guzolt Falls")
+    ]
+
+
 def a_label(label, **fields):
     verdicts = ("correct" if label else "incorrect",)
     return Label(**{**_KEY, "verdicts": verdicts, "reason": "", **fields}, label=label)

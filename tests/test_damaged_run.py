@@ -11,10 +11,9 @@ import shutil
 from pkgutil import resolve_name
 
 import pytest
-from click.testing import CliRunner
 
 from beatrice.benchmarks.results.report import Control, Curves, read_part
-from beatrice.cli import CHAIN, main
+from beatrice.cli import CHAIN
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import count_correct
@@ -29,6 +28,7 @@ from beatrice.jaxprobe.calibrate import run_selection, select_config
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.rows import read_sweep
 from beatrice.jaxprobe.train import grid_config
+from tests.extract.small_run import beatrice
 from tests.records import spoil
 
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
@@ -121,7 +121,7 @@ def consumers(run):
 
 def call(verb, run, *options):
     """Return how a verb ends; a traceback fails the test."""
-    done = CliRunner().invoke(main, [verb, str(run.path), *options])
+    done = beatrice(verb, run.path, *options, code=None)
     assert done.exit_code in (0, 1), (done.exit_code, done.output, done.exception)
     if done.exit_code:
         assert isinstance(done.exception, SystemExit), repr(done.exception)

@@ -1,21 +1,18 @@
 """The guides, the notebook and the results: what they show is what comes."""
 
 import faulthandler
-import importlib.util
 import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from beatrice.benchmarks.commands import report
 from beatrice.benchmarks.results.names import CHAMPION, EVERY_FAMILY, PERPLEXITY, probe
 from beatrice.benchmarks.results.tables import (
     find,
@@ -33,8 +30,9 @@ from beatrice.jaxprobe.calibration import N_BINS
 from beatrice.pgir.controllers import CONTROLLERS
 from beatrice.selection.anatomy import ANALYSES
 from tests.blocks import FENCE, run_blocks
+from tests.extract.small_run import beatrice
+from tests.process import ROOT, run_line
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 SCHEMA = (RESULTS / "schema.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -121,13 +119,11 @@ def test_the_picture_is_small_and_asks_for_nothing():
 @pytest.mark.slow
 def test_the_notebook_holds_what_its_cells_print_and_draw(capsys):
     docs = ROOT / "docs"
-    spec = importlib.util.spec_from_file_location("execute", docs / "execute.py")
-    execute = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(execute)
+    executed = runpy.run_path(str(docs / "execute.py"))["executed"]
     path = docs / "notebook.ipynb"
     assert path.stat().st_size < 300_000
     committed = json.loads(path.read_text(encoding="utf-8"))
-    result = execute.executed((docs / "notebook.py").read_text(encoding="utf-8"))
+    result = executed((docs / "notebook.py").read_text(encoding="utf-8"))
     n_figures = 0
     for old, new in zip(committed["cells"], result["cells"], strict=True):
         assert old["source"] == new["source"]
@@ -148,9 +144,8 @@ def test_the_notebook_holds_what_its_cells_print_and_draw(capsys):
 @pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(tmp_path):
     pytest.importorskip("furo")
-    line = [sys.executable, "-m", "sphinx", "-W", "-q", ROOT / "docs", tmp_path / "out"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    line = ("-m", "sphinx", "-W", "-q", ROOT / "docs", tmp_path / "out")
+    run_line(sys.executable, *line)
     assert (tmp_path / "out" / "guides" / "score-answers.html").exists()
 
 
@@ -189,8 +184,7 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
     ("name", "n_tables"), [("demo", 9), ("gemma", 7), ("smollm2", 7)]
 )
 def test_the_tables_are_those_of_the_committed_rows(name, n_tables):
-    done = CliRunner().invoke(report, [str(RESULTS / f"{name}.jsonl")])
-    assert done.exit_code == 0, done.output
+    done = beatrice("report", RESULTS / f"{name}.jsonl")
     assert done.stdout == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
     assert done.stdout.count("###") == n_tables
 
@@ -245,11 +239,11 @@ def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
 
 
 def test_what_the_readme_quotes_of_the_measurements_stands_there():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
     measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
-    minutes, questions = re.findall(r"([\d.]+) minutes for \[([\d,]+) quest", text)[0]
+    minutes, questions = re.findall(r"([\d.]+) minutes for \[([\d,]+) quest", README)[0]
     assert re.search(rf"^\| {questions} \|.* \| {minutes} \|$", measured, re.MULTILINE)
-    exact, types, refused = re.findall(r"(\d+) of Tr.* (\d+) ca.*, (\d+) are", text)[0]
+    words = r"(\d+) of Tr.* (\d+) ca.*, (\d+) are"
+    exact, types, refused = re.findall(words, README)[0]
     assert f"Which of Transformers' {types} causal types" in measured
     assert f"| of up to 26 tokens | {exact} | {refused} |" in measured
 

@@ -22,6 +22,7 @@ from beatrice.extract.world.stage import WORLD_PRESETS
 from beatrice.jaxprobe.calibrate import run_selection
 from beatrice.jaxprobe.train import open_rows, run_outputs
 from tests.process import BEATRICE, call, kill, start
+from tests.records import passage_rows, question_row
 
 pytestmark = pytest.mark.slow
 N_KILLS = 10
@@ -225,13 +226,6 @@ def hotpot_form(example):
     }
 
 
-def plain_form(example):
-    """Return it as a person writes one."""
-    passages = [{"title": p.title, "text": p.text} for p in example.passages]
-    golds = list(example.golds)
-    return {"question": example.question, "golds": golds, "passages": passages}
-
-
 def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
     """Both ask what the embedded model knows, so that some answers are right."""
     config = WORLD_PRESETS["smoke"]
@@ -240,9 +234,9 @@ def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
         by_role = {"train": [], "dev": []}
         examples = make_examples(make_world(config.world), config.questions)
         for example in [e for e in examples if e.split != "ood"][is_plain::2]:
-            form = plain_form if is_plain else hotpot_form
             role = "train" if example.split == "train" else "dev"
-            by_role[role].append(form(example))
+            plain = question_row(example, passages=passage_rows(example))
+            by_role[role].append(plain if is_plain else hotpot_form(example))
         for role, records in by_role.items():
             path = tmp_path / f"{name}.{role}"
             lines = [json.dumps(record) + "\n" for record in records]

@@ -12,10 +12,8 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from click.testing import CliRunner
 
 import beatrice
-from beatrice.cli import main
 from beatrice.extract.backbone.names import locked
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
@@ -23,13 +21,11 @@ from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
-from beatrice.own_model import (
-    clear_work,
-    fit_own,
-    read_labelled,
-)
+from beatrice.own_model import clear_work, fit_own, read_labelled
+from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
+from tests.records import labelled_rows, passage_rows, question_row
 
 SETTINGS = ("closed_book", "with_context")
 SMALL = beatrice.FitConfig.preset("smoke")
@@ -388,6 +384,7 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         ),
         ({"families": {"hidden": ROWS}, "layers": [1]}, "layers: expected a family"),
         ({"families": {"hidden": ROWS}, "layers": 1}, "layers: expected whole"),
+        ({"families": {"hidden": ROWS}, "layers": [[1]]}, "layers: expected whole"),
         ({"families": {"a": ROWS}, "lengths": np.ones((6, 1))}, "lengths: expected"),
         ({"families": {"a": ROWS * 1e300}}, "finite numbers in float32"),
         ({"families": {7: ROWS}}, "families: expected names"),
@@ -525,22 +522,24 @@ def test_a_probe_of_arrays_predicts_one_setting_at_a_time_and_has_no_model(
         probe.score("a question", "an answer")
 
 
-def called(*words):
-    return CliRunner().invoke(main, ["fit", *map(str, words)])
+def fit_verb(*words, code=0):
+    return small_run.beatrice("fit", *words, code=code)
+
+
+@pytest.fixture(scope="module")
+def examples(run):
+    return read_examples(run)
 
 
 @pytest.fixture
-def questions(smoke_run, tmp_path):
-    examples = read_examples(RunDir(smoke_run))
-    rows = [{"question": e.question, "golds": list(e.golds)} for e in examples]
-    return write_lines(tmp_path / "questions.jsonl", rows)
+def questions(examples, tmp_path):
+    return write_lines(tmp_path / "questions.jsonl", map(question_row, examples))
 
 
 def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
     questions, tmp_path
 ):
-    done = called("embedded", questions, tmp_path / "probe", "--untrustworthy")
-    assert done.exit_code == 0, done.output
+    done = fit_verb("embedded", questions, tmp_path / "probe", "--untrustworthy")
     for words in ("perplexity", "text alone", "length alone", "ECE", "minutes"):
         assert words in done.output
     lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
@@ -559,20 +558,11 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
 
 
 def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_judged(
-    smoke_run, tmp_path
+    examples, tmp_path
 ):
-    examples = read_examples(RunDir(smoke_run))
-    rows = [
-        {
-            "question": e.question,
-            "golds": list(e.golds),
-            "passages": [{"title": p.title, "text": p.text} for p in e.passages],
-        }
-        for e in examples
-    ]
+    rows = [question_row(e, passages=passage_rows(e)) for e in examples]
     path = write_lines(tmp_path / "questions.jsonl", rows)
-    done = called("embedded", path, tmp_path / "probe", "--untrustworthy")
-    assert done.exit_code == 0, done.output
+    done = fit_verb("embedded", path, tmp_path / "probe", "--untrustworthy")
     assert f"{len(rows)} of {len(rows)} questions have passages" in done.output
     assert "from memory held back" in done.output
     assert "with passages held back" in done.output
@@ -585,7 +575,7 @@ def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_ju
 
     some = [{**row, "passages": row["passages"][: i < 4]} for i, row in enumerate(rows)]
     write_lines(path, some)
-    done = called("embedded", path, tmp_path / "other", "--untrustworthy")
+    done = fit_verb("embedded", path, tmp_path / "other", "--untrustworthy")
     assert "warning: " in done.output and "with passages to 4 questions" in done.output
     assert "the probe judges answers from memory alone" in done.output
     with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
@@ -593,23 +583,18 @@ def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_ju
 
 
 def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
-    smoke_run, tmp_path
+    examples, tmp_path
 ):
     rows = [
-        {
-            "question": e.question,
-            "answer": answer,
-            "context": [p.text for p in e.passages],
-            "label": answer == e.golds[0],
-        }
-        for e in read_examples(RunDir(smoke_run))
-        for answer in (e.golds[0], "Guzolt Falls")
+        row
+        for e in examples[:150]
+        for row in labelled_rows(e, context=[p.text for p in e.passages])
     ]
-    path = write_lines(tmp_path / "labelled.jsonl", rows[:300])
-    done = called("embedded", "--labelled", path, tmp_path / "probe", "--untrustworthy")
-    assert done.exit_code == 0 and "fields not read" not in done.output, done.output
-    probe = beatrice.load(tmp_path / "probe")
-    question, answer, context, _ = rows[0].values()
+    path, folder = write_lines(tmp_path / "labelled.jsonl", rows), tmp_path / "probe"
+    done = fit_verb("embedded", "--labelled", path, folder, "--untrustworthy")
+    assert "fields not read" not in done.output
+    probe = beatrice.load(folder)
+    question, answer, _, context = rows[0].values()
     right, wrong = (probe.score(question, x, context) for x in (answer, "Guzolt Falls"))
     assert right.p_correct > wrong.p_correct
     with pytest.raises(ValueError, match="was fitted on with_context answers alone"):
@@ -617,23 +602,20 @@ def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
 
 
 def test_a_probe_of_a_services_words_knows_its_prompts_and_no_others(
-    smoke_run, tmp_path
+    examples, tmp_path
 ):
     words = {"with_context": "Known: {context} Asked: {question} Answer:"}
     (tmp_path / "words.json").write_text(json.dumps(words))
-    examples = read_examples(RunDir(smoke_run))[:150]
+    examples = examples[:150]
     rows = [
-        {"question": e.question, "answer": answer, "context": e.passages[0].text}
-        for e in examples
-        for answer in (e.golds[0], "Guzolt Falls")
+        row for e in examples for row in labelled_rows(e, context=e.passages[0].text)
     ]
-    golds = {e.question: e.golds[0] for e in examples}
-    given = [{**x, "label": x["answer"] == golds[x["question"]]} for x in rows]
-    path = write_lines(tmp_path / "labelled.jsonl", given)
+    path = write_lines(tmp_path / "labelled.jsonl", rows)
     options = ("--template", tmp_path / "words.json", "--untrustworthy")
-    done = called("embedded", "--labelled", path, tmp_path / "probe", *options)
-    assert done.exit_code == 0, done.output
+    fit_verb("embedded", "--labelled", path, tmp_path / "probe", *options)
     probe = beatrice.load(tmp_path / "probe")
+    for row in rows:
+        del row["label"]
     right, wrong = (probe.score(**row) for row in rows[:2])
     assert right.p_correct > wrong.p_correct
     context, question = rows[0]["context"], rows[0]["question"]
@@ -649,20 +631,15 @@ def test_a_probe_of_a_services_words_knows_its_prompts_and_no_others(
     model = beatrice.LanguageModel("embedded", prompt=words)
     (answer,) = model.as_answers(rows[:1])
     assert answer.prompt_ids == same_ids(model, sent)
-    questions = write_lines(
-        tmp_path / "questions.jsonl",
-        [
-            {"question": e.question, "golds": list(e.golds), "passages": [context]}
-            for e in examples
-        ],
-    )
-    done = called("embedded", questions, tmp_path / "other", *options)
+    given = [question_row(e, passages=[context]) for e in examples]
+    questions = write_lines(tmp_path / "questions.jsonl", given)
+    done = fit_verb("embedded", questions, tmp_path / "other", *options, code=None)
     assert "they are asked with passages" in done.output
     write_lines(questions, [{"question": "who?", "golds": ["a"]}])
-    done = called("embedded", questions, tmp_path / "none", *options)
-    assert done.exit_code == 1 and "add closed_book to it" in done.output
-    done = called("embedded", questions, tmp_path / "none", "--template", path)
-    assert done.exit_code == 2 and "expected a JSON object" in done.output
+    done = fit_verb("embedded", questions, tmp_path / "none", *options, code=1)
+    assert "add closed_book to it" in done.output
+    words = ("embedded", questions, tmp_path / "none", "--template", path)
+    assert "expected a JSON object" in fit_verb(*words, code=2).output
 
 
 def same_ids(model, text):
@@ -675,12 +652,11 @@ def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tm
         for i in range(24)
     ]
     path = write_lines(tmp_path / "answers.jsonl", lines)
-    done = called("embedded", "--labelled", path, tmp_path / "probe")
-    assert done.exit_code == 1 and "40 of each would do" in done.output
+    words = ("embedded", "--labelled", path, tmp_path / "probe")
+    assert "40 of each would do" in fit_verb(*words, code=1).output
     assert not (tmp_path / "probe").exists()
     write_lines(path, lines[5:])
-    done = called("embedded", "--labelled", path, tmp_path / "probe")
-    assert "too few to fit: 0 right and 19 wrong" in done.output
+    assert "too few to fit: 0 right and 19 wrong" in fit_verb(*words, code=1).output
 
 
 def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
@@ -689,15 +665,14 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     rows = map(json.loads, questions.read_text(encoding="utf-8").splitlines())
     rows = [{**row, "golds": ["nothing like it"]} for row in rows]
     write_lines(questions, rows[:60])
-    done = called("embedded", questions, tmp_path / "probe")
-    assert done.exit_code == 1
+    done = fit_verb("embedded", questions, tmp_path / "probe", code=1)
     assert "none of the first 50 answers from memory is right ('" in done.output
     assert "expected 'nothing like it'" in done.output and "--labelled" in done.output
     # Another prompt begins anew beside what is there.
     (tmp_path / "words.json").write_text('{"closed_book": "Asked: {question} Answer:"}')
     words = ("--template", tmp_path / "words.json")
-    done = called("embedded", questions, tmp_path / "probe", *words)
-    assert done.exit_code == 1 and "too few to fit" in done.output
+    done = fit_verb("embedded", questions, tmp_path / "probe", *words, code=1)
+    assert "too few to fit" in done.output
     assert "none of the first 50 answers from memory is right ('" in done.output
 
 
@@ -743,9 +718,9 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         (("--labelled", odd, tmp_path / "p"), "line 1"),
     ]
     for words, named in cases:
-        done = called("nowhere/no-model", *words)
-        assert done.exit_code in (1, 2) and "Error: " in done.output, done.output
-        assert named in done.output and "Traceback" not in done.output
+        done = fit_verb("nowhere/no-model", *words, code=None)
+        assert done.exit_code in (1, 2)
+        small_run.assert_error_sentence(done, named)
         assert "no-model" not in done.output
 
 

@@ -1,13 +1,11 @@
 """Files of labelled answers, as people's tables and logs write them."""
 
-import json
-
 import pandas as pd
 import pytest
-from click.testing import CliRunner
 
-from beatrice.cli import main
 from beatrice.own_model import read_labelled
+from tests.extract.datasets.published import write_lines
+from tests.extract.small_run import beatrice
 
 AS_WRITTEN = {
     True: (True, 1, 1.0, "true", "True", "TRUE", " 1 ", "1.0"),
@@ -21,17 +19,12 @@ def a_row(label, **more):
     return {"question": "where?", "answer": "Rome", "label": label, **more}
 
 
-def lines_of(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_labels_are_read_as_people_write_them_and_a_missing_one_leaves_its_row_out(
     tmp_path,
 ):
     rows = [a_row(written) for written, _ in KNOWN]
     notes = []
-    read = read_labelled(lines_of(tmp_path / "l.jsonl", rows), notes.append)
+    read = read_labelled(write_lines(tmp_path / "l.jsonl", rows), notes.append)
     assert [label for _, label in read] == [x for _, x in KNOWN if x is not None]
     assert notes == ["7 of 23 answers have no label and are left out"]
 
@@ -72,19 +65,18 @@ def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
     ],
 )
 def test_what_is_no_labelled_answer_is_refused_by_line_and_field(tmp_path, row, words):
-    path = lines_of(tmp_path / "l.jsonl", [a_row(True), a_row(None), row])
+    path = write_lines(tmp_path / "l.jsonl", [a_row(True), a_row(None), row])
     with pytest.raises(ValueError) as caught:
         read_labelled(path, print)
     assert str(caught.value) == f"{path}, line 3: {words}"
 
 
 def test_a_file_without_any_label_is_refused(tmp_path):
-    path = lines_of(tmp_path / "l.jsonl", [a_row(None)] * 3)
+    path = write_lines(tmp_path / "l.jsonl", [a_row(None)] * 3)
     with pytest.raises(ValueError, match="found 3 answers, all without; label some"):
         read_labelled(path, print)
 
 
 def test_labelled_answers_are_not_asked_as_questions_whose_golds_they_are(tmp_path):
-    path = lines_of(tmp_path / "l.jsonl", [a_row(False), a_row(True)])
-    done = CliRunner().invoke(main, ["fit", "none", str(path), str(tmp_path / "p")])
-    assert done.exit_code == 1 and "--labelled" in done.output
+    path = write_lines(tmp_path / "l.jsonl", [a_row(False), a_row(True)])
+    assert "--labelled" in beatrice("fit", "none", path, tmp_path / "p", code=1).output

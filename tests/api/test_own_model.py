@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import beatrice
-from beatrice.cli import main
 from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
@@ -19,8 +17,9 @@ from beatrice.own_model import (
     split_answers,
     without_worked_examples,
 )
+from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
-from tests.records import an_example
+from tests.records import an_example, labelled_rows
 
 
 def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
@@ -94,18 +93,14 @@ def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
 
 
 def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):
-    rows = [
-        {"question": e.question, "answer": answer, "label": answer == e.golds[0]}
-        for e in read_examples(RunDir(smoke_run))[:120]
-        for answer in (e.golds[0], "Guzolt Falls")
-    ]
+    examples = read_examples(RunDir(smoke_run))[:120]
+    rows = [row for example in examples for row in labelled_rows(example)]
     evidence, intervals = [], []
     for n_times in (1, 4):
         path = write_lines(tmp_path / "labelled.jsonl", rows * n_times)
         probe = tmp_path / f"probe-{n_times}"
-        words = ("fit", "embedded", "--labelled", path, probe, "--untrustworthy")
-        done = CliRunner().invoke(main, [*map(str, words)])
-        assert done.exit_code == 0, done.output
+        words = ("embedded", "--labelled", path, probe, "--untrustworthy")
+        small_run.beatrice("fit", *words)
         loaded = beatrice.load(probe)
         head = loaded.detector.heads["closed_book"]
         evidence.append((head.evidence.validation, len(head.validation.labels)))
