@@ -110,6 +110,33 @@ class LanguageModel:
             f"{backbone.d_model}, {dtype} on {backbone.device})"
         )
 
+    def __copy__(self) -> "LanguageModel":
+        """Return another of the same weights, which may have another prompt."""
+        model = object.__new__(type(self))
+        vars(model).update(vars(self))
+        return model
+
+    def __deepcopy__(self, memo: Any) -> "LanguageModel":
+        """Return this one: weights that nobody changes are shared."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what is sent to another process, which loads the model again.
+
+        Torch would move the weights of both into memory that processes share, and those
+        that have moved count as changed.
+        """
+        backbone = self.backbone
+        if not backbone.is_of_files:
+            raise ValueError(
+                "a model in memory cannot be sent to another process; save it, and "
+                "load it there"
+            )
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        options = {"device": str(backbone.device), "dtype": dtype}
+        options |= {"prompt": self.prompt, "attention_layers": backbone.attention}
+        return _load, (self.name, options)
+
     @overload
     def answer(
         self,
@@ -402,6 +429,10 @@ class LanguageModel:
             "stop_id": stops.most_common(1)[0][0] if stops else None,
             "scripts": scripts_of(texts),
         }
+
+
+def _load(name: str, options: Mapping[str, Any]) -> LanguageModel:
+    return LanguageModel(name, **options)
 
 
 def _answer_on_disk(

@@ -175,13 +175,18 @@ class Signals:
             return cls(opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what is sent to another process or copied: with what is in memory."""
-        store: Any = self.store
+        """Return what is sent to another process or copied: with what is in memory.
+
+        Without a model that no file gives, which cannot be sent.
+        """
+        store, model = cast(Any, self.store), self.model
+        if model is not None and not model.backbone.is_of_files:
+            model = None
         if store.url.startswith(_MEMORY):
             memory = open_kvstore(store.url)
             keys = memory.list().result()
             store = {key: memory.read(key).result().value for key in keys}
-        return _reopened, (store, self.indices, self.model)
+        return _reopened, (store, self.indices, model)
 
     @cached_property
     def keys(self) -> tuple[tuple[str, ...], ...]:

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import threading
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pandas
@@ -245,6 +246,32 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert "float32 on cpu" in repr(ours)
     assert probe.scorer.probed.backbone.model is backbone.model
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
+
+
+def test_a_fitted_probe_and_its_signals_are_copied_and_sent_and_leave_their_model_be(
+    model,
+):
+    answers, signals = model.answer([f"where is {n}?" for n in range(20)], read=True)
+    labels = [n % 2 == 0 for n in range(20)]
+    probe = beatrice.fit(signals, labels, progress=False)
+    given, expected = ("where is 3?", answers[3].text), probe.predict(signals)
+    for copied in (
+        copy.deepcopy,
+        lambda x: ForkingPickler.loads(ForkingPickler.dumps(x)),
+    ):
+        there, read = copied((probe, signals))
+        score = there.score(*given)
+        assert score.p_correct == probe.score(*given).p_correct
+        assert np.array_equal(there.predict(read), expected)
+        assert read.model.answer(["where is 3?"]) == [answers[3]]
+    assert model.answer(["where is 3?"]) == [answers[3]]
+    assert copy.copy(model).backbone is model.backbone
+    ours = beatrice.LanguageModel(model.backbone.model, model.backbone.tokenizer)
+    signals = beatrice.Signals(signals.store, model=ours)
+    again = ForkingPickler.loads(ForkingPickler.dumps(signals))
+    assert again.model is None and again.keys == signals.keys
+    with pytest.raises(ValueError, match="a model in memory cannot be sent"):
+        ForkingPickler.dumps(ours)
 
 
 def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
