@@ -25,13 +25,9 @@ HEADS: dict[HeadName, str] = {
 
 
 def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
-    """Return what people and the Hub read of a probe, its `README.md`.
+    """Return a probe's `README.md`: front matter of the Hub, use, numbers, limits.
 
-    Front matter of the Hub, use, numbers, scope, limits.
-
-    Args:
-      detector: of the probe.
-      report: rows of what it is worth, as `Probe.report` has them.
+    The report is rows of what it is worth, as `Probe.report` has them.
     """
     trained = detector.provenance
     model = "arrays of its author" if trained is None else trained.model

@@ -326,11 +326,8 @@ def sizes_of_choices(
 ) -> str:
     """Return a table of bytes: a line per type of the hidden states.
 
-    Args:
-      shapes: as `outline_shapes` gives them.
-      config: says how the other families are written.
-      n_tokens: of all sequences, prompts included.
-      n_answer: of all answer spans.
+    `shapes` are of `outline_shapes`, the other families as `config` says. Tokens are of
+    all sequences, prompts included, and of all answer spans.
     """
     from beatrice.extract.commands import STORED_TYPES
     from beatrice.extract.store.spec import Spans, stored_bytes

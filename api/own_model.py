@@ -64,9 +64,8 @@ def read_labelled(
 ) -> list[tuple["AnswerToScore", bool]]:
     """Return answers and labels of a file's records, without those of no label.
 
-    Args:
-      path: of JSON lines, or another kind of file that questions are read from.
-      note: called with how many have no label, and with which fields are not read.
+    The file is of any kind that questions are read from. `note` is called with how many
+    have no label, and with which fields are not read.
     """
     from beatrice.extract.datasets.fields import check_no_passages, required
     from beatrice.extract.datasets.rows import read_raw, recognise
@@ -207,11 +206,8 @@ def answer_and_label(
     for both. A chat model sees worked examples of short answers, which a gold can
     match, unless it is asked in words of one's own.
 
-    Args:
-      model: a `LanguageModel`.
-      questions: with golds.
-      work: a folder for answers and signals, where the same call continues.
-      note: called with what takes how long, and with what looks wrong.
+    `model` is a `LanguageModel`. Answers and signals lie in `work`, where the same call
+    continues; `note` is called with what takes how long, and with what looks wrong.
     """
     from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
     from beatrice.extract.label.labels import exact_match
@@ -383,8 +379,8 @@ def compare(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Compare a probe with its baselines on the answers that were held back.
 
-    Returns:
-      Rows as `Probe.report` has them, of the baselines, and a line each for people.
+    Returns rows as `Probe.report` has them, of the baselines, and a line each for
+    people.
     """
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
     from beatrice.jaxprobe.tokens import answer_log_probs
@@ -479,14 +475,9 @@ def fit_own(
 ) -> None:
     """Answer and label questions, or read labelled answers; fit, measure and save.
 
-    Args:
-      model: a Hub id, a path, or a released model's name.
-      rows: questions with golds, or of `read_labelled`.
-      folder: of the probe.
-      is_labelled: rows are labelled answers.
-      untrustworthy: save a probe that rests on too few answers.
-      say: called with each line of what the probe is worth.
-      words: of the prompt, see `LanguageModel`; None for the model's usual ones.
+    `rows` are questions with golds, or of `read_labelled`; `say` is called with each
+    line of what the probe is worth. Model and `words` of its prompt are as
+    `LanguageModel` takes them, the others as `Probe.save` does.
     """
     from beatrice.model import LanguageModel
 

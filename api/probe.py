@@ -29,10 +29,10 @@ from beatrice.extras import naming_extra
 from beatrice.jaxprobe.detector import (
     ARRAYS,
     CONFIG,
+    OWN_PASS_HEADS,
     About,
     Detector,
     Example,
-    HeadName,
 )
 from beatrice.pgir.arguments import argument_error, as_path, as_probability, as_rows
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
@@ -162,17 +162,15 @@ class Probe(AnswerScorer):
         if not isinstance(signals, Signals):
             raise argument_error("signals", "Signals of one setting", signals)
         set_compiler("demo")
-        passes = by_setting(signals)
+        passes, branch = by_setting(signals), OWN_PASS_HEADS[signals.setting]
         if closed_book is not None:
+            branch = "with_context"
             passes |= by_setting(closed_book)
             if list(passes) != ["with_context", "closed_book"]:
                 raise ValueError(
                     "closed_book: expected closed-book signals beside with-context "
                     f"ones, found {closed_book} beside {signals}"
                 )
-        branch: HeadName = signals.setting
-        if branch == "with_context" and closed_book is None:
-            branch = "single_pass"
         for reading in passes.values():
             if reading.layers and self.layer not in reading.layers:
                 raise ValueError(
@@ -442,15 +440,8 @@ def scorer_of(
 ) -> "Scorer":
     """Load the language model that a detector names, or take the one that is given.
 
-    Args:
-      detector: of the probe.
-      model: where the model lies, or one in memory.
-      device: of the model.
-      dtype: of its weights.
-      strict: refuse a model of another revision or type; else every score warns.
-      precision: share of decisions that shall be right.
-      examples: answers whose P must come out.
-      identity: SHA-256 of the probe's files.
+    Options are those of `load`; `examples` are answers whose P must come out,
+    `identity` is the SHA-256 of the probe's files.
     """
     from beatrice.extract.generate.prompts import GenerationConfig
     from beatrice.model import LanguageModel
