@@ -39,6 +39,10 @@ Key = tuple[str, str, str]  # of an answer: example, setting, variant
 IN_DOMAIN = "all in-domain"
 ACROSS_SETS = (IN_DOMAIN, "macro")  # what rows over several sets are called
 MAX_NAME, MAX_ID = 64, 200  # characters
+NAME_IN_WORDS = (
+    f"name (letters, digits, '.', '_' and '-', at most {MAX_NAME} characters, the "
+    f"first a letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # A part of a path that is empty or all dots, or a climb out of one.
 _UNSAFE_PATH = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
@@ -65,14 +69,19 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Check that the value of a field or an argument is one of some names."""
+    if value not in choices:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(choices)}, found {value!r}"
+        )
+
+
 def check_choices(settings: Any) -> None:
     """Check that the fields of a class that are annotated with names have one each."""
     for name, hint in get_type_hints(type(settings)).items():
-        value, choices = getattr(settings, name), get_args(hint)
-        if get_origin(hint) is Literal and value not in choices:
-            raise ValueError(
-                f"{name}: expected one of {', '.join(choices)}, found {value!r}"
-            )
+        if get_origin(hint) is Literal:
+            check_choice(name, getattr(settings, name), get_args(hint))
 
 
 def as_golds(golds: Any) -> list[str]:
@@ -130,9 +139,7 @@ class Example(Record, frozen=True, kw_only=True):
         """Refuse a name that could become another path, and a question without gold."""
         if not is_safe_name(self.dataset):
             raise ValueError(
-                f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, "
-                f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
-                f"a digit or '_'; and none of {', '.join(ACROSS_SETS)}"
+                f"field 'dataset': {self.dataset[:80]!r} is no {NAME_IN_WORDS}"
             )
         check_id(self.id)
         if not isinstance(self.question, str):

@@ -18,7 +18,6 @@ from beatrice.extract.backbone.names import (
 )
 from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.splits import (
-    A_NAME,
     HELD_OUT_SIZES,
     N_FIRST,
     BuildConfig,
@@ -38,7 +37,7 @@ from beatrice.extract.generate.templates import (
     read_shots,
     read_words,
 )
-from beatrice.extract.records import is_safe_name, text_key
+from beatrice.extract.records import NAME_IN_WORDS, is_safe_name, text_key
 from beatrice.extract.run.console import Progress, Update, printable
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import MANIFEST, NewRun, RunDir
@@ -131,8 +130,8 @@ class NamedValue(click.ParamType):
         if not (equals and rest and is_safe_name(name)):
             example = rest or ("" if equals else name) or self.example
             self.fail(
-                f"expected NAME=VALUE, such as mine={example}, with {A_NAME}; found "
-                f"{value!r}"
+                f"expected NAME=VALUE, such as mine={example}, with a "
+                f"{NAME_IN_WORDS}; found {value!r}"
             )
         return name, self.kind.convert(rest, param, ctx)
 
@@ -441,7 +440,7 @@ def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None
         dataset, _, file = named_file.partition("=")
         path = Path(file)
         if not is_safe_name(dataset):
-            words = f"expected {A_NAME} before the =, found {dataset!r}"
+            words = f"expected a {NAME_IN_WORDS} before the =, found {dataset!r}"
             raise click.BadParameter(words, param_hint="--inspect")
     report = inspect_file(path, dataset=dataset, evidence=questions.evidence)
     is_tolerated = report["refused"] == 0 or questions.skip_bad

@@ -32,9 +32,11 @@ from beatrice.extract.datasets.readers import (
     recognise_record,
 )
 from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
-from beatrice.extract.datasets.splits import A_NAME, Context
+from beatrice.extract.datasets.splits import Context
 from beatrice.extract.records import (
+    NAME_IN_WORDS,
     Example,
+    check_choice,
     check_id,
     is_safe_name,
     normalise,
@@ -285,12 +287,8 @@ def read_questions(
             f"{type(path).__name__} (questions in memory are made by Example)"
         )
     if dataset is not None and not (isinstance(dataset, str) and is_safe_name(dataset)):
-        raise ValueError(f"dataset: expected {A_NAME}, found {dataset!r}")
-    if context not in get_args(Context):
-        raise ValueError(
-            f"context: expected one of {', '.join(get_args(Context))}, found "
-            f"{context!r}"
-        )
+        raise ValueError(f"dataset: expected a {NAME_IN_WORDS}, found {dataset!r}")
+    check_choice("context", context, get_args(Context))
     path = Path(path)
     file = open_dataset(path, dataset=dataset)
     stem = path.name.partition(".")[0]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from beatrice.extract.records import ACROSS_SETS, MAX_NAME, Split
+from beatrice.extract.records import Split
 from beatrice.extract.run.files import read_sealed, seal
 
 Role = Literal["train", "dev", "held-out"]
@@ -26,10 +26,6 @@ SPLITS_OF: dict[Role, tuple[Split, ...]] = {
 }
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 N_FIRST = 256  # questions of a file, by which the context of its set is chosen
-A_NAME = (
-    f"a name (letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a "
-    f"letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

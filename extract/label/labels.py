@@ -32,6 +32,7 @@ from beatrice.extract.records import (
     Variant,
     answer_sha,
     as_golds,
+    check_choice,
     normalise,
     text_key,
 )
@@ -176,8 +177,7 @@ def label_by_match(
 
     It knows no paraphrase: it suits sets whose golds list every accepted wording.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
+    check_choice("rule", rule, RULES)
     is_right = exact_match if rule == "exact" else contains_gold
     return [
         label_of(answer, is_right(answer.text, example.golds), "unanimous of 1")
@@ -494,10 +494,7 @@ def consensus(
     There is one verdict a rubric. A majority is more than half of all verdicts, an
     unparsable one included in the count.
     """
-    if vote not in get_args(Vote):
-        raise ValueError(
-            f"vote: expected one of {', '.join(get_args(Vote))}, found {vote!r}"
-        )
+    check_choice("vote", vote, get_args(Vote))
     if not verdicts:
         raise ValueError("a label needs at least one verdict, found none")
     n, n_yes = len(verdicts), verdicts.count("correct")
