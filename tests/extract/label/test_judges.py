@@ -159,19 +159,6 @@ def test_a_judge_that_parrots_an_injection_gives_no_verdict():
     assert parsed == bare
 
 
-def test_disagreement_drops_a_label_and_the_majority_keeps_it(tmp_path):
-    def strict_only(prompt):
-        return "Correct" if prompt.startswith(RUBRICS[0].opening) else "Incorrect"
-
-    for vote, label, reason in (
-        ("unanimous", None, "judges disagree: 1 of 3 say correct"),
-        ("majority", False, "majority: 2 of 3 say incorrect"),
-    ):
-        (result,) = judged(tmp_path / vote, strict_only, vote=vote)[0].labels
-        assert result.verdicts == ("correct", "incorrect", "incorrect")
-        assert (result.label, result.reason) == (label, reason)
-
-
 @pytest.mark.parametrize(
     ("vote", "verdicts", "label", "reason"),
     [
@@ -265,6 +252,9 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
     assert judgements.labels[0].verdicts == ("incorrect", "correct")
     openings = [prompt.split("\n")[0] for prompt in generator.prompts]
     assert openings == ["Judge strictly.", "Judge mildly."]
+    assert judgements.labels[0].reason == "judges disagree: 1 of 2 say correct"
+    majority, _ = judged(tmp_path, rule, rubrics=rubrics, vote="majority")
+    assert majority.labels[0].reason.startswith("no majority: 1 of 2")
     rows = join_labels([EXAMPLE], PARIS, judgements.labels)
     (pair,) = between_judges(rows, rubrics=rubrics)
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
