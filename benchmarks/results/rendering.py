@@ -86,7 +86,7 @@ _CLEAR = "the 95 % interval of the difference excludes zero"
 
 def _has_clear(table: Table) -> bool:
     """Whether the mark of a difference that is clear stands in a table."""
-    return any(m and m.is_clear for x in table.lines for cell in x.cells for m in cell)
+    return any(m.is_clear for m in table.measures)
 
 
 def _cells(table: Table, style: Style) -> Iterator[list[str]]:
@@ -107,7 +107,7 @@ def _cells(table: Table, style: Style) -> Iterator[list[str]]:
 
 def as_markdown(table: Table) -> str:
     """Format a table as Markdown; below it what † means, and its notes, numbered."""
-    heads = [f"{c.group}: {c.label}, {c.detail}" for c in table.columns]
+    heads = [f"{column.group}: {column.title}" for column in table.columns]
     cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–", "%s†"))
     lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
     lines.append(["n (left out)", *counts_of(table)])
@@ -124,7 +124,7 @@ def as_latex(table: Table) -> str:
         groups.append(rf"\multicolumn{{{width}}}{{c}}{{{tex(group)}}}")
         rules.append(rf"\cmidrule(lr){{{start}-{start + width - 1}}}")
         start += width
-    heads = [table.corner, *(f"{c.label}, {c.detail}" for c in table.columns)]
+    heads = [table.corner, *(column.title for column in table.columns)]
     marks = r"\textbf{%s}", r"\underline{%s}", r"\textsuperscript{%s}"
     cells = _cells(table, Style(*marks, absent="--", clear=r"%s$^\dagger$"))
     text = latex(
@@ -204,7 +204,7 @@ def as_text(table: Table, width: int = 100) -> str:
     texts = _texts(table)
     for title, chosen in _blocks(table, texts, width):
         console.print(_block(table, texts, chosen, title))
-    if any(m and m.rank for x in table.lines for cell in x.cells for m in cell):
+    if any(m.rank for m in table.measures):
         console.print("* best of its column, + second; below, the 95 % interval")
     if _has_clear(table):
         console.print(f"! {_CLEAR}")

@@ -77,6 +77,11 @@ class Column(NamedTuple):
     label: str
     detail: str = ""
 
+    @property
+    def title(self) -> str:
+        """What stands under the group's heading, in one line."""
+        return ", ".join(filter(None, (self.label, self.detail)))
+
 
 class Line(NamedTuple):
     """One method and its cells, in the order of the columns."""
@@ -99,10 +104,14 @@ class Table(NamedTuple):
         return dict(collections.Counter(column.group for column in self.columns))
 
     @property
+    def measures(self) -> list[Measure]:
+        """What is measured, in reading order."""
+        return [m for line in self.lines for cell in line.cells for m in cell if m]
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Distinct notes in reading order; a cell refers to them by number."""
-        measures = (m for line in self.lines for cell in line.cells for m in cell)
-        return tuple(dict.fromkeys(n for m in measures if m for n in m.notes))
+        return tuple(dict.fromkeys(note for m in self.measures for note in m.notes))
 
 
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:

@@ -38,8 +38,7 @@ def test_every_analysis_has_what_to_look_at_and_a_table_or_a_figure(sections):
 def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(sections):
     """Parts of the ranking and cells of the boundary are drawn; heads are mapped."""
     tables = [table for section in sections for _, table in section.tables]
-    cells = (cell for table in tables for line in table.lines for cell in line.cells)
-    shown = {id(m.row) for cell in cells for m in cell if m is not None}
+    shown = {id(m.row) for table in tables for m in table.measures}
     drawn = {"share", "answers", "flips"}  # of many rows, which figures show
     lacking = {
         (row.experiment, row.metric)
@@ -73,16 +72,14 @@ def test_the_table_of_flips_has_the_rows_rates(sections):
     for row in rows:
         if row.family in names:
             assert rates[f"{names[row.family]} in [{row.families}]"] == row
-    measures = [m for line in table.lines for cell in line.cells for m in cell]
-    assert {measure.rank for measure in measures} == {None}
+    assert {measure.rank for measure in table.measures} == {None}
 
 
 def test_shares_of_the_tokens_have_three_decimals_as_other_shares(sections):
     assert not {r.metric for r in ROWS} & {*COSTS}  # which have two
     (table,) = (t for section in sections for h, t in section.tables if h == "Spans")
-    measures = [m for line in table.lines for cell in line.cells for m in cell if m]
-    assert {m.row.metric for m in measures} == {"share", "token_share"}
-    assert all(re.fullmatch(r"\.\d{3}", row_value(m.row)) for m in measures)
+    assert {m.row.metric for m in table.measures} == {"share", "token_share"}
+    assert all(re.fullmatch(r"\.\d{3}", row_value(m.row)) for m in table.measures)
 
 
 def test_the_map_of_heads_says_of_how_many_answers_it_is():

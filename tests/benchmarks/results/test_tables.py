@@ -399,6 +399,8 @@ def test_retrieved_passages_have_a_panorama_of_every_set_and_of_all_together():
         ("pursuits", "held out"),
         ("all sets", ""),
     ]
+    assert " | With context: all sets |\n" in as_markdown(table)
+    assert r" & all sets \\" in as_latex(table)
     # Sorted by all sets together; own encoders have their own tables.
     ours, text = "BEATRICE (selected encoders)", "Text only (TF-IDF)"
     assert labels(table) == [CHANCE, ours, "Answer perplexity", text]
