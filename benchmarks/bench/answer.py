@@ -137,11 +137,8 @@ class Floor(DecodeReading):
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
         """Watch the decoder's last states alone."""
         self._begin_run(rows, n_cached)
-        handle = self._layout.decoder.register_forward_hook(self._after_decoder)
-        try:
+        with self._layout.decoder.register_forward_hook(self._after_decoder):
             yield
-        finally:
-            handle.remove()
 
     def _after_decoder(self, module: Any, inputs: Any, output: Any) -> None:
         states = output.last_hidden_state

@@ -171,19 +171,15 @@ class Hooked:
         self.first_row = int(spans[:, 1, 0].min())  # only later rows look back
         self.directions = model.lm_head.weight[self.targets]
 
-    @contextlib.contextmanager
-    def _hooks(self, hooks: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-        """Attend eagerly under `(module, hook)`."""
-        config = self.model.config
+    def _hooks(self, hooks: Sequence[tuple[Any, Any]]) -> contextlib.ExitStack:
+        """Attend eagerly under `(module, hook)` until the stack is left."""
+        stack, config = contextlib.ExitStack(), self.model.config
         before: Any = config._attn_implementation
-        handles = [module.register_forward_hook(hook) for module, hook in hooks]
+        for module, hook in hooks:
+            stack.enter_context(module.register_forward_hook(hook))
         self.model.set_attn_implementation("eager")
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(before)
-            for handle in handles:
-                handle.remove()
+        stack.callback(self.model.set_attn_implementation, before)
+        return stack
 
     @torch.no_grad()
     def plain(self) -> Readings:
@@ -221,7 +217,7 @@ class Hooked:
         attention: list[torch.Tensor] = []
         now: dict[str, torch.Tensor] = {}
 
-        def embed(module: Any, inputs: Any, output: Any) -> None:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
             states.append(output)
 
         def attend(module: Any, inputs: Any, output: Any) -> None:
@@ -231,13 +227,10 @@ class Hooked:
         def feed(module: Any, inputs: Any, output: Any) -> None:
             resid.append(self._contributions(states[-1], now["att"], output))
 
-        def end(module: Any, inputs: Any, output: Any) -> None:
-            states.append(output[0] if isinstance(output, tuple) else output)
-
         decoder = self.model.model
-        hooks = [(decoder.embed_tokens, embed)]
+        hooks = [(decoder.embed_tokens, keep)]
         for block in decoder.layers:
-            hooks += [(block.self_attn, attend), (block.mlp, feed), (block, end)]
+            hooks += [(block.self_attn, attend), (block.mlp, feed), (block, keep)]
         with self._hooks(hooks):
             final = decoder(input_ids=self.ids, use_cache=False).last_hidden_state
         chunks = final.flatten(0, 1).split(_N_LOGITS)
@@ -495,12 +488,8 @@ def flops_per_token(model: PreTrainedModel) -> float:
 
 def profile_of(run: Callable[[], None]) -> str:
     """Return a table of the kernels that one run spends most time in."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    order = "self_cpu_time_total"
-    if torch.cuda.is_available():
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        order = "self_cuda_time_total"
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+    order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    with torch.profiler.profile(acc_events=True) as profile:
         run()
     averages = profile.key_averages()
     return averages.table(sort_by=order, row_limit=12, max_name_column_width=60)

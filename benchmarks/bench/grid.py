@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -18,7 +19,12 @@ from safetensors.numpy import save_file
 
 from beatrice.benchmarks.real import GRID
 from beatrice.extract.run.process import begin_peak, held_bytes, peak_bytes
-from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    EncoderConfig,
+    GridConfig,
+    TrainConfig,
+)
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
     SUBSETS,
@@ -89,13 +95,14 @@ def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
     return workload.n_examples * sum(map(cost, members))
 
 
-def microworld(n_steps: int) -> Workload:
-    """Return the demo's encoders, closed-book, at the microworld's span lengths."""
-    config = GRID_PRESETS["demo"]
+def _workload(
+    config: GridConfig, spans: tuple[tuple[int, int], ...], n_steps: int, **sizes: Any
+) -> Workload:
+    """Return the encoders of a grid, on signals of some sizes."""
     return Workload(
         encoder=config.encoder,
-        dims=paper_dims(hidden=160, prob=5, resid=24, attn=120),
-        spans=((6, 13), (1, 6)),
+        dims=paper_dims(prob=5, **sizes),
+        spans=spans,
         batch_size=config.train.batch_size,
         n_steps=n_steps,
         learning_rate=config.train.learning_rate,
@@ -103,40 +110,21 @@ def microworld(n_steps: int) -> Workload:
     )
 
 
-def paper(n_steps: int) -> Workload:
-    """Return the paper's encoders on a Qwen3.5-9B: 32 layers, 8 of full attention."""
-    return Workload(
-        encoder=EncoderConfig(),
-        dims=paper_dims(hidden=4096, prob=5, resid=4 * 32, attn=2 * 2 * 8 * 16),
-        spans=((12, 24), (1, 8)),
-        batch_size=512,
-        n_steps=n_steps,
-    )
-
-
-def _real(n_steps: int, n_layers: int, n_heads: int, hidden: int) -> Workload:
-    """Return the networks of `beatrice real`, closed-book, without regressions.
-
-    Spans have the lengths of nine in ten rows of TriviaQA and Natural Questions.
-    """
-    return Workload(
-        encoder=dataclasses.replace(GRID.encoder, is_linear_first=False),
-        dims=paper_dims(
-            hidden=hidden, prob=5, resid=4 * n_layers, attn=4 * n_layers * n_heads
-        ),
-        spans=((8, 30), (1, 16)),
-        batch_size=GRID.train.batch_size,
-        n_steps=n_steps,
-        learning_rate=GRID.train.learning_rate,
-        weight_decay=GRID.train.weight_decay,
-    )
-
-
+_DEMO = GRID_PRESETS["demo"], ((6, 13), (1, 6))  # the microworld's span lengths
+# Of `beatrice real`, without regressions; spans have the lengths of nine in ten rows of
+# TriviaQA and Natural Questions.
+_ENCODER = dataclasses.replace(GRID.encoder, is_linear_first=False)
+_REAL = dataclasses.replace(GRID, encoder=_ENCODER), ((8, 30), (1, 16))
+_PAPER = GridConfig(), ((12, 24), (1, 8))
+# All closed-book.
 WIDTHS: dict[str, Callable[[int], Workload]] = {
-    "microworld": microworld,
-    "gemma": partial(_real, n_layers=18, n_heads=4, hidden=640),  # Gemma 3 270M
-    "smollm2": partial(_real, n_layers=30, n_heads=9, hidden=576),  # SmolLM2-135M
-    "paper": paper,
+    "microworld": partial(_workload, *_DEMO, hidden=160, resid=24, attn=120),
+    # Gemma 3 270M: 18 layers of 4 heads.
+    "gemma": partial(_workload, *_REAL, hidden=640, resid=4 * 18, attn=4 * 18 * 4),
+    # SmolLM2-135M: 30 layers of 9 heads.
+    "smollm2": partial(_workload, *_REAL, hidden=576, resid=4 * 30, attn=4 * 30 * 9),
+    # Qwen3.5-9B: 32 layers, 8 of full attention with 16 heads.
+    "paper": partial(_workload, *_PAPER, hidden=4096, resid=4 * 32, attn=4 * 8 * 16),
 }
 
 

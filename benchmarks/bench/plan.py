@@ -21,8 +21,8 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from beatrice.benchmarks.bench import grid
 from beatrice.benchmarks.bench.commands import Row, RowPrinter
-from beatrice.benchmarks.bench.grid import paper
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
@@ -188,7 +188,7 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     store_config = StoreConfig()  # in whose types an accelerator holds rows
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
     device_dtypes = (store_config.dtype, *scalars)
-    return Sizes.of(config, paper(1).dims, lengths, where, device_dtypes)
+    return Sizes.of(config, grid.WIDTHS["paper"](1).dims, lengths, where, device_dtypes)
 
 
 def plan_row(setting: Setting, plan: Plan) -> Row:

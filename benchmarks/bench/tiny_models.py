@@ -216,21 +216,23 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16}
 _SHALLOW: dict[str, Any] = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN: dict[str, Any] = {
-    f"{name}_token_id": N_TEXT_IDS + index
-    for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
+
+
+def _ids(*names: str, kind: str = "token_id") -> dict[str, int]:
+    return {f"{name}_{kind}": N_TEXT_IDS + i for i, name in enumerate(names)}
+
+
+_QWEN = {
+    **_ids("image", "video", "vision_start", "vision_end"),
+    "vision_config": {
+        **_TINY,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    },
 }
-_QWEN["vision_config"] = {
-    **_TINY,
-    "depth": 1,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}
-_IMAGE_IDS = {
-    f"{name}_token_index": N_TEXT_IDS + index
-    for index, name in enumerate(("boi", "eoi", "image"))
-}
+_IMAGE_IDS = _ids("boi", "eoi", "image", kind="token_index")
 _GEMMA3 = {
     "vision_config": {
         **_SHALLOW,
@@ -242,16 +244,15 @@ _GEMMA3 = {
     "mm_tokens_per_image": 4,
     **_IMAGE_IDS,
 }
-_GEMMA4_WRAPPER: dict[str, Any] = {
-    f"{name}_token_id": N_TEXT_IDS + index
-    for index, name in enumerate(("eoi", "boi", "image", "audio", "video"))
-}
-_GEMMA4_WRAPPER["audio_config"] = None
-_GEMMA4_WRAPPER["vision_config"] = {
-    **_SHALLOW,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "position_embedding_size": 16,
+_GEMMA4_WRAPPER = {
+    **_ids("eoi", "boi", "image", "audio", "video"),
+    "audio_config": None,
+    "vision_config": {
+        **_SHALLOW,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "position_embedding_size": 16,
+    },
 }
 _LLAMA4 = {
     "vision_config": {

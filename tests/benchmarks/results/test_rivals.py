@@ -119,17 +119,26 @@ def test_a_line_of_fewer_answers_says_so_in_both_spellings_and_others_do_not():
     assert "| .900 | .880 | +.020" in spelled[0]
 
 
+RNG = np.random.default_rng(0)
+LABELS, NOISE = RNG.random(600) < 0.5, RNG.normal(size=(2, 600))
+
+
+def lead_of(scores):
+    """The lead of the first over the second, on test answers of `LABELS`."""
+    names, rows = ("champion", "tfidf"), rows_of(LABELS, splits=["test"] * len(LABELS))
+    scored = [Scored(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)]
+    config, pairs = BootstrapConfig(n_resamples=1000), {"paired": [names]}
+    (lead,) = leads_of(detection_rows(scored, rows, config, pairs=pairs))
+    return lead
+
+
 @pytest.mark.parametrize("n_ours", [600, 450])
 @pytest.mark.parametrize("n_theirs", [600, 300])
 def test_both_aurocs_are_of_the_answers_that_both_have_scores_for(n_ours, n_theirs):
-    draws, n = np.random.default_rng(0), 600
-    labels = draws.random(n) < 0.5
-    scores = labels + draws.normal(size=(2, n))
+    n = len(LABELS)
+    labels, scores = LABELS, LABELS + NOISE
     scores[0, n_ours:], scores[1, : n - n_theirs] = np.nan, np.nan
-    names = ("champion", "tfidf")
-    scored = [Scored(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)]
-    rows, config = rows_of(labels, splits=["test"] * n), BootstrapConfig(n_resamples=50)
-    (lead,) = leads_of(detection_rows(scored, rows, config, pairs={"paired": [names]}))
+    lead = lead_of(scores)
     common = slice(n - n_theirs, n_ours)
     expected = [auroc_of(x[common], labels[common]).value for x in scores]
     if n_ours < n and n_theirs < n:  # the rows hold neither
@@ -193,18 +202,7 @@ def test_both_spellings_have_every_column_and_mark_what_is_sure():
 @pytest.mark.parametrize("strength", [1.0, 0.0, -0.9])
 def test_a_planted_lead_is_sure_and_equals_are_not(strength):
     """The champion sees more of the truth than its rival by so much."""
-    n, draws = 600, np.random.default_rng(0)
-    labels, noise = draws.random(n) < 0.5, draws.normal(size=(2, n))
-    names, weights = ("champion", "tfidf"), (1.0 + strength, 1.0)
-    scored = [
-        Scored(name=names[i], scores=(labels * weights[i] + noise[i])[None])
-        for i in range(2)
-    ]
-    rows, config = (
-        rows_of(labels, splits=["test"] * n),
-        BootstrapConfig(n_resamples=1000),
-    )
-    (lead,) = leads_of(detection_rows(scored, rows, config, pairs={"paired": [names]}))
+    lead = lead_of(LABELS * np.array([[1.0 + strength], [1.0]]) + NOISE)
     assert lead.is_sure == bool(strength)
     assert not lead.is_sure or np.sign(lead.difference.value) == np.sign(strength)
 
