@@ -93,8 +93,8 @@ def test_redeep_finds_the_planted_heads_and_layer(inputs):
     others = np.random.default_rng(1).normal(size=(N, 2))
     heads[:, planted.LAYER, 1:] = others  # one head is left
     given = inputs(redeep_ecs=heads)
-    assert chosen(DETECTORS["redeep_ecs"].score(given)) == {"n_heads": 1}
-    assert chosen(DETECTORS["redeep_pks"].score(given)) == {"n_layers": 1}
+    halves = [DETECTORS[name].score(given) for name in ("redeep_ecs", "redeep_pks")]
+    assert [chosen(half) for half in halves] == [{"n_heads": 1}, {"n_layers": 1}]
     output = DETECTORS["redeep"].score(given)
     numbers = chosen(output)
     assert numbers["n_heads"] == numbers["n_layers"] == 1
@@ -106,6 +106,8 @@ def test_redeep_finds_the_planted_heads_and_layer(inputs):
     )
     expected = layer + numbers["alpha"] * head
     np.testing.assert_allclose(output.scores[0], expected, rtol=1e-6)
+    for half, alone in zip(halves, (head, layer), strict=True):
+        np.testing.assert_allclose(half.scores[0], alone, rtol=1e-6)
 
 
 def test_redeeps_choice_is_the_best_of_every_combination_on_validation(inputs):

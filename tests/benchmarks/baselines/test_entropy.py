@@ -458,7 +458,10 @@ BROKEN = {
         lambda x: (x / WEIGHTS).rename(x / "pytorch_model.bin"),
         "safetensors",
     ),
-    "other sizes": (lambda x: rewrite(x, hidden_size=32), "could not be loaded"),
+    "other sizes": (
+        lambda x: rewrite(x, hidden_size=32),
+        "could not be loaded: .*size",
+    ),
     "not trained to classify": (
         lambda x: save_model(x, with_head=False),
         "lacks 2 tensors of BertForSequenceClassif",
