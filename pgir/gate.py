@@ -4,9 +4,6 @@ An answer may stand where the probe trusts it, at the precision that it was load
 or from a threshold on: a run's is PGIR's tau where `beatrice control` has chosen one,
 the same that its tables were made with. `run_pgir` runs the whole loop, without a run
 directory, over a person's own retriever.
-
-FlashRAG, LangGraph and LlamaIndex are imported only by their adapters, each short
-enough to be pasted.
 """
 
 import dataclasses

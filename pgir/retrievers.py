@@ -7,10 +7,7 @@ Search-R1: `POST /retrieve {"queries", "topk", "return_scores"}` answers `{"resu
 answers `[[{"id", "contents"}, …], …]`.
 
 What a server or a person's own retriever returned is kept on disk, so that a passage
-keeps its index over restarts and nothing is searched twice. A server that is gone, slow
-or talks nonsense fails the questions concerned; the others are kept, and the same call
-again searches only for the rest. A server that has found something may find nothing for
-a question; one that never has is taken for broken, and soon asked no more.
+keeps its index over restarts and nothing is searched twice.
 """
 
 import concurrent.futures

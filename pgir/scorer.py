@@ -1,8 +1,7 @@
 """Scoring answers that exist: the calls for a user who has question and answer.
 
-A warning leaves the number; where the detector cannot judge, the decision is "unknown",
-with its reason. A stop string may be several tokens: those that could begin one are
-held back in a stream until they do not, or until the answer has ended before them.
+A stop string may be several tokens: those that could begin one are held back in a
+stream until they do not, or until the answer has ended before them.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ def scorer(backbone):
     return scorer_of(backbone)
 
 
-def words_of(backbone, scorer, context):
+def words_of(scorer, context):
     """The texts of the answer's tokens."""
     *tokens, _ = scorer.stream(QUESTION, context)
     return [token.text for token in tokens]
@@ -61,7 +61,7 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     backbone, scorer, context, options
 ):
     if "stop" in options:
-        *words, _ = words_of(backbone, scorer, context)
+        *words, _ = words_of(scorer, context)
         strings = {
             "WHOLE": words[0],
             "HALF": words[-1][2:],

@@ -23,7 +23,7 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.stage import control_rows
+from beatrice.pgir.controllers.stage import ControlConfig, _run_rivals, control_rows
 from beatrice.pgir.controllers.waves import (
     Answering,
     CallJournal,
@@ -433,6 +433,13 @@ def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
 def test_every_rival_is_found_by_its_file_in_the_order_of_its_publication():
     names = ["perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"]
     assert [name for name in all_rivals() if name in names] == names
+
+
+def test_what_waits_for_the_rivals_is_run_without_any(tmp_path):
+    given = session(tmp_path)
+    given.deferred.append(lambda: given.run_loop("late", loop.detector_judge))
+    _run_rivals(given, ControlConfig(rivals=()))
+    assert set(given.chosen) == {"late"}
 
 
 def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():
