@@ -189,18 +189,8 @@ def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
         index.TextEncoder(config)
 
 
-def test_flat_search_is_the_inner_product(built):
-    corpus, encoder, vectors = built
-    queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
-    result = index.DenseRetriever(corpus, encoder).search_vectors(queries, 5)
-    products = queries @ vectors.take(np.arange(N)).T
-    best = np.sort(products, axis=1)[:, ::-1][:, :5]
-    scores = np.take_along_axis(products, result, axis=1)
-    np.testing.assert_allclose(scores, best, atol=1e-5)
-
-
 @pytest.mark.parametrize("form", ["sq8", "ivf_pq"])
-def test_a_lossy_index_finds_what_flat_finds_once_all_is_rescored(built, form):
+def test_flat_and_a_rescored_lossy_index_find_the_highest_inner_products(built, form):
     corpus, encoder, vectors = built
     queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
     flat = index.DenseRetriever(corpus, encoder).search_vectors(queries, 20)

@@ -314,21 +314,17 @@ def run(tmp_path):
     return run
 
 
-def test_a_run_without_a_choice_searches_its_own_passages_by_words(run):
-    assert retrieval_config(run) == RetrievalConfig()
-    retrieval = retrieval_of(run)
-    assert isinstance(retrieval.retriever, Bm25Retriever)
-    assert {passage.title for passage in retrieval.passages} == {"Own"}
-
-
-def test_a_run_searches_the_corpus_that_it_was_given(run, tmp_path):
-    corpus = make_corpus(tmp_path, 20)
-    before = retrieval_of(run).identity
+def test_a_run_searches_its_own_passages_by_words_until_it_is_given_a_corpus(
+    run, tmp_path
+):
+    before, corpus = retrieval_of(run), make_corpus(tmp_path, 20)
+    assert isinstance(before.retriever, Bm25Retriever)
+    assert {passage.title for passage in before.passages} == {"Own"}
     RetrievalOptions(corpus=corpus.folder).write(run.path)
     retrieval = retrieval_of(run)
     (row,) = retrieval.retriever.search(["w7 n7"], 1)
     assert retrieval.passages[row[0]].title == "Title 7"
-    assert retrieval.identity != before
+    assert retrieval.identity != before.identity
     RetrievalOptions().write(run.path)  # not asked: stays
     assert retrieval_config(run, "transfer_retrieval") == retrieval_config(run)
     assert retrieval_of(run).identity == retrieval.identity
