@@ -152,7 +152,7 @@ def _read_pool(
             first[name] = row.number
         pool[name] = Candidate(name, text_key(question.question), question.split)
     n = counts["records"]
-    if n and counts["of_another_split"] == n:
+    if counts["of_another_split"] == n:
         raise ValueError(
             f"{source.path}: all {n} records name another split than --{source.role} "
             "is for; give them under another option, or take their field 'split' out "

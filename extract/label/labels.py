@@ -155,18 +155,14 @@ def pair_answers(
 
 def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
     """Return records as a list; anything else is a ValueError that names it."""
+    wanted = f"expected a list of {kind.__name__}, found"
     is_iterable = isinstance(records, Iterable) and not hasattr(records, "columns")
     if not is_iterable or isinstance(records, str | bytes | dict):
-        raise ValueError(
-            f"expected a list of {kind.__name__}, found {type(records).__name__}"
-        )
+        raise ValueError(f"{wanted} {type(records).__name__}")
     items = list(records)
     for i, item in enumerate(items):
         if not isinstance(item, kind):
-            raise ValueError(
-                f"expected a list of {kind.__name__}, found {type(item).__name__} at "
-                f"place {i}"
-            )
+            raise ValueError(f"{wanted} {type(item).__name__} at place {i}")
     return items
 
 
