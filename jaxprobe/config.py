@@ -99,7 +99,8 @@ class TrainConfig:
     lr_patience: int | None = 4
     patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
-    root_seed: int = 0
+    # Of no compiled code, whose keys are arguments: all seeds share an executable.
+    root_seed: int = dataclasses.field(default=0, compare=False)
     n_microbatches: int | None = None  # of a batch; None: 128 rows each
 
     def __post_init__(self):

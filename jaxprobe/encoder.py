@@ -154,34 +154,6 @@ def _accelerator_vjp(matmul_dtype, dy, x, kernel, flag):
 token_convolution.defvjp(_token_convolution_forward, _token_convolution_backward)
 
 
-def masked_group_norm(
-    x: jax.Array, mask: jax.Array, n_groups: int, scale: jax.Array, bias: jax.Array
-) -> jax.Array:
-    """Group normalisation whose statistics see real tokens only.
-
-    Args:
-      x: `[d, n_span_tokens, n_examples]`, zero on padding.
-      mask: `[n_span_tokens, n_examples]` float32.
-      n_groups: divides `d`.
-      scale: `[d]`.
-      bias: `[d]`.
-
-    Returns:
-      `[d, n_span_tokens, n_examples]`, zero on padding.
-    """
-    d = x.shape[0]
-    # Groups are summed and spread by small products, not by a reshape of `x`.
-    members = jnp.asarray(np.kron(np.eye(n_groups), np.ones(d // n_groups)), x.dtype)
-    count = jnp.maximum(mask.sum(axis=0), 1.0)[None] * (d // n_groups)
-    mean = (members @ x.sum(axis=1)) / count
-    square = (members @ jnp.square(x).sum(axis=1)) / count
-    inv_std = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + 1e-5)
-    spread = members.T * scale[:, None]
-    gain = spread @ inv_std
-    shift = bias[:, None] - spread @ (mean * inv_std)
-    return (x * gain[:, None] + shift[:, None]) * mask[None]
-
-
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Maximum and mean over the real tokens, one below the other; zeros if none is.
 
@@ -298,16 +270,30 @@ class MaskedConv(nn.Module):
 
 
 class MaskedGroupNorm(nn.Module):
-    """Learned scale and bias around `masked_group_norm`."""
+    """Group normalisation whose statistics see real tokens only."""
 
     n_groups: int
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Normalise `[d, n_span_tokens, n_examples]` under `mask`."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[0],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[0],))
-        return masked_group_norm(x, mask, self.n_groups, scale, bias)
+        """Normalise `[d, n_span_tokens, n_examples]`, which are zero on padding.
+
+        `mask` is `[n_span_tokens, n_examples]` float32, and `n_groups` divides `d`.
+        """
+        d, n_groups = x.shape[0], self.n_groups
+        scale = self.param("scale", nn.initializers.ones, (d,))
+        bias = self.param("bias", nn.initializers.zeros, (d,))
+        # Groups are summed and spread by small products, not by a reshape of `x`.
+        members = np.kron(np.eye(n_groups), np.ones(d // n_groups))
+        members = jnp.asarray(members, x.dtype)
+        count = jnp.maximum(mask.sum(axis=0), 1.0)[None] * (d // n_groups)
+        mean = (members @ x.sum(axis=1)) / count
+        square = (members @ jnp.square(x).sum(axis=1)) / count
+        inv_std = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + 1e-5)
+        spread = members.T * scale[:, None]
+        gain = spread @ inv_std
+        shift = bias[:, None] - spread @ (mean * inv_std)
+        return (x * gain[:, None] + shift[:, None]) * mask[None]
 
 
 class SpanCNN(nn.Module):

@@ -15,7 +15,7 @@ Arrays are `[d, n_examples]`, examples innermost, as in the encoders.
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -38,7 +38,7 @@ from beatrice.jaxprobe.loop import (
     take_steps,
 )
 from beatrice.jaxprobe.metrics import auroc, is_gain, masked_auroc
-from beatrice.jaxprobe.random import HEADS, hashed_bits, stream_key
+from beatrice.jaxprobe.random import HEADS, hashed_bits, stream_keys
 
 OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
 _SUREST = 1e-6  # a probability further from 1/2 counts as this one
@@ -109,8 +109,7 @@ class PoolOutputs(NamedTuple):
     outputs: Any
     labels: Any  # `[n_examples]` float32, 1 where the answer is correct
     weights: Any  # `[n_examples]` float32, at least 0
-    # `[n_examples]` int32, equal for rows of one question; None where each has its own.
-    questions: Any = None
+    questions: Any  # `[n_examples]` int32, equal for rows of one question
 
     @property
     def n_seeds(self) -> int:
@@ -141,7 +140,7 @@ def pool_outputs(
     outputs: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
-    questions: np.ndarray | None = None,
+    questions: np.ndarray,
 ) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
@@ -150,15 +149,12 @@ def pool_outputs(
         closed-book. Each has `n_seeds * n_encoders` members.
       n_seeds: of every grid.
       labels: `[n_examples]` bool; every example counts once.
-      questions: `[n_examples]` names or numbers; None where each row has its own.
+      questions: `[n_examples]` names or numbers.
     """
-    on_host: list[np.ndarray] = [
-        np.array(x, np.float32) for x in (labels, np.ones(np.shape(labels)))
-    ]
-    if questions is not None:
-        numbers = np.unique(questions, return_inverse=True)[1]
-        on_host.append(numbers.astype(np.int32))
-    return PoolOutputs(_side_by_side(outputs, n_seeds), *jax.device_put(on_host))
+    numbers = np.unique(questions, return_inverse=True)[1].astype(np.int32)
+    on_host = np.array(labels, np.float32), np.ones(np.shape(labels), np.float32)
+    of_rows = jax.device_put((*on_host, numbers))
+    return PoolOutputs(_side_by_side(outputs, n_seeds), *of_rows)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -320,10 +316,8 @@ class _Set(NamedTuple):
     slot_mask: Any
 
 
-def _head_keys(
-    config: TrainConfig, seed: jax.Array, fused: _Set, n_pool: int
-) -> jax.Array:
-    """Keys of a head's first weights and of its dropout, `[2]`.
+def _head_keys(of_seed: jax.Array, fused: _Set, n_pool: int) -> jax.Array:
+    """Keys of a head's first weights and of its dropout, `[2]`, by that of its seed.
 
     The set counts as the bits of its positions, in words of 32, so no order and no
     number of slots changes them. Bits of no set are the batches'.
@@ -335,7 +329,7 @@ def _head_keys(
         for word in range(n_words)
     ]
     last = (n_words,) if n_words > 1 else ()
-    return jax.random.split(stream_key(config.root_seed, HEADS, seed, *words, *last))
+    return jax.random.split(reduce(jax.random.fold_in, (*words, *last), of_seed))
 
 
 def _permuted(
@@ -387,6 +381,7 @@ def _kernel_and_rest(params: Params) -> tuple[Any, Callable[[Any], Params]]:
 
 @partial(jax.jit, static_argnames=("head", "config"))
 def start_heads(
+    keys: jax.Array,
     sets: _Set,
     train: PoolOutputs,
     valid: PoolOutputs,
@@ -394,14 +389,14 @@ def start_heads(
     head: FusionHead,
     config: TrainConfig,
 ) -> FitState:
-    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`.
+    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`; keys by seed.
 
     They count as weights that may be kept: what training does not improve on the
     validation rows stays the mean logit.
     """
 
-    def start_head(seed: jax.Array, fused: _Set) -> FitState:
-        key = _head_keys(config, seed, fused, train.n_pool)[0]
+    def start_head(seed: jax.Array, seed_key: jax.Array, fused: _Set) -> FitState:
+        key = _head_keys(seed_key, fused, train.n_pool)[0]
         params = head.init(key, train.outputs[seed][..., :1], *fused)
         state = start_fit(params, config, _kernel_and_rest)
         logits = apply_module(head, params, valid.outputs[seed], *fused)
@@ -412,16 +407,17 @@ def start_heads(
         since_best = jnp.where(fused.slot_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
 
-    def start_seed(seed: jax.Array) -> FitState:
-        return jax.lax.map(partial(start_head, seed), sets)
+    def start_seed(args: tuple[jax.Array, jax.Array]) -> FitState:
+        return jax.lax.map(partial(start_head, *args), sets)
 
-    return jax.lax.map(start_seed, jnp.arange(train.n_seeds))
+    return jax.lax.map(start_seed, (jnp.arange(train.n_seeds), keys))
 
 
 @partial(jax.jit, static_argnames=("head", "config"))
 def train_heads(
     states: FitState,
     number: jax.Array,
+    keys: jax.Array,
     sets: _Set,
     train: PoolOutputs,
     *,
@@ -431,9 +427,9 @@ def train_heads(
     """Take an epoch's steps with every head that is not done; also the mean losses."""
     size = config.batch_size
 
-    def train_seed(args: tuple[jax.Array, FitState]):
-        seed, states = args
-        batch_key = stream_key(config.root_seed, HEADS, seed, 0, number)
+    def train_seed(args: tuple[jax.Array, jax.Array, FitState]):
+        seed, seed_key, states = args
+        batch_key = reduce(jax.random.fold_in, (0, number), seed_key)
         order_key, noise_key = jax.random.split(batch_key)
         active = states.is_active(config)
         filled = sets.slot_mask & active[:, None]
@@ -447,7 +443,7 @@ def train_heads(
                 losses = optax.sigmoid_binary_cross_entropy(logits, labels)
                 return (losses * shares).sum()
 
-            dropout_key = _head_keys(config, seed, fused, train.n_pool)[1]
+            dropout_key = _head_keys(seed_key, fused, train.n_pool)[1]
             keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
             return take_steps(state, loss, batches, keys, config, _kernel_and_rest)
 
@@ -458,7 +454,7 @@ def train_heads(
 
         return jax.lax.map(train_head, (states, sets, active))
 
-    return jax.lax.map(train_seed, (jnp.arange(train.n_seeds), states))
+    return jax.lax.map(train_seed, (jnp.arange(train.n_seeds), keys, states))
 
 
 @partial(jax.jit, static_argnames=("head", "config"))
@@ -506,10 +502,11 @@ def fit_heads(
     """
     placed = jax.device_put(_Set(sets, slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
+    keys = stream_keys(config.root_seed, HEADS, range(train.n_seeds))
     learner = Learner(
-        lambda: start_heads(placed, train, valid, **fixed),
+        lambda: start_heads(keys, placed, train, valid, **fixed),
         lambda states, number, group: train_heads(
-            states, number, placed, group, **fixed
+            states, number, keys, placed, group, **fixed
         ),
         lambda states, group: head_logits(states, placed, group, **fixed),
     )
@@ -526,7 +523,7 @@ def _fall_back_to_mean(
     """Replace a head by the mean logit where what it gains on that may be chance."""
     used, shape = np.asarray(valid.weights) > 0, state.epochs_since_best.shape
     labels = np.asarray(valid.labels)[used] > 0
-    questions = None if valid.questions is None else np.asarray(valid.questions)[used]
+    questions = np.asarray(valid.questions)[used]
     unstopped = state._replace(
         epochs_since_best=jnp.zeros_like(state.epochs_since_best)
     )

@@ -39,7 +39,6 @@ from beatrice.jaxprobe.encoder import (
     linear_logits,
     pooled_signals,
 )
-from beatrice.jaxprobe.families import subset_masks
 from beatrice.jaxprobe.loop import (
     FitInfo,
     FitState,
@@ -54,7 +53,7 @@ from beatrice.jaxprobe.loop import (
 )
 from beatrice.jaxprobe.metrics import auroc_gain
 from beatrice.jaxprobe.projection import Draw, SharedBatch, gather_batch
-from beatrice.jaxprobe.random import BATCHES, MEMBERS, stream_key
+from beatrice.jaxprobe.random import BATCHES, MEMBERS, stream_keys
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
@@ -95,15 +94,7 @@ class BlockArrays(NamedTuple):
 
     family_masks: Any  # `[n_subsets, n_families]` bool
     subsets: Any  # `[n_subsets]` int32 numbers of subsets, which decide the random keys
-    seeds: Any  # `[n_seeds]` int32
-
-    @classmethod
-    def of(cls, block: Block, n_families: int, n_subsets: int = 0) -> "BlockArrays":
-        """Put a block into arrays; subsets that read no family fill it up."""
-        subsets, seeds = (np.asarray(x, np.int32) for x in block)
-        n_excess = max(0, n_subsets - len(subsets))
-        masks = np.pad(subset_masks(n_families)[subsets], ((0, n_excess), (0, 0)))
-        return cls(masks, np.pad(subsets, (0, n_excess)), seeds)
+    keys: Any  # `[n_seeds, 2]` keys of a seed's batches, and of its members
 
 
 def over_members(
@@ -116,7 +107,7 @@ def over_members(
 ) -> Any:
     """Apply a function to every subset with every seed, in turn or side by side.
 
-    `apply` takes `(family_mask, subset, seed)`, a member's states, and what all share.
+    `apply` takes `(family_mask, subset, keys)`, a member's states, and what all share.
     States, like what it returns, have leaves `[n_seeds, n_subsets, ...]`. Over a mesh
     of devices the subsets are split.
     """
@@ -126,7 +117,7 @@ def over_members(
         return jax.tree.map(lambda x: x[None], results)
 
     def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
-        if len(block.subsets) * len(block.seeds) == 1:
+        if len(block.subsets) * len(block.keys) == 1:
             # No vmap: it would turn branches into selects.
             member = tuple(x[0] for x in block)
             state = jax.tree.map(lambda x: x[0, 0], states)
@@ -134,8 +125,8 @@ def over_members(
             return jax.tree.map(lambda x: x[None, None], results)
         rest = (None,) * len(shared)
         over_subsets = jax.vmap(apply, in_axes=((0, 0, None), 0, *rest))
-        if len(block.seeds) == 1:  # one axis less to trace, and to compile
-            member = block._replace(seeds=block.seeds[0])
+        if len(block.keys) == 1:  # one axis less to trace, and to compile
+            member = block._replace(keys=block.keys[0])
             state = jax.tree.map(lambda x: x[0], states)
             results = over_subsets(tuple(member), state, *shared)
             return jax.tree.map(lambda x: x[None], results)
@@ -159,8 +150,8 @@ def over_members(
 
 def _members_of(block: BlockArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the members of a block of one seed, leaves `[n_subsets, ...]`."""
-    seeds = jnp.broadcast_to(block.seeds, (len(block.subsets),))
-    return jnp.asarray(block.family_masks), jnp.asarray(block.subsets), seeds
+    keys = jnp.broadcast_to(block.keys, (len(block.subsets), 2))
+    return jnp.asarray(block.family_masks), jnp.asarray(block.subsets), keys
 
 
 class Labelled(NamedTuple):
@@ -172,8 +163,7 @@ class Labelled(NamedTuple):
     # `[n_subsets, n_examples]` float32, the linear parts' logits, on which networks are
     # trained; see `jaxprobe.linear`. Zeros where there are none.
     offsets: Any
-    # `[n_examples]` int32, equal for rows of one question; None where each has its own.
-    questions: Any = None
+    questions: Any  # `[n_examples]` int32, equal for rows of one question
 
 
 class Trained(NamedTuple):
@@ -196,13 +186,12 @@ def labelled(
         weights = np.ones(labels.shape)
     if offsets is None:
         offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
+    if questions is None:
+        questions = np.arange(len(labels))
     # Converted on the host: for the device every shape would be compiled by itself.
-    on_host: list[np.ndarray] = [
-        np.array(x, np.float32) for x in (labels, weights, offsets)
-    ]
-    if questions is not None:
-        on_host.append(np.array(questions, np.int32))
-    return Labelled(features, *jax.device_put(on_host))
+    on_host = [np.array(x, np.float32) for x in (labels, weights, offsets)]
+    numbers = np.array(questions, np.int32)
+    return Labelled(features, *jax.device_put([*on_host, numbers]))
 
 
 def in_chunks(
@@ -219,12 +208,18 @@ def in_chunks(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
 
 
+def seed_keys(root_seed: int, seeds: Sequence[int]) -> jax.Array:
+    """Keys of seeds, `[n_seeds, 2]`: of their batches, and of their members."""
+    streams = BATCHES, MEMBERS
+    return jnp.stack([stream_keys(root_seed, x, seeds) for x in streams], axis=1)
+
+
 def member_keys(
-    config: TrainConfig, subset: jax.Array | int, seed: jax.Array | int
+    keys: jax.Array, subset: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of a member: of its batches (by seed only), first weights, and dropout."""
-    member = stream_key(config.root_seed, MEMBERS, seed, subset)
-    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(member)
+    """Keys of a member by those of its seed: of batches, first weights, and dropout."""
+    batches, members = keys
+    return batches, *jax.random.split(jax.random.fold_in(members, subset))
 
 
 _STATIC = ("encoder", "config", "mesh")
@@ -242,8 +237,8 @@ def start_block(
     """States before the first step, by the widths alone; what reads nothing is done."""
 
     def start(member, _, sample: FamilyTokens) -> FitState:
-        family_mask, subset, seed = member
-        _, init_key, _ = member_keys(config, subset, seed)
+        family_mask, subset, keys = member
+        _, init_key, _ = member_keys(keys, subset)
         state = start_fit(encoder.init(init_key, sample, family_mask), config)
         # Of a type that a review leaves as it is, or training is compiled again.
         since_best = jnp.where(family_mask.any(), jnp.int32(0), config.patience)
@@ -269,22 +264,22 @@ def train_block(
         return _train_in_turn(states, number, block, train, encoder, config)
 
     def train_member(member, state: FitState, number: jax.Array, train: Labelled):
-        family_mask, subset, seed = member
+        _, subset, keys = member
 
         def loss(params, rows, shares, noise_key, dropout_key):
             draw = Draw(rows, noise_key, dropout_key)
             return _loss(encoder, train, member, params, shares, draw)
 
-        order_key, *keys = _group_keys(config, subset, seed, number)
+        order_key, *step_keys = _group_keys(keys, subset, number)
         batches = epoch_batches(order_key, train.weights, config.batch_size)
-        return take_steps(state, loss, batches, Keys(*keys), config)
+        return take_steps(state, loss, batches, Keys(*step_keys), config)
 
     return over_members(train_member, block, states, (number, train), config, mesh)
 
 
-def _group_keys(config, subset, seed, number):
+def _group_keys(keys, subset, number):
     """Keys of a member on a group: of its batches, their noise, and its dropout."""
-    batch_key, _, dropout_key = member_keys(config, subset, seed)
+    batch_key, _, dropout_key = member_keys(keys, subset)
     order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
     return order_key, noise_key, jax.random.fold_in(dropout_key, number)
 
@@ -302,10 +297,10 @@ def _loss(encoder, train: Labelled, member, params, shares, draw: Draw) -> jax.A
 def _train_in_turn(states, number, block, train, encoder, config):
     """Take the steps of a seed's members, which share what is gathered and drawn."""
     members = _members_of(block)
-    order_key, noise_key, _ = _group_keys(config, 0, block.seeds[0], number)
-    dropout_keys = jax.vmap(
-        lambda subset, seed: _group_keys(config, subset, seed, number)[2]
-    )(*members[1:])
+    order_key, noise_key, _ = _group_keys(block.keys[0], 0, number)
+    dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
+        *members[1:]
+    )
     features, dims = train.features, encoder.dims
     before_answer = features.span_slices[-1].start
     n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
@@ -394,7 +389,7 @@ def is_in_turn(config: TrainConfig) -> bool:
 
 def takes_turns(block: BlockArrays, config: TrainConfig, mesh: Mesh | None) -> bool:
     """Whether the members of a block take their steps in turn."""
-    return is_in_turn(config) and mesh is None and len(block.seeds) == 1
+    return is_in_turn(config) and mesh is None and len(block.keys) == 1
 
 
 def n_in_turn(n_subsets: int) -> int:
@@ -402,27 +397,35 @@ def n_in_turn(n_subsets: int) -> int:
     return min(8, -(-n_subsets // 2))
 
 
-def filled_block(block: Block, encoder: Encoder, config: TrainConfig) -> BlockArrays:
-    """Put a block into arrays; on a CPU all have one shape, and so one executable."""
-    is_filled = is_in_turn(config) and len(block.seeds) == 1
-    n_subsets = n_in_turn(encoder.dims.n_subsets) if is_filled else 0
-    return BlockArrays.of(block, encoder.dims.n_families, n_subsets)
+def filled_block(
+    block: Block, encoder: Encoder, config: TrainConfig, mesh: Mesh | None = None
+) -> BlockArrays:
+    """Put a block into arrays; subsets that read no family fill it up.
+
+    On a CPU all blocks then have one shape, and so one executable; over a mesh every
+    device has as many subsets.
+    """
+    subsets, n_excess = np.asarray(block.subsets, np.int32), 0
+    if mesh is not None:
+        n_excess = -len(subsets) % mesh.size
+    elif is_in_turn(config) and len(block.seeds) == 1:
+        n_excess = max(0, n_in_turn(encoder.dims.n_subsets) - len(subsets))
+    masks = np.pad(encoder.dims.subset_masks[subsets], ((0, n_excess), (0, 0)))
+    keys = seed_keys(config.root_seed, block.seeds)
+    return BlockArrays(masks, np.pad(subsets, (0, n_excess)), keys)
 
 
 def _stopped_without_gain(state, block, groups, logits, patience) -> FitState:
     """Stop members for good whose best weights gain too little on linear parts."""
-    best, parts, numbers = state._replace(params=state.best_params), [], []
+    best, parts = state._replace(params=state.best_params), []
     for group in groups:
         used = np.asarray(group.weights) > 0
-        of_rows = logits(best, group), group.offsets, group.labels
+        of_rows = logits(best, group), group.offsets, group.labels, group.questions
         parts.append([np.asarray(x)[..., used] for x in of_rows])
-        if group.questions is not None:
-            numbers.append(np.asarray(group.questions)[used])
         del group  # before the next one is there
-    scores, offsets, labels = (
+    scores, offsets, labels, questions = (
         np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)
     )
-    questions = np.concatenate(numbers) if numbers else None
     waited = np.array(state.epochs_since_best)
     for i, j in np.ndindex(waited.shape):
         pair = scores[i, j], offsets[np.asarray(block.subsets)[j]]
@@ -488,11 +491,8 @@ def fit_block(
     is left out of the result, which is on the host.
     """
     use_one_blas_thread()
-    if mesh is None:
-        arrays = filled_block(block, encoder, config)
-    else:
-        n_subsets = len(block.subsets) + -len(block.subsets) % mesh.size
-        arrays = BlockArrays.of(block, encoder.dims.n_families, n_subsets)
+    arrays = filled_block(block, encoder, config, mesh)
+    if mesh is not None:
         split = NamedSharding(mesh, PartitionSpec(AXIS))
         copied = NamedSharding(mesh, PartitionSpec())
         arrays, train, valid = jax.device_put(
@@ -517,7 +517,8 @@ def fit_blocks(
     """Train blocks and yield each as it is done, in whatever order that is.
 
     Rows come in groups of similar length, most often one; a batch is of one group.
-    To continue an interrupted run, pass the blocks that are still missing. On a CPU as
+    To continue an interrupted run, pass the blocks that are still missing. Of several
+    devices all train a block, each some of its subsets. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
     own: one alone keeps all cores awake for little more than one core's work. Calls
     that train side by side share the cores: with twice as many blocks as cores, each in
@@ -529,6 +530,11 @@ def fit_blocks(
         with usual_jax(), _CORES:
             return fit_block(block, train, valid, **fixed)
 
+    if jax.local_device_count() > 1:
+        mesh = Mesh(np.asarray(jax.local_devices()), (AXIS,))
+        for block in blocks:
+            yield fit_block(block, train, valid, **fixed, mesh=mesh)
+        return
     use_one_blas_thread()
     if is_in_turn(config) and len(blocks) > 1:
         # Compiled by members that read nothing, and are done before they begin.
@@ -553,29 +559,6 @@ def fit_blocks(
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def member_mesh() -> Mesh:
-    """Return the devices of this process, in a row."""
-    return Mesh(np.asarray(jax.local_devices()), (AXIS,))
-
-
-def fit_everywhere(
-    blocks: Sequence[Block],
-    train: Sequence[Labelled],
-    valid: Sequence[Labelled],
-    *,
-    encoder: Encoder,
-    config: TrainConfig,
-) -> Iterator[Trained]:
-    """Train blocks on all devices there are, and yield each as it is done."""
-    fixed = {"encoder": encoder, "config": config}
-    if jax.local_device_count() == 1:
-        yield from fit_blocks(blocks, train, valid, **fixed)
-        return
-    mesh = member_mesh()
-    for block in blocks:
-        yield fit_block(block, train, valid, **fixed, mesh=mesh)
 
 
 def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:

@@ -311,7 +311,7 @@ def drop_networks_without_gain(
     logits: np.ndarray,
     grid: LinearGrid,
     labels: np.ndarray,
-    questions: np.ndarray | None = None,
+    questions: np.ndarray,
 ) -> Trained:
     """Zero the last layer of networks that gain nothing on their linear part.
 

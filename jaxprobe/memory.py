@@ -198,9 +198,10 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
     config = PlannedConfig(**dataclasses.asdict(sizes.train), n_rows=n_rows)
     fixed = {"encoder": Encoder(sizes.encoder, sizes.dims), "config": config}
     shape = jax.ShapeDtypeStruct
-    subsets, seeds = (shape((n,), jnp.int32) for n in (n_subsets, n_seeds))
     block = BlockArrays(
-        shape((n_subsets, sizes.dims.n_families), jnp.bool_), subsets, seeds
+        shape((n_subsets, sizes.dims.n_families), jnp.bool_),
+        shape((n_subsets,), jnp.int32),
+        shape((n_seeds, 2), jax.eval_shape(jax.random.key, 0).dtype),
     )
     rows = _rows(sizes, sizes.n_train, sizes.widths)
     alone = BlockArrays(*(shape((1, *x.shape[1:]), x.dtype) for x in block))

@@ -221,10 +221,7 @@ def auroc_interval(
 
 
 def is_gain(
-    scores: np.ndarray,
-    others: np.ndarray,
-    labels: np.ndarray,
-    questions: np.ndarray | None = None,
+    scores: np.ndarray, others: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> bool:
     """Tell whether scores rank rows better than others by more than chance.
 

@@ -8,6 +8,8 @@ as long for all families and 1.2 times for one (one core of a CPU).
 """
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,10 @@ import numpy as np
 BATCHES, MEMBERS, HEADS, PROBES = range(4)
 
 
-def stream_key(root_seed: int, stream: int, *numbers: jax.Array | int) -> jax.Array:
-    """Key of a stream, folded with numbers in order, such as seed and subset."""
+def stream_keys(root_seed: int, stream: int, seeds: Sequence[int]) -> jax.Array:
+    """Keys of a stream's seeds, `[n_seeds]`."""
     key = jax.random.fold_in(jax.random.key(root_seed), stream)
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
+    return jax.vmap(partial(jax.random.fold_in, key))(jnp.asarray(seeds))
 
 
 @jax.tree_util.register_dataclass

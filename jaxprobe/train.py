@@ -67,7 +67,7 @@ from beatrice.jaxprobe.grid import (
     Trained,
     block_learner,
     filled_block,
-    fit_everywhere,
+    fit_blocks,
     join,
     labelled,
     member_outputs,
@@ -427,7 +427,7 @@ def _fit(
             ]
             for buckets, (y, o, q) in zip(data.in_memory, of_rows, strict=True)
         ]
-        yield from fit_everywhere(blocks, *groups, **protocol)
+        yield from fit_blocks(blocks, *groups, **protocol)
         return
     stream, reads = config.stream or StreamConfig(), (data.read_train, data.read)
     train, valid = (

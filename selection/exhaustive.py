@@ -107,8 +107,6 @@ class Enumeration:
         shapes = f"{config.head} {config.train} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
         for value in (*pool.train, *pool.valid):
-            if value is None:
-                continue
             array = np.ascontiguousarray(value)
             digest.update(f"{array.dtype.str} {array.shape}".encode())
             digest.update(array.data)

@@ -36,7 +36,7 @@ from beatrice.jaxprobe.loop import (
     start_fit,
     take_steps,
 )
-from beatrice.jaxprobe.random import PROBES, stream_key
+from beatrice.jaxprobe.random import PROBES, stream_keys
 from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows
@@ -77,9 +77,10 @@ def sweep_layers(
         return _States(jnp.asarray(scaled), targets, jnp.ones_like(targets))
 
     train, valid = rows(train_hidden, train_labels), rows(valid_hidden, valid_labels)
+    keys = stream_keys(config.root_seed, PROBES, range(config.n_seeds))
     learner = Learner(
-        lambda: _start(train.hidden, config=config),
-        lambda states, number, group: _train(states, number, group, config=config),
+        lambda: _start(train.hidden, keys, config=config),
+        lambda *step: _train(*step, keys, config=config),
         _logits,
     )
     (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
@@ -99,38 +100,41 @@ def _of_probe(params: Any, hidden: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _start(hidden: jax.Array, *, config: TrainConfig) -> FitState:
-    """States of all probes, leaves `[n_layers + 1, n_seeds, ...]`."""
+def _start(hidden: jax.Array, keys: jax.Array, *, config: TrainConfig) -> FitState:
+    """States of all probes, leaves `[n_layers + 1, n_seeds, ...]`; keys by seed."""
 
-    def start(_, seed: jax.Array) -> FitState:
-        key = stream_key(config.root_seed, PROBES, seed)
+    def start(_, key: jax.Array) -> FitState:
         weight = 1e-3 * jax.random.normal(key, hidden.shape[-1:])
         return start_fit({"weight": weight, "bias": jnp.zeros(())}, config)
 
     over_seeds = jax.vmap(start, in_axes=(None, 0))
-    seeds = jnp.arange(config.n_seeds)
-    return jax.vmap(over_seeds, in_axes=(0, None))(jnp.arange(len(hidden)), seeds)
+    return jax.vmap(over_seeds, in_axes=(0, None))(jnp.arange(len(hidden)), keys)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _train(
-    states: FitState, number: jax.Array, train: _States, *, config: TrainConfig
+    states: FitState,
+    number: jax.Array,
+    train: _States,
+    keys: jax.Array,
+    *,
+    config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
     """Take an epoch's steps with every probe; the probes of a seed share batches."""
 
-    def train_probe(state: FitState, hidden: jax.Array, seed: jax.Array):
+    def train_probe(state: FitState, hidden: jax.Array, seed_key: jax.Array):
         def loss(params, rows, shares, *_):
             logits = _of_probe(params, hidden[rows])
             losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
             return (losses * shares).sum()
 
-        key = stream_key(config.root_seed, PROBES, seed, number)
+        key = jax.random.fold_in(seed_key, number)
         batches = epoch_batches(key, train.weights, config.batch_size)
         return take_steps(state, loss, batches, Keys(key, key), config)
 
     over_seeds = jax.vmap(train_probe, in_axes=(0, None, 0))
     over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None))
-    return over_layers(states, train.hidden, jnp.arange(config.n_seeds))
+    return over_layers(states, train.hidden, keys)
 
 
 @jax.jit

@@ -40,6 +40,7 @@ from beatrice.jaxprobe.grid import (
     grid_members,
     labelled,
     member_keys,
+    seed_keys,
 )
 from beatrice.jaxprobe.memory import Sizes, choose, step_flops
 from beatrice.jaxprobe.tokens import split_families
@@ -183,9 +184,8 @@ class Grid:
         encoder = Encoder(self.workload.encoder, self.workload.dims)
         features = labelled_of(self.workload, 1, seed=0).features
         start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
-        protocol = TrainConfig()
         for subset, seed in self.members:
-            _, key, _ = member_keys(protocol, subset, seed)
+            _, key, _ = member_keys(seed_keys(0, (seed,))[0], subset)
             params = jax.device_get(start(key, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}

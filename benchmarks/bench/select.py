@@ -174,6 +174,7 @@ def made_up_outputs(config: SelectSizes, n_examples: int, seed: int) -> PoolOutp
         head_inputs(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
         jnp.asarray(labels, jnp.float32),
         jnp.ones(n_examples, jnp.float32),
+        jnp.arange(n_examples, dtype=jnp.int32),
     )
 
 

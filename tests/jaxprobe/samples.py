@@ -107,7 +107,8 @@ def random_codes(n_examples, seed, knowing=(1, 4)):
     pooled = np.repeat(logits[..., None], 4, axis=-1) * 0.3
     arrays = (jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels))
     pooled, logits, labels = arrays
-    return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
+    rows = labels, jnp.ones(n_examples), jnp.arange(n_examples)
+    return PoolOutputs(head_inputs(pooled, logits), *rows)
 
 
 def ragged_features(setting, dims, n=7, seed=0):

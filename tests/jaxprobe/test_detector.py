@@ -89,7 +89,7 @@ def test_a_detector_scores_as_its_encoders_and_its_head_do(detector):
     logits, pooled = (np.stack(x) for x in zip(*outputs, strict=True))
     logits = logits.reshape(2, 2, -1)
     inputs = fusion.head_inputs(pooled.reshape(2, 2, 7, -1), logits)
-    pool, p = fusion.PoolOutputs(inputs, None, None), []
+    pool, p = fusion.PoolOutputs(inputs, *[None] * 3), []
     for s in (0, 1):
         params = jax.tree.map(lambda x, s=s: x[s], detector.heads["closed_book"].params)
         fixed = params, *fusion.slots_of((0, 1), 4), pool, np.int32(s)

@@ -18,11 +18,12 @@ HEAD = fusion.FusionHead(FusionConfig(hidden=8, n_slots=3))
 CODES = random_codes(200, 0, [2]), random_codes(100, 1, [2])  # encoder 2 knows
 
 
-def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, **config):
+def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, root_seed=0, **config):
     slots, masks = zip(*(fusion.slots_of(s, n_slots) for s in sets), strict=True)
     head = fusion.FusionHead(FusionConfig(hidden=8, n_slots=n_slots, **config))
     arrays = np.stack(slots), np.stack(masks), *codes
-    return fusion.fit_heads(*arrays, head=head, config=protocol)
+    config = dataclasses.replace(protocol, root_seed=root_seed)
+    return fusion.fit_heads(*arrays, head=head, config=config)
 
 
 def auroc_of_the_mean(members, seed, codes=CODES):
@@ -49,6 +50,10 @@ def test_a_head_depends_on_its_set_and_seed_only():
     np.testing.assert_array_equal(info.valid_auroc[0], info.valid_auroc[2])
     np.testing.assert_array_equal(info.valid_auroc[0], alone.valid_auroc[2])
     assert not np.array_equal(info.valid_auroc[0, 0], info.valid_auroc[0, 1])
+    n_traces = fusion.train_heads._cache_size()
+    _, other = train([(1, 2), (0,), (2, 1)], root_seed=1)
+    assert fusion.train_heads._cache_size() == n_traces
+    assert not np.array_equal(info.train_loss, other.train_loss)
     fewer = [c._replace(outputs=c.outputs[:1]) for c in CODES]
     _, first = train([(1, 2), (0,), (2, 1)], codes=fewer)
     np.testing.assert_allclose(first.valid_auroc[0, 0], info.valid_auroc[0, 0])
@@ -79,9 +84,7 @@ def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
 
 
 def test_more_wordings_of_a_question_let_no_head_leave_the_mean_logit():
-    train_codes, valid = random_codes(200, 0, []), random_codes(100, 1, [])
-    questions = jnp.arange(100)
-    once = PoolOutputs(*valid[:3], questions)
+    train_codes, once = random_codes(200, 0, []), random_codes(100, 1, [])
     often = PoolOutputs(*(jnp.tile(x, 25) for x in once))
     sets = [(0, 1), (2, 3, 4), (1, 5)]
     for codes in (once, often):
@@ -200,7 +203,7 @@ def test_one_executable_lays_out_a_pool(caplog):
     logits, pooled = np.ones((6, 11)), np.ones((6, 11, 5))
     outputs = MemberOutputs(logits.astype(np.float32), pooled.astype(np.float32))
     with jax.log_compiles():
-        fusion.pool_outputs((outputs, outputs), 3, np.ones(11, bool))
+        fusion.pool_outputs((outputs, outputs), 3, np.ones(11, bool), np.arange(11))
     compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
     assert len(compiled) == 1, compiled
 
@@ -253,7 +256,8 @@ def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots
         slots, mask = np.zeros(3, np.int32), np.arange(3) < len(members)
         slots[: len(members)] = members
         fused = fusion._Set(jnp.asarray(slots), jnp.asarray(mask))
-        data = jax.random.key_data(fusion._head_keys(TrainConfig(), 0, fused, n_pool))
+        keys = fusion._head_keys(jax.random.key(0), fused, n_pool)
+        data = jax.random.key_data(keys)
         return tuple(np.asarray(data).ravel().tolist())
 
     # A pool of more than 32, as five families in two passes make, needs two words.

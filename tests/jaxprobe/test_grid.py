@@ -1,5 +1,6 @@
 """Encoders trained block by block, with and without some of their spans."""
 
+import dataclasses
 import sys
 import threading
 
@@ -28,15 +29,15 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import (
     Block,
     Member,
-    fit_block,
+    block_logits,
     fit_blocks,
-    fit_everywhere,
     join,
     labelled,
-    member_mesh,
     member_outputs,
+    start_block,
     train_block,
 )
+from beatrice.jaxprobe.loop import end_epoch
 from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
 from beatrice.jaxprobe.tokens import empty_span, split_families
@@ -83,10 +84,10 @@ def parts():
     return planted_parts()
 
 
-def train(blocks, parts, config=TRAIN, fit=fit_blocks):
+def train(blocks, parts, config=TRAIN):
     """Train blocks; what comes out is in their order."""
     groups = ([part] for part in parts)
-    trained = fit(blocks, *groups, encoder=ENCODER, config=config)
+    trained = fit_blocks(blocks, *groups, encoder=ENCODER, config=config)
     order = [block.members for block in blocks]
     return sorted(trained, key=lambda block: order.index(block.members))
 
@@ -121,10 +122,9 @@ def test_one_trace_serves_all_fifteen_subsets(parts):
     assert train_block._cache_size() == n_traces
 
 
-def test_one_device_trains_blocks_one_by_one_and_join_orders_members(parts):
+def test_join_orders_the_members_of_blocks(parts):
     blocks = [Block((2,), (0,)), Block((0,), (0,))]
-    trained = train(blocks, parts, fit=fit_everywhere)
-    assert [t.members for t in trained] == [block.members for block in blocks]
+    trained = train(blocks, parts)
     joined = join(trained, [Member(0, 0), Member(2, 0)])
     np.testing.assert_array_equal(
         joined.params["params"]["mlp_in"]["bias"][1],
@@ -187,8 +187,7 @@ def planned_devices(stream):
 def train_on_mesh(out):
     """Train over the devices of a process of its own."""
     groups = ([part] for part in planted_parts())
-    options = {"encoder": ENCODER, "config": TRAIN, "mesh": member_mesh()}
-    trained = fit_block(BLOCK, *groups, **options)
+    (trained,) = fit_blocks([BLOCK], *groups, encoder=ENCODER, config=TRAIN)
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
     np.savez(
         out,
@@ -231,12 +230,18 @@ def test_what_is_left_out_has_no_influence():
     np.testing.assert_array_equal(here.pooled, np.zeros((1, 110, CONFIG.d_pooled)))
 
 
-def test_every_choice_of_spans_trains_in_one_executable(parts):
-    train([PR], parts)
-    n_traces = train_block._cache_size()
+def test_every_choice_of_spans_and_every_root_seed_train_in_one_executable(parts):
+    def n_traces():
+        steps = start_block, train_block, block_logits, end_epoch
+        return [step._cache_size() for step in steps]
+
+    (trained,) = train([PR], parts)
+    before = n_traces()
     for span in (QUESTION, ANSWER):
         train([PR], planted_parts(span))
-    assert train_block._cache_size() == n_traces
+    (other,) = train([PR], parts, dataclasses.replace(TRAIN, root_seed=1))
+    assert n_traces() == before
+    assert not np.array_equal(trained.info.train_loss, other.info.train_loss)
 
 
 def test_long_texts_and_wide_models_are_read_fewer_at_a_time():

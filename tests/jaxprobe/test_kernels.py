@@ -9,10 +9,10 @@ from scipy.stats import kstest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from beatrice.jaxprobe import projection
-from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
+from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
-from beatrice.jaxprobe.grid import member_keys
+from beatrice.jaxprobe.grid import member_keys, seed_keys
 from beatrice.jaxprobe.projection import Draw, noise_factor, project
 from beatrice.jaxprobe.random import dropout, hashed_bits, hashed_normal
 from beatrice.jaxprobe.stored import contract, product, use_one_blas_thread
@@ -261,7 +261,7 @@ def test_hashed_draws_of_consecutive_steps_are_uniform_and_unrelated():
 
 def test_members_of_a_seed_share_batches_and_nothing_else():
     def numbers(subset, seed):
-        keys = member_keys(TrainConfig(), subset, seed)
+        keys = member_keys(seed_keys(0, (seed,))[0], subset)
         return [tuple(jax.random.key_data(key).tolist()) for key in keys]
 
     keys = {(k, seed): numbers(k, seed) for k in (0, 3) for seed in (0, 1)}

@@ -16,6 +16,7 @@ from beatrice.jaxprobe.grid import (
     BlockArrays,
     _stopped_without_gain,
     block_learner,
+    filled_block,
     fit_blocks,
     labelled,
     member_outputs,
@@ -159,7 +160,8 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
     noise = 0.05 * np.random.default_rng(0).standard_normal(len(labels))
     chance = chance_gain(linear, labels, 2.5)
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
-        result = drop_networks_without_gain(member, linear[None] + added, grid, labels)
+        inputs = member, linear[None] + added, grid, labels, np.arange(len(labels))
+        result = drop_networks_without_gain(*inputs)
         assert is_silent == (not result.params["params"]["mlp_out"]["kernel"].any())
         assert n_networks_kept(result) == (not is_silent)
         if is_silent:
@@ -179,13 +181,13 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
     _, (tokens, labels) = rows
     linear = grid.valid[subset]
     noise = 0.02 * np.random.default_rng(0).standard_normal(len(labels))
-    block = BlockArrays.of(Block((subset,), (0,)), len(SUBSETS[0]))
+    filled = filled_block(Block((subset,), (0,)), ENCODER, TRAIN)
+    block = BlockArrays(*(x[:1] for x in filled))
     learner = block_learner(block, tokens, encoder=ENCODER, config=TRAIN)
     group = labelled(tokens, labels, offsets=grid.valid)
     learner.train(learner.start(), np.int32(0), group)
     n_traces = train_block._cache_size()
     # In two groups, and every row of the second is another wording of the first's.
-    group = group._replace(questions=np.arange(len(labels)))
     for added, is_stopped in (
         (noise, True),
         (chance_gain(linear, labels, 1.2), True),
@@ -198,7 +200,7 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
         inputs = learner.start(), block, iter([group, group])
         state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
-        learner.train(state, np.int32(1), group._replace(questions=None))
+        learner.train(state, np.int32(1), group)
     assert train_block._cache_size() == n_traces  # a review compiles nothing again
     # Some lost patience by themselves, and were not stopped by the review.
     best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])

@@ -239,9 +239,8 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
 
 def test_the_encoders_alone_say_the_mean_of_their_probabilities():
     logits = np.random.default_rng(0).normal(size=(2 * N_SUBSETS, 6))
-    pool = pool_outputs(
-        (MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4))),), 2, np.ones(6, bool)
-    )
+    outputs = MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4)))
+    pool = pool_outputs((outputs,), 2, np.ones(6, bool), np.arange(6))
     result = ablation.own_scores(pool, (3, 9))
     by_hand = 1 / (1 + np.exp(-logits.reshape(2, N_SUBSETS, 6)[:, [3, 9]]))
     np.testing.assert_allclose(result, by_hand.mean(axis=1), rtol=1e-6)

@@ -137,7 +137,7 @@ def pool_of_noise(rows, signal):
 
     def take(where):
         outputs = MemberOutputs(logits[:, where], pooled[:, where])
-        return pool_outputs((outputs,), 1, rows.labels[where])
+        return pool_outputs((outputs,), 1, rows.labels[where], rows.ids[where])
 
     return Pool(
         train=take(rows.where("train")),
