@@ -176,12 +176,9 @@ def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
 def reads(
     branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
 ) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of pool positions.
+    """Return the (pass, subset name) of positions in a branch's pool.
 
-    Args:
-      branch: whose pool.
-      members: positions in it.
-      names: of all subsets of a pass; those of the paper's families by default.
+    `names` are of all subsets of a pass.
     """
     setting, n = branch_setting(branch), len(names)
     return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)

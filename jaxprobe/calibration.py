@@ -237,15 +237,8 @@ def cross_fit(
     """Return for every fold the map that was fitted on the other folds.
 
     What is searched on probabilities of rows that their own map has seen is searched
-    on numbers that are too good; these have not.
-
-    Args:
-      fit: a map of scores, labels and questions.
-      scores: `[n_examples]`.
-      labels: `[n_examples]` bool.
-      questions: `[n_examples]` names.
-      folds: `[n_examples]` int, from 0.
-      n_folds: how many there are; one may be empty.
+    on numbers that are too good; these have not. `fit` makes a map of scores, labels
+    and questions, all `[n_examples]`; `folds` are numbers from 0, one may be empty.
     """
     others = (folds != k for k in range(n_folds))
     return tuple(fit(scores[x], labels[x], questions[x]) for x in others)

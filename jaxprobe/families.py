@@ -307,9 +307,7 @@ def used_spans(spans: np.ndarray) -> tuple[int, ...]:
 def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
     """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
 
-    Args:
-      spans: `[n_examples, 3, 2]`.
-      read: places among `SPAN_NAMES`.
+    Of spans `[n_examples, 3, 2]`; those that are read are places among `SPAN_NAMES`.
     """
     return np.diff(spans[:, list(read)])[..., 0]
 

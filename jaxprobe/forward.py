@@ -81,16 +81,9 @@ def bank_outputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Run all kept encoders on the same features.
 
-    Args:
-      params: leaves `[n_seeds, n_kept, ...]`.
-      family_masks: `[n_kept, n_families]` bool.
-      standardizer: of the pass.
-      features: of `n_examples` answers.
-      dims: channels of the pass.
-      encoder: the module.
-
-    Returns:
-      Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`.
+    Weights have leaves `[n_seeds, n_kept, ...]`, and `family_masks` are `[n_kept,
+    n_families]` bool. Returned are logits `[n_seeds, n_kept, n_examples]` and pooled
+    vectors `[..., d_pooled]`.
     """
     families: FamilyTokens = split_families(features, dims, standardizer)
     over_members = jax.vmap(lambda p, mask: apply_module(encoder, p, families, mask))

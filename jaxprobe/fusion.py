@@ -257,9 +257,7 @@ class FusionHead(nn.Module):
 def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
     """Return the mean logit `[n_examples]` of the encoders that are seen.
 
-    Args:
-      scores: `[n_slots, n_examples]` probabilities.
-      keep: `[n_slots, n_examples]` 1 where an encoder is seen, else 0.
+    Of probabilities `[n_slots, n_examples]`; `keep` is 1 where one is seen, else 0.
     """
     p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
     logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
@@ -335,18 +333,11 @@ def _head_keys(of_seed: jax.Array, fused: _Set, n_pool: int) -> jax.Array:
 def _permuted(
     train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of a seed's pool.
+    """One epoch's order of a seed's pool, in batches of `size`.
 
-    Args:
-      train: outputs, labels and weights.
-      seed: whose encoders.
-      read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
-      key: of the order.
-      size: of a batch.
-
-    Returns:
-      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
-      `[n_steps, size]`.
+    Encoders that no head reads become zeros: `read` is `[n_pool]` bool. Returned are
+    outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
+    `[n_steps, size]`.
     """
     rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)

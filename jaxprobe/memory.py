@@ -111,12 +111,8 @@ class Sizes:
     ) -> "Sizes":
         """Return the sizes of a setting's rows.
 
-        Args:
-          config: how they are trained on.
-          dims: channels of the families.
-          lengths: `[n_rows, n_spans]` tokens, of every row of the store.
-          where: training rows and validation rows among them.
-          device_dtypes: types of the families on the device.
+        `lengths` are `[n_rows, n_spans]` tokens of every row of the store, `where`
+        training rows and validation rows among them.
         """
         if config.stream is not None:
             widths = widths_of(lengths)

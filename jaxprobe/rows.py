@@ -132,9 +132,8 @@ def rows_of(
 def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
     """Check that no group is in two splits: what is learned of it would be tested.
 
-    Args:
-      groups: `[n_answers]` names, such as questions.
-      splits: of each answer; empty where it is left out.
+    Of each answer are given its group's name, such as a question, and its split; that
+    is empty where it is left out.
     """
     split_of: dict[str, str] = {}
     for name, split in zip(groups.tolist(), splits.tolist(), strict=True):
@@ -375,9 +374,7 @@ def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
     """Return how many examples are encoded together, a power of two.
 
-    Args:
-      widths: tokens of the padded spans.
-      dims: channels of a token; an example of the paper's takes eight megabytes.
+    `widths` are the tokens of the padded spans. The paper's takes eight megabytes each.
     """
     fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)

@@ -1,12 +1,9 @@
 """Train every encoder of a setting, and apply it to every row; the stage `train`.
 
-Several processes may train one grid, each its share of the members. Members never speak
-to each other, so neither do the processes: each saves its finished members, and whoever
-finds that none is missing joins them as one process would. On a CPU the checkpoint is
-that of one process bit by bit, before and after a kill. On accelerators members lie
-side by side in blocks of other sizes, which changes how their products are summed,
-within rounding. Rows are not split over processes: a setting has 48 members, six for
-each of eight GPUs, and gradients of parts of the rows would meet in every step.
+Several processes may train one grid, each its share of the members: each saves its
+finished members, and whoever finds that none is missing joins them as one process
+would. Rows are not split over processes: a setting has 48 members, six for each of
+eight GPUs, and gradients of parts of the rows would meet in every step.
 
 Of a store that is larger than memory, a group of chunks of rows is what fits there.
 While the encoders train on one group the next is read. Every encoder of a call takes
@@ -148,19 +145,13 @@ def epoch_groups(
 ) -> list[Group]:
     """Split the examples into groups, every example once.
 
-    Chunks are spread at random and evenly, so that the last group is not small.
-
-    Args:
-      examples: `[n]` indices into the store, ascending.
-      config: sizes.
-      seed: of the order of the chunks, such as (root seed, seed, epoch).
+    Chunks are spread at random and evenly, so that the last group is not small. Of
+    examples `[n]`, ascending indices into the store; the seed of the order of the
+    chunks is such as (root seed, epoch).
     """
-    n_chunks = -(-len(examples) // config.n_chunk)
-    n_rows = config.group_rows(len(examples))
-    chunks = [
-        examples[i * config.n_chunk : (i + 1) * config.n_chunk] for i in range(n_chunks)
-    ]
-    order = np.random.default_rng(list(seed)).permutation(n_chunks)
+    n_rows, n_chunk = config.group_rows(len(examples)), config.n_chunk
+    chunks = np.split(examples, range(n_chunk, len(examples), n_chunk))
+    order = np.random.default_rng(list(seed)).permutation(len(chunks))
     groups = []
     for numbers in np.array_split(order, config.n_groups(len(examples))):
         where = np.concatenate([chunks[i] for i in np.sort(numbers)])  # as on disk

@@ -1,11 +1,10 @@
 """The stage that takes something away: a signal family, or a token span.
 
 Without a family: the greedy search over the encoders that do not read it. Without a
-span: the champion's encoders trained anew, then its head, in two ways. `zeroed` is the
-paper's (appendix E): the span's signals are zero while training, and the evaluation is
-unchanged. `without` leaves the span out of both. A head reads the answer span's vector,
-so without that span it loses by construction: the encoders' own probabilities, which no
-head has touched, are rows too.
+span: the champion's encoders trained anew, then its head; `zeroed` is the paper's way
+(appendix E), `without` leaves the span out of training and evaluation. A head reads the
+answer span's vector, so without that span it loses by construction: the encoders' own
+probabilities are rows too.
 """
 
 import dataclasses
@@ -113,10 +112,8 @@ def replaced(
 ) -> MemberOutputs:
     """Put the outputs of some encoders in the place of the grid's.
 
-    Args:
-      outputs: of the grid, `[n_seeds * 15, ...]`, seed-major.
-      by: of the subsets, `[n_seeds * n_subsets, ...]`, seed-major.
-      subsets: rows of SUBSETS.
+    Both are seed-major, `[n_seeds * 15, ...]` of the grid and `[n_seeds * n_subsets,
+    ...]` of the subsets, which are rows of SUBSETS.
     """
     n_seeds = len(outputs.logits) // N_SUBSETS
     indices = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]

@@ -54,7 +54,7 @@ from beatrice.selection.exhaustive import Ranking
 EVERY_FAMILY = "HPRA"
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
 PerChannel = tuple[Any, ...]
-_FEWEST_STEPS, _MOST_STEPS = 32, 1024
+_N_STEPS = (32, 64, 128, 256, 512, 1024)  # until attributions add up
 _STEPS_AT_ONCE = 16  # what is compiled, whatever the number of steps
 TOLERANCE = 0.01  # of completeness, relative to the differences that are attributed
 
@@ -158,8 +158,8 @@ def attributed(
     )
     change = after - before
     network = None if is_linear_only(params) else encoder
-    n_steps = _FEWEST_STEPS
-    while True:
+    attributions: list[np.ndarray] = []
+    for n_steps in _N_STEPS:
         steps = (x.reshape(-1, _STEPS_AT_ONCE) for x in quadrature(n_steps))
         gradients = (
             path_gradients(
@@ -170,9 +170,9 @@ def attributed(
         total = reduce(partial(jax.tree.map, jnp.add), gradients)
         attributions = [np.asarray(x)[:, :n] for x in total]
         added = np.sum([x.sum(axis=(0, 2)) for x in attributions], axis=0)
-        if incompleteness(added, change) <= TOLERANCE or n_steps >= _MOST_STEPS:
-            return attributions, change
-        n_steps *= 2
+        if incompleteness(added, change) <= TOLERANCE:
+            break
+    return attributions, change
 
 
 def of_families(dims: FamilyDims, n_spans: int, families: Sequence[int]) -> PerChannel:

@@ -1,30 +1,20 @@
 """Decisions: what combining gains, absent families that flip them, support, and cases.
 
-Complementarity (paper, figure of that name): every single-family encoder is thresholded
-to flag as many answers as are wrong (section 4.3). A cell is the share of the column
-family's mistakes, of either kind, that the row family gets right.
-
-Pairs and fusion: an early-fused pair against each of its members (paper, figure across
-backbones, lower half: against the better one), and the selected set against the six
-other variants of the paper's table of features and fusion, question by question.
-
-Combinations, of the ranking that `select --exhaustive` leaves (paper, figure of the
-combination search): the count of closed-book encoders along the ranking, and what the
-ten best sets hold.
+Complementarity (paper, figure of that name) thresholds every single-family encoder to
+flag as many answers as are wrong (section 4.3). Pairs and fusion are compared question
+by question (paper, figure across backbones, lower half: against the better member;
+table of features and fusion). Combinations are of the ranking that `select
+--exhaustive` leaves (paper, figure of the combination search).
 
 Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
 appendix G, table of flips and figure of the boundary band). A flip is a decision,
 P(correct) above or below one half, that changes; it is precise where the intact encoder
-decides correctly.
-
-Grounding: the flips of attention, restricted to the answers on which verbatim support
-and correctness disagree (paper, appendix G, table of grounding), beside how good
-retrieval was.
+decides correctly. Grounding: the flips of attention on the answers on which verbatim
+support and correctness disagree (appendix G, table of grounding).
 
 Cases, after the paper's table of case studies (appendix J), but of every set and kind,
 and chosen by a rule. A closed-book answer with P(correct) of at least the threshold is
 accepted; else the with-context answer is trusted if its P is; else both are flagged.
-The case is shown that is surest of its decisions, of equals the smaller id.
 """
 
 import itertools
@@ -160,13 +150,8 @@ def counts_along(
 ) -> np.ndarray:
     """Return how many closed-book encoders sets hold, along the ranking.
 
-    Args:
-      ranking: of all sets.
-      is_closed_book: `[n_pool]` bool.
-      n_parts: of the ranking, best first.
-
-    Returns:
-      `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
+    `is_closed_book` is `[n_pool]` bool. Returned are `[SET_SIZE + 1, n_parts]`, best
+    part first: of a part's sets, the share that holds 0, 1, 2 or 3.
     """
     parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
     return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
@@ -227,12 +212,8 @@ def flip_ratios(
 ) -> list[Ratio]:
     """Return how often decisions flip, how often rightly, and how near the boundary.
 
-    Args:
-      name: letters of the encoder.
-      family: letter of the family that is taken away.
-      intact: `[n_seeds, n]` logits.
-      without: the same without the family.
-      labels: `[n]` bool.
+    Of an encoder, by its letters: logits `[n_seeds, n]`, intact and without a family,
+    by its letter; labels are `[n]` bool.
     """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
@@ -405,12 +386,9 @@ def surest_questions(
     """Return the question shown of each kind, by the kind's place.
 
     The surest: the smallest distance of a probability that decides from its threshold
-    is the largest. Accepted, the first decides alone.
-
-    Args:
-      ids: `[n]`, all different.
-      p: `[n, 2]` calibrated P(correct), closed-book and with context.
-      thresholds: `[2]`.
+    is the largest; of equals the smaller id. Accepted, the first decides alone. `ids`
+    `[n]` are all different, `p` `[n, 2]` is calibrated P(correct), closed-book and with
+    context, and thresholds are `[2]`.
     """
     kinds, distance = kinds_of(p, thresholds), np.abs(p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))

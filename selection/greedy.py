@@ -4,11 +4,10 @@ Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed,
 every encoder not yet selected, added to the set; the best addition is kept while it
 helps by more than a margin. All heads of all rounds run through one compiled call.
 
-Another stage measures optimism: how much too good a selection looks on the rows that it
-was selected on. The validation and in-domain test questions are split anew, at random,
-into a half that the greedy search sees and a half that it does not; the difference of
-its AUROC on the two halves is its optimism. Halves are exchangeable, so anything chosen
-beforehand has none: one encoder of all families is the control.
+Another stage measures optimism: the validation and in-domain test questions are split
+anew, at random, into a half that the search sees and a half that it does not, and its
+AUROC on the two is compared. Halves are exchangeable, so anything chosen beforehand has
+no optimism: one encoder of all families is the control.
 """
 
 import contextlib

@@ -2,19 +2,15 @@
 
 Heads (paper, appendix G, figure of attention heads): integrated gradients over the
 channels of attention, from a baseline in which that family lies at its means, over 400
-test answers; a head's share is the absolute attribution of its channels. Unlike the
-paper's, the eight largest heads are found on one half of these answers and measured on
-the other: found and measured on the same ones, the largest of any map hold more than
-eight drawn ones.
+test answers; a head's share is the absolute attribution of its channels. Measured on
+the answers on which they were chosen, the largest heads of any map hold more than as
+many drawn ones: the paper's do, ours are measured on the other half.
 
-Positions: integrated gradients of the encoder of all families say how much each token
-moves its logit. And a whole span is put at its means inside the deployed encoder: the
-AUROC that is lost is what only that span has. The paper's way, a span zeroed and
-everything trained again, is `evaluate --ablations`.
+Positions: integrated gradients say how much each token moves the logit. And a whole
+span is put at its means: the AUROC that is lost is what only that span has.
 
-Layers: the layer sweep of the paper (figure of the same name) reads at most some
-answers of each split and has no interval; here every labelled answer counts, on
-validation, test and held-out sets.
+Layers: the layer sweep of the paper (figure of the same name), but of every labelled
+answer of validation, test and held-out sets, and with intervals.
 """
 
 import dataclasses
@@ -78,14 +74,9 @@ def head_sums(
 ) -> tuple[np.ndarray, float]:
     """Return how much each head of each layer moves the logit, and the error.
 
-    Args:
-      deployed: encoders of a setting.
-      name: of one that reads attention.
-      where: `[n]` rows of the store.
-
-    Returns:
-      `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds,
-      tokens, spans and channels; and the incompleteness.
+    Of an encoder that reads attention, on rows `[n]` of the store: `[n, n_layers,
+    n_heads]` absolute attributions in logits, summed over seeds, tokens, spans and
+    channels; and the incompleteness.
     """
     shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))

@@ -1,17 +1,16 @@
 """How far a detector reaches: number of labels, other sets, another backbone.
 
-Encoders are trained anew here. Beyond the paper: are 200 labelled answers enough? Of n
-labels four fifths train and one fifth stops the training (or chooses the penalty of a
-linear probe). And a detector of one question set is read on each other one, all trained
-on equally many answers; a held-out set teaches with one half of its questions and is
-read on the other.
+Encoders are trained anew here. Beyond the paper: of n labelled answers four fifths
+train and one fifth stops the training (or chooses the penalty of a linear probe). And a
+detector of one question set is read on each other one, all trained on equally many
+answers; a held-out set teaches with one half of its questions and is read on the other.
 
 To bound what it costs, encoders have one seed, three sizes and one drawing of answers
 (of which the larger hold the smaller). All sizes are repeated to one number of rows, so
 that all take the same steps in the same executable.
 
-Do the same combinations win on another backbone? Spearman's correlation of the fifteen
-encoders' AUROC (paper, appendix G, figure across backbones).
+Another backbone: Spearman's correlation of the fifteen encoders' AUROC on two runs
+(paper, appendix G, figure across backbones).
 """
 
 import dataclasses

@@ -13,7 +13,13 @@ from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.grid import member_keys, seed_keys
-from beatrice.jaxprobe.projection import Draw, noise_factor, project
+from beatrice.jaxprobe.projection import (
+    Draw,
+    RealTokens,
+    gather_batch,
+    noise_factor,
+    project,
+)
 from beatrice.jaxprobe.random import dropout, hashed_bits, hashed_normal
 from beatrice.jaxprobe.stored import contract, product, use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -96,6 +102,26 @@ def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
     # The mean of |Wn|^2 is 0.25 tr(WW'), whose gradient is 0.5 W.
     gradient = jax.grad(loss)(weight)
     np.testing.assert_allclose(gradient, 0.5 * weight, atol=0.05 * np.abs(weight).max())
+
+
+@pytest.mark.parametrize("n_before", [0, 2])
+@pytest.mark.parametrize("d_family", [3, 40, 300, 2100])  # each gathered otherwise
+def test_a_batch_that_members_share_is_the_one_that_each_gathers(d_family, n_before):
+    shape, draw = (7, d_family), draw_of(0, tuple(range(20, 4, -1)))
+    weight, tokens = weight_of(shape) * d_family**-0.5, tokens_of(shape, n_examples=30)
+    real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 30))
+    rows = (tokens,) * 2, (0, n_before), real, draw.rows, draw.noise
+    batch = gather_batch(*rows, d_projection=7, deviation=0.5)
+    assert isinstance(batch.tokens[1], RealTokens) == (d_family == 300)
+    assert (batch.tokens[1] is None) == (d_family == 2100)  # read where it lies
+    of_batch = real[:, draw.rows]
+    is_read = of_batch & (jnp.arange(5) >= n_before)[:, None]
+    alone, shared = (
+        jnp.where(is_read, run(weight, tokens, OPEN, x, 0.5, of_batch), 0.0)
+        for x in (draw, draw._replace(batch=batch))
+    )
+    np.testing.assert_allclose(shared, alone, atol=1e-5)
+    assert np.abs(alone).max() > 1
 
 
 def test_noise_factor_is_finite_for_a_dead_projection():

@@ -1,6 +1,5 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
-import dataclasses
 from functools import partial
 
 import numpy as np
@@ -17,10 +16,8 @@ from beatrice.jaxprobe.families import (
     standardizer_of,
     used_spans,
 )
-from beatrice.jaxprobe.rows import TrainingSet
 from beatrice.jaxprobe.stored import values_of
 from beatrice.jaxprobe.tokens import (
-    FamilyTokens,
     answer_log_probs,
     family_dims,
     fit_standardizer,
@@ -286,18 +283,3 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
         answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
         other = answers if span == 2 else np.zeros((mask[3].sum(), 4))
         np.testing.assert_array_equal(tokens[3, mask[3], 3:], other)
-
-
-def test_rows_whose_span_is_zeroed_stay_so_where_another_span_is_left_out():
-    def read(where, *widths):
-        mask = np.ones((1, len(where)), bool)
-        return FamilyTokens((np.ones((2, len(where), 3), np.float32),), (mask, mask))
-
-    names = (field.name for field in dataclasses.fields(TrainingSet))
-    absent = dict.fromkeys(names)
-    data = TrainingSet(**{**absent, "read": read, "read_train": read})
-    both = data.with_zeroed(1).without(0)
-    for reader, value in ((both.read, 1.0), (both.read_train, 0.0)):
-        tokens = reader(np.arange(2))
-        np.testing.assert_array_equal(tokens.tokens[0][1], value)
-        assert [bool(mask.any()) for mask in tokens.masks] == [False, True]

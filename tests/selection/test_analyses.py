@@ -510,7 +510,7 @@ def test_decisions_of_both_passes_are_of_one_question_in_whatever_order_it_lies(
 def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
     labels = [1, 0, 0, 1, 1, 0]
     # Attention turns every second decision; the answers to q0, q1 and q2 stand there.
-    p, without = [0.9, 0.9, 0.2, 0.8, 0.9, 0.1], [0.1, 0.9, 0.8, 0.9, 0.2, 0.3]
+    p, without = [0.9, 0.9, 0.8, 0.8, 0.9, 0.1], [0.1, 0.9, 0.2, 0.9, 0.2, 0.3]
     shown = Pass("with_context", [4, 2, 0, 1, 3, 5], labels, p, without)
     closed = Pass("closed_book", [0, 1, 2], [0, 1, 1])  # the others were not asked
     answers = [
@@ -539,11 +539,13 @@ def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
     )
     assert row("wrong_in_passage").value == pytest.approx(2 / 3)
     assert row("right_in_passage").value == pytest.approx(1 / 3)
-    # Decisions flip at q0, q2 and q4, to the truth at all three.
-    assert row("flip_precision", families="HPRA").value == 1.0
+    # Decisions flip at q0, q2 and q4; at q2 to what stands there and is wrong.
+    assert row("flip_precision", families="HPRA").value == pytest.approx(2 / 3)
     wrong = "in_passage_but_wrong"  # q1 and q2
     assert row("flip_rate", wrong, "HPRA").value == pytest.approx(1 / 2)
-    assert row("flip_precision", "right_not_in_passage", "HPRA").n == 1  # q4 of q3, q4
+    assert row("flip_precision", wrong, "HPRA").value == 0.0
+    unsupported = row("flip_precision", "right_not_in_passage", "HPRA")
+    assert (unsupported.value, unsupported.n) == (1.0, 1)  # q4 of q3 and q4
     assert {*results["families"].dropna()} == {"HPRA"}  # HP reads no attention
 
 

@@ -31,10 +31,8 @@ from beatrice.selection.analysis import (
 )
 from beatrice.selection.anatomy import ANALYSES, AnatomyConfig, chosen_analyses
 from beatrice.selection.decisions import (
-    Grounded,
     boundary,
     flip_ratios,
-    grounding_ratios,
     kinds_of,
     mistakes,
     surest_questions,
@@ -194,21 +192,6 @@ def test_one_in_domain_set_is_not_shown_twice():
     assert judged_sets(rows) == [("all in-domain", "test"), ("held", "ood")]
     rows = rows_of(["one", "two", "held"], ["test", "test", "ood"])
     assert len(judged_sets(rows)) == 4
-
-
-def test_support_without_truth_is_seen_in_the_flips_of_attention():
-    labels = np.array([True, True, False, False] * 25)
-    stands = np.array([True, False, True, False] * 25)
-    # Endorses what stands there: a flip to "right" exactly where it does.
-    is_flip = np.ones((1, 100), bool)
-    is_right = (stands == labels)[None]
-    known = Grounded(labels, stands, np.full(100, np.nan))
-    result = values(grounding_ratios(known, {"A": (is_flip, is_right)}), 100)
-    assert result["flip_precision"].value == 0.5
-    assert result["flip_precision", "in_passage_but_wrong"].value == 0.0
-    assert result["flip_precision", "right_not_in_passage"].value == 0.0
-    assert result["wrong_in_passage"].value == 0.5
-    assert result["right_closed_book"].value is None  # nobody was asked without
 
 
 @pytest.mark.parametrize(

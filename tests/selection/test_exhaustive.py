@@ -28,6 +28,7 @@ from beatrice.selection import ablation
 from beatrice.selection.exhaustive import (
     Enumeration,
     Ranking,
+    _greedy_members,
     _rank_rows,
     all_sets,
     carried,
@@ -94,6 +95,9 @@ def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
 def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
     result = search(*CODES, margin=-1.0, max_encoders=3)
     assert result.members == KNOWING
+    heads = trainer(*CODES)
+    assert _greedy_members(heads, (5,)) == KNOWING  # stopped early, so searched on
+    assert _greedy_members(heads, (4, 1, 3, 0)) == (1, 3, 4)
     assert ranking.rank_of(result.members) == 1 and ranking.gap_of(result.members) == 0
     assert ranking.means[ranking.row_of(result.members)] == pytest.approx(
         result.auroc, abs=1e-6
