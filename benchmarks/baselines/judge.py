@@ -158,24 +158,22 @@ def _as_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
 
 
+@dataclasses.dataclass
 class MeteredRelations:
     """An NLI model whose time for a pair is charged to every detector that reads it."""
 
-    def __init__(self, relations: Relations) -> None:
-        """Meter a model."""
-        self._relations = relations
-        self._seconds: dict[tuple[str, str], float] = {}
-        self.owed = 0.0  # beyond what the clock shows
+    relations: Relations  # the model
+    seconds: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    owed: float = 0.0  # beyond what the clock shows
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         """Return the relations of pairs."""
-        distinct = set(pairs)
-        new = distinct - set(self._seconds)
-        self.owed += sum(self._seconds[pair] for pair in distinct - new)
+        new = set(pairs) - set(self.seconds)
+        self.owed += sum(self.seconds[pair] for pair in set(pairs) - new)
         began = time.monotonic()
-        relations = self._relations(pairs)
+        relations = self.relations(pairs)
         share = (time.monotonic() - began) / max(1, len(new))
-        self._seconds.update(dict.fromkeys(new, share))
+        self.seconds |= dict.fromkeys(new, share)
         return relations
 
 
