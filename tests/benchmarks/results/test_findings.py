@@ -69,43 +69,32 @@ ABOVE, BELOW, AROUND = (
 
 
 @pytest.mark.parametrize(
-    ("differences", "answer"),
+    ("differences", "answer", "decides"),
     [
-        ([ABOVE], "yes"),
-        ([BELOW], "no"),
-        ([AROUND], "cannot tell"),
-        ([difference(0.0, 0.05)], "cannot tell"),
+        ([ABOVE], "yes", 0),
+        ([BELOW], "no", 0),
+        ([AROUND], "cannot tell", 0),
+        ([difference(0.0, 0.05)], "cannot tell", 0),
         # Of four looks one must be four times as sure.
-        ([AROUND] * 3 + [difference(0.01, 0.05, 0.02)], "cannot tell"),
-        ([AROUND] * 3 + [difference(0.01, 0.05, 0.012)], "yes"),
+        ([AROUND] * 3 + [difference(0.01, 0.05, 0.02)], "cannot tell", 3),
+        ([AROUND] * 3 + [difference(0.01, 0.05, 0.012)], "yes", 3),
         # "No" takes every difference below zero.
-        ([BELOW, BELOW], "no"),
-        ([BELOW, AROUND], "cannot tell"),
-        # What was not measured or is undefined is not answered.
-        ([], None),
-        ([undefined(ABOVE)], None),
-        ([undefined(ABOVE), ABOVE], None),
-    ],
-)
-def test_an_answer_follows_from_the_intervals_of_its_differences(differences, answer):
-    assert decide(differences)[0] == answer
-
-
-@pytest.mark.parametrize(
-    ("differences", "decides"),
-    [
+        ([BELOW, difference(-0.04, -0.01)], "no", 1),
+        ([BELOW, AROUND], "cannot tell", 1),
         # The largest is not sure of its side; another one says yes.
-        ([difference(-0.01, 0.2, 0.1), difference(0.02, 0.06, 0.001)], 1),
-        ([difference(0.01, 0.05), difference(0.02, 0.06)], 1),
-        ([difference(-0.06, -0.02), difference(-0.05, -0.01)], 1),
-        # Nothing at all is more than a loss.
-        ([difference(-0.05, -0.01), difference(-0.02, 0.02)], 1),
+        ([difference(-0.01, 0.2, 0.1), difference(0.02, 0.06, 0.001)], "yes", 1),
+        ([ABOVE, difference(0.02, 0.06)], "yes", 1),
+        # What was not measured or is undefined is not answered.
+        ([], None, None),
+        ([undefined(ABOVE)], None, 0),
+        ([undefined(ABOVE), ABOVE], None, 1),
     ],
 )
-def test_the_difference_beside_an_answer_is_the_largest_that_decides(
-    differences, decides
+def test_the_intervals_answer_and_the_largest_difference_that_decides_is_beside(
+    differences, answer, decides
 ):
-    assert decide(differences)[1] is differences[decides]
+    shown = None if decides is None else differences[decides]
+    assert decide(differences) == (answer, shown)
 
 
 def test_the_best_single_family_is_that_of_validation_not_of_test():
