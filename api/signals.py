@@ -1,6 +1,7 @@
 """Token signals of many answers: what `LanguageModel.read` reads and `fit` fits."""
 
 import contextlib
+import copy
 import itertools
 import re
 import weakref
@@ -175,7 +176,7 @@ class Signals:
             return cls(opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what is sent to another process or copied: with what is in memory.
+        """Return what is sent to another process: with what is in memory.
 
         Without a model that no file gives, which cannot be sent.
         """
@@ -187,6 +188,15 @@ class Signals:
             keys = memory.list().result()
             store = {key: memory.read(key).result().value for key in keys}
         return _reopened, (store, self.indices, model)
+
+    def __copy__(self) -> "Signals":
+        """Return signals of the same store and model."""
+        return _reopened(self.store, self.indices, self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Signals":
+        """Return what is sent, with the model also where that is in memory."""
+        _, (store, indices, _) = self.__reduce__()
+        return _reopened(store, indices, copy.deepcopy(self.model, memo))
 
     @cached_property
     def keys(self) -> tuple[tuple[str, ...], ...]:

@@ -518,11 +518,11 @@ def fit_blocks(
 
     Rows come in groups of similar length, most often one; a batch is of one group.
     To continue an interrupted run, pass the blocks that are still missing. Of several
-    devices all train a block, each some of its subsets. On a CPU as
-    many blocks run at once as there are cores (or `n_threads`), each in a thread of its
-    own: one alone keeps all cores awake for little more than one core's work. Calls
-    that train side by side share the cores: with twice as many blocks as cores, each in
-    the others' caches, training takes longer.
+    devices all train a block, each some of its subsets, unless `n_threads` are given.
+    On a CPU as many blocks run at once as there are cores (or `n_threads`), each in a
+    thread of its own: one alone keeps all cores awake for little more than one core's
+    work. Calls that train side by side share the cores: with twice as many blocks as
+    cores, each in the others' caches, training takes longer.
     """
     fixed = {"encoder": encoder, "config": config}
 
@@ -530,7 +530,7 @@ def fit_blocks(
         with usual_jax(), _CORES:
             return fit_block(block, train, valid, **fixed)
 
-    if jax.local_device_count() > 1:
+    if n_threads is None and jax.local_device_count() > 1:
         mesh = Mesh(np.asarray(jax.local_devices()), (AXIS,))
         for block in blocks:
             yield fit_block(block, train, valid, **fixed, mesh=mesh)

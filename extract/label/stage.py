@@ -502,7 +502,8 @@ def _label(
             f"{run.replies('judge')}"
         )
     elif "rule" in before:
-        progress.note(f"label: {rule} replaces the labels of before: {before['rule']}")
+        of_before = "an earlier " * (before["rule"] == rule) + before["rule"]
+        progress.note(f"label: {rule} replaces the labels of before: {of_before}")
     progress.note(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
         "lists counts as wrong"
@@ -677,5 +678,6 @@ LABEL = Stage(
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,
-    identity=lambda config: {"rule": RULES[config.match]},
+    # Of which punctuation is compared: until format 2 it was ASCII's alone.
+    identity=lambda config: {"rule": RULES[config.match], "format": "2"},
 )

@@ -520,11 +520,17 @@ class Journal(Mapping[Key, Decoded]):
     def _rewrite(self, order: Sequence[Key]) -> None:
         """Replace the file in one step by these rows, which may lie in parts."""
         path, places = self.files.path, {}
-        with write_stream_atomic(path) as stream:
+        with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
+            # Each once: where files are on another machine, to open one is slow.
+            sources = {
+                source: opened.enter_context(source.open("rb"))
+                for source in {self._places[key].path for key in order}
+            }
             for key in order:
-                line = _line_at(self._places[key])
-                places[key] = _Location(path, stream.tell(), len(line))
-                stream.write(line)
+                source, start, n_bytes = self._places[key]
+                places[key] = _Location(path, stream.tell(), n_bytes)
+                sources[source].seek(start)
+                stream.write(sources[source].read(n_bytes))
         self._places = places
 
 

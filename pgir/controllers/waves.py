@@ -138,8 +138,8 @@ class CallJournal:
     The key is of everything that values depend on beside the calls. `passages` are
     given where they are somebody else's, and have their indices by when they were
     found. From the first line on that is damaged, of another key or of other passages
-    the file is begun again. `on_calls` is called with the number of all calls when some
-    were made.
+    the file is begun again; what it held from there is in `calls.jsonl.stale`.
+    `on_calls` is called with the number of all calls when some were made.
     """
 
     def __init__(
@@ -161,6 +161,10 @@ class CallJournal:
                 if not self._read(line):
                     break
                 n_good += len(line)
+            lines.seek(n_good)
+            if others := lines.read().rpartition(b"\n")[0]:  # half a line is no call
+                with open(f"{path}.stale", "ab", opener=open_unlinked) as stale:
+                    stale.write(others + b"\n")
             lines.truncate(n_good)
         return JsonLines.open(path)
 
@@ -170,7 +174,7 @@ class CallJournal:
             entry = msgspec.json.decode(line, type=Entry)
             kind = VALUES[entry.call.kind]
             value = msgspec.convert(entry.value, kind, strict=False)  # see `_plain`
-            check = self._check(entry)
+            check = self._check(entry, value)
         except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
             return False
         if entry.check != check or not line.endswith(b"\n"):
@@ -178,10 +182,10 @@ class CallJournal:
         self._add(msgspec.structs.replace(entry, value=value))
         return True
 
-    def _check(self, entry: Entry) -> str:
+    def _check(self, entry: Entry, value: Any) -> str:
         fields = [self._key, entry.call, entry.wave, entry.seconds, entry.value]
-        if self._passages is not None:  # whose file somebody may delete, or fill anew
-            places = entry.value if entry.call.kind == "search" else entry.call.passages
+        places = value if entry.call.kind == "search" else entry.call.passages
+        if self._passages is not None and places:  # somebody may fill their file anew
             fields.append([self._passages[place] for place in places])
         return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
@@ -210,7 +214,7 @@ class CallJournal:
             entry = Entry(call=call, wave=wave, seconds=round(seconds, 6), value=value)
             self._add(entry)
             entry = msgspec.structs.replace(entry, value=_plain(value))
-            line = msgspec.structs.replace(entry, check=self._check(entry))
+            line = msgspec.structs.replace(entry, check=self._check(entry, value))
             lines.append(msgspec.json.encode(line).decode())
         if self._file is not None:
             self._file.append(lines)

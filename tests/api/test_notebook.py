@@ -270,6 +270,8 @@ def test_a_fitted_probe_and_its_signals_are_copied_and_sent_and_leave_their_mode
     signals = beatrice.Signals(signals.store, model=ours)
     again = ForkingPickler.loads(ForkingPickler.dumps(signals))
     assert again.model is None and again.keys == signals.keys
+    for copied in (copy.copy(signals), copy.deepcopy(signals)):
+        assert copied.model.backbone is ours.backbone and copied.keys == signals.keys
     with pytest.raises(ValueError, match="a model in memory cannot be sent"):
         ForkingPickler.dumps(ours)
 

@@ -171,6 +171,23 @@ def test_a_call_of_passages_that_are_others_by_now_is_made_again(tmp_path, call,
         assert (journal(texts).find(call) is not None) == is_kept
 
 
+def test_calls_that_no_longer_count_are_put_aside_and_those_without_passages_stay(
+    tmp_path,
+):
+    path, drafted = tmp_path / "calls.jsonl", loop.Call("answer", "q")
+    searched = loop.Call("search", "q", n=1)
+    CallJournal(path, "one").add("w", [drafted], [reply("a")], 0.0)
+    kept = path.read_bytes()
+    passages = [Passage(title="", text="b")]
+    CallJournal(path, "one", passages).add("w", [searched], [(0,)], 0.0)
+    of_search = path.read_bytes().removeprefix(kept)
+    path.write_bytes(path.read_bytes() + b"{half")
+    again = CallJournal(path, "one", [Passage(title="", text="c")])
+    assert again.find(drafted) is not None and again.find(searched) is None
+    assert path.read_bytes() == kept
+    assert (tmp_path / "calls.jsonl.stale").read_bytes() == of_search
+
+
 def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "calls.jsonl"
     values = {

@@ -85,6 +85,11 @@ def test_a_launchers_workers_have_a_gpu_each(environ, expected):
     assert own_gpu(environ) == expected
 
 
+def test_a_local_rank_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
+        own_gpu(TORCHRUN | {"LOCAL_RANK": "first"})
+
+
 @pytest.mark.parametrize("cost", [None, lambda item: item])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_shares_are_disjoint_hold_everything_and_keep_its_order(world_size, cost):
