@@ -22,7 +22,7 @@ from beatrice.extract.run.console import printable, quiet
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import CHECKSUMS, JsonLines, verify_checksums
-from beatrice.extract.run.process import proc_bytes
+from beatrice.extract.run.process import n_cores, proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import RunPath, Text
 from beatrice.extras import missing_extra
@@ -99,8 +99,7 @@ def _wrong_version(needed: "Requirement") -> str | None:
 
 def look_at_machine(folder: Path) -> Iterator[Finding]:
     """Look at cores, memory, and the disk that a run directory is on."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+    cores = n_cores()
     yield Finding("cores", "ok", f"{cores} cores for this process")
     available = proc_bytes("/proc/meminfo", "MemAvailable")
     if available is not None:

@@ -11,7 +11,6 @@ Batches and input noise depend on the seed alone, so the members of a seed share
 initial weights and dropout depend on (subset, seed), never on the block.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     PlannedConfig,
@@ -62,7 +62,7 @@ AXIS = "members"  # of the mesh of devices
 # errors (`jaxprobe.linear`). What has not half of that after eight epochs is stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
 _AT_ONCE = 256  # examples that a trained encoder reads together
-_CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
+_CORES = threading.BoundedSemaphore(n_cores())
 
 
 class Member(NamedTuple):
@@ -551,7 +551,7 @@ def fit_blocks(
             yield train_alone(block)
         blocks = blocks[1:]
     if n_threads is None:
-        n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        n_threads = n_cores() if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
         futures = [pool.submit(train_alone, block) for block in blocks]
         try:

@@ -10,7 +10,6 @@ A network that does not rank the validation answers better than the regression a
 more than chance (`jaxprobe.metrics.is_gain`), is dropped.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 from sklearn.svm import LinearSVC
 
+from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
 from beatrice.jaxprobe.families import divisors_of, subset_masks
@@ -254,7 +254,7 @@ def fit_linear_parts(
             grid.parts[name][subset] = values
 
     use_one_blas_thread()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(n_cores()) as pool:
         list(pool.map(fit_subset, subsets))
     return grid
 
@@ -287,7 +287,7 @@ def fit_ridge(
     folds = _folds(labels, questions)
     _, question = np.unique(questions, return_inverse=True)
     use_one_blas_thread()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(n_cores()) as pool:
         fit = partial(_unseen_logits, x, labels, folds)
         logits = np.stack(list(pool.map(fit, INVERSE_PENALTIES)))
     losses = np.logaddexp(0.0, np.where(labels, -logits, logits))

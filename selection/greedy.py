@@ -12,7 +12,6 @@ no optimism: one encoder of all families is the control.
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +25,7 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import n_cores
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
@@ -134,8 +134,8 @@ def fit_sets(
             return fit_heads(*shard, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
-    n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    shards = _split_sets(slots, masks, min(n_cores, n_sets))
+    n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
+    shards = _split_sets(slots, masks, min(n_at_once, n_sets))
     with ThreadPoolExecutor(len(shards)) as pool:
         trained = list(pool.map(train_shard, shards))
 

@@ -64,12 +64,17 @@ class Share:
 
 # Per launcher the names of rank, world size, and rank on this machine. In a SLURM batch
 # script outside srun, SLURM_PROCID is 0 although one process runs: only the step's own
-# count says how many.
+# count says how many. It comes last: MPICH's mpirun starts one process a machine by
+# Slurm, and that one all others, with PMI's numbers and this one's of Slurm.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
+
+
+_CARDS = Path("/proc/driver/nvidia/gpus")  # of Linux
 
 
 def _number(text: str, source: str) -> int:
@@ -111,16 +116,28 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
+def n_cores() -> int:
+    """Return how many cores this process may use: Slurm and Docker may give it some."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def own_gpu(
+    environ: Mapping[str, str] = os.environ, cards: Path = _CARDS
+) -> int | None:
     """Return which of the visible GPUs is this process's, from 0.
 
-    None where no launcher numbers the processes of this machine: then all are.
+    None where no launcher numbers the processes of this machine: then all are. `cards`
+    is where the driver names its own, which counts them without loading it.
     """
     if not any(name in environ for *_, name in _LAUNCHERS):
         return None
     number, visible = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
     # Slurm may show each process one GPU, which is then its first.
-    return number if visible is None else number % (visible.count(",") + 1)
+    if visible is not None:
+        return number % (visible.count(",") + 1)
+    n_cards = len(list(cards.iterdir())) if cards.is_dir() else 0
+    return number % n_cards if n_cards else number
 
 
 _STATUS = "/proc/self/status"

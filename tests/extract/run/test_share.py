@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from beatrice.extract.backbone.names import own_device
 from beatrice.extract.run.process import (
     Share,
     find_share,
@@ -17,6 +18,7 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPIRUN_SAYS = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 SAID = {
     "nobody": ({}, None, (0, 1), ""),
@@ -25,6 +27,8 @@ SAID = {
     "torchrun under srun": (SRUN | TORCHRUN, None, (3, 8), "RANK=3 WORLD_SIZE=8"),
     "mpirun": (MPIRUN, None, (1, 2), MPIRUN_SAYS),
     "mpirun in a Slurm job": (SRUN | MPIRUN, None, (1, 2), MPIRUN_SAYS),
+    "MPICH's mpirun": (PMI, None, (3, 4), "PMI_RANK=3 PMI_SIZE=4"),
+    "MPICH's by Slurm": (SRUN | PMI, None, (3, 4), "PMI_RANK=3 PMI_SIZE=4"),
     "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, (0, 1), ""),
     "an option": ({}, "2/3", (2, 3), "--shard 2/3"),
     "an option, alone": ({}, "0/1", (0, 1), "--shard 0/1"),
@@ -75,14 +79,25 @@ def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(said, message):
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
         (TORCHRUN, 1),
         (SRUN, 1),
+        (SRUN | PMI, 3),
         (SRUN | {"LOCAL_RANK": "0"}, 0),  # torchrun under srun
         (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each its own
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
         (TORCHRUN | {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
     ],
 )
-def test_a_launchers_workers_have_a_gpu_each(environ, expected):
-    assert own_gpu(environ) == expected
+def test_a_launchers_workers_have_a_gpu_each(environ, expected, tmp_path):
+    assert own_gpu(environ, tmp_path / "no driver") == expected
+
+
+@pytest.mark.parametrize("n_cards", [1, 2, 4])
+def test_more_workers_than_gpus_share_them_alike_in_jax_and_torch(n_cards, tmp_path):
+    for card in range(n_cards):
+        (tmp_path / f"0000:0{card}:00.0").mkdir()
+    for number in range(5):
+        environ = {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": str(number)}
+        gpu = own_gpu(environ, tmp_path)
+        assert own_device("cuda", n_cards, environ) == f"cuda:{gpu}"
 
 
 def test_a_local_rank_that_is_no_number_is_named():
