@@ -67,8 +67,7 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             pass
     if _is_messages(prompt):
-        messages: list[Any] = list(prompt)
-        text = "\n".join(str(message.get("content")) for message in messages)
+        text = _text_of(prompt)
         return {"messages": prompt, "context": [p for p in passages if p.text in text]}
     if isinstance(prompt, str) and prompt:
         return {"prompt": prompt, "context": [p for p in passages if p.text in prompt]}
@@ -78,6 +77,10 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
 def _is_messages(value: Any) -> bool:
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(x, Mapping) and "role" in x for x in value)
+
+
+def _text_of(messages: Iterable[Any]) -> str:
+    return "\n".join(str(message.get("content")) for message in messages)
 
 
 def _of_log(record: Record, question: Question) -> dict[str, Any]:
@@ -91,8 +94,8 @@ def _of_log(record: Record, question: Question) -> dict[str, Any]:
             )
         response = response[0]
     arguments = _prompt_of(record, question.passages)
-    text = arguments.get("prompt") or str(arguments.get("messages", question.question))
-    if question.question in text:
+    text = arguments.get("prompt") or _text_of(arguments.get("messages", []))
+    if not text or question.question in text:
         arguments["question"] = question.question
     return {**arguments, "answer": response}
 

@@ -133,6 +133,18 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
         assert given(record, tmp_path).uses_template
 
 
+@pytest.mark.parametrize(
+    "question",
+    ["این کتاب\u200cها از کیست؟", """Whose "Ann's"?""", "who?\nwhen?", r"what is \pi?"],
+)
+def test_a_question_is_seen_in_messages_as_in_a_text(question, tmp_path):
+    record = {**lm_eval(3), "doc": {"question": question, "answer": ["Ann"]}}
+    turn = {"role": "user", "content": f"Q: {question}"}
+    for prompt in (turn["content"], json.dumps([turn])):
+        log = {**record, "arguments": [[prompt, {}]]}
+        assert given(log, tmp_path).question == question
+
+
 @pytest.mark.parametrize("response", [["-9.43", "False"], [-9.43, True]])
 def test_log_likelihoods_of_lm_eval_are_no_answers(response, tmp_path):
     record = {**lm_eval(3), "resps": [[response], [["-1.2", "True"]]]}
