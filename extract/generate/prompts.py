@@ -335,12 +335,21 @@ class Prompt:
     question_start: int | None = None  # of its span; None: where the context ends
 
 
+# Ends behind which no blank begins an answer: white space, an opening bracket or quote
+# (a straight one opens behind a blank or colon), and Chinese and Japanese, whose words
+# are not parted; Korean ones are.
+_NO_BLANK_BEHIND = re.compile(
+    r"""(\s|[(\[{“‘«‹„‚]|[\s:：]["']|[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff]"""
+    r"""|[\uff01-\uff9f\U00020000-\U0003ffff])\Z"""
+)
+
+
 def blank_before_answer(tokenizer: Any, prompt: Prompt, *, chat: bool) -> str:
     """Return the white space with which a model begins its answer to a prompt."""
     if chat:
         before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
         return "" if before.strip() else before
-    return "" if prompt.text[-1:].isspace() else " "
+    return "" if _NO_BLANK_BEHIND.search(prompt.text[-2:]) else " "
 
 
 def encode_behind(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
