@@ -90,12 +90,14 @@ def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
     """Return a text's words, and which of them each token is of, `[n_tokens]`.
 
     Args:
-      ends: of each token the character behind it.
+      ends: of each token the character behind it, in the text decoded so far.
       text: parted at white space.
     """
+    # Bytes may decode to a sign each until their character is whole.
+    stops = np.minimum.accumulate(ends[::-1])[::-1]
     words = list(re.finditer(r"\S+", text))
     starts = np.array([word.start() for word in words])
-    owners = np.searchsorted(starts, np.asarray(ends), side="left") - 1
+    owners = np.searchsorted(starts, stops, side="left") - 1
     return [word.group() for word in words], np.clip(owners, 0, None)
 
 
@@ -152,8 +154,7 @@ class Wording(BatchedService):
     def _words(self, calls: Sequence[Call], replies: Sequence[Any]) -> list[Words]:
         tokenizer = self._backbone.tokenizer
         words_of = [Words((), (), ()) for _ in calls]
-        # Not by the text, which may hold the beginning of the stop token.
-        texts = [decode_ids(tokenizer, reply.token_ids) for reply in replies]
+        texts = self._texts(replies)
         written = [i for i, text in enumerate(texts) if text.strip()]
         if not written:
             return words_of
@@ -171,6 +172,11 @@ class Wording(BatchedService):
             words_of[i] = Words(tuple(words), *columns)
         return words_of
 
+    def _texts(self, replies: Sequence[Reply]) -> list[str]:
+        """Return texts by their ids; the text may hold the stop token's beginning."""
+        tokenizer = self._backbone.tokenizer
+        return [decode_ids(tokenizer, reply.token_ids) for reply in replies]
+
     def _entropies(self, call: Call, reply: Reply) -> Sequence[float]:
         """Return with which entropies an answer's tokens were written, in nats."""
         if reply.entropies is not None:
@@ -183,7 +189,8 @@ class Wording(BatchedService):
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]
     ) -> list[Attended]:
-        texts = [f"{c.text} {r.text}" for c, r in zip(calls, replies, strict=True)]
+        pairs = zip(calls, self._texts(replies), strict=True)
+        texts = [f"{call.text} {text.strip()}" for call, text in pairs]
         encoded = self._backbone.tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True
         )

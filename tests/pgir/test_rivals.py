@@ -172,6 +172,9 @@ def test_a_word_counts_by_its_share_of_attention_times_entropy_times_length():
 def test_tokens_belong_to_the_word_they_are_in():
     words, owners = dragin.word_owners([2, 5, 6, 12], "Guzolt Falls"[:12])
     assert words == ["Guzolt", "Falls"] and owners.tolist() == [0, 0, 0, 1]
+    # A bat of four bytes, which decode to a sign each until the last is there.
+    _, owners = dragin.word_owners([1, 2, 3, 1, 3, 5], "🦇 a b")
+    assert owners.tolist() == [0, 0, 0, 0, 1, 2]
 
 
 def test_the_query_is_what_the_uncertain_words_look_at_in_their_order():
@@ -466,6 +469,17 @@ def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering)
     other.journal.add("first", [call], [full_stop], 0.0)
     words = values_of(dragin.Wording(other), [as_kind(call, "words")])
     assert words == [Words((), (), ())]
+
+
+def test_a_stop_token_with_a_word_of_its_own_is_none_of_the_answers_words(answering):
+    call = Call("answer", "is it?")
+    ids = answering.probed.backbone.tokenizer("Guzolt Falls")["input_ids"]
+    cut = msgspec.structs.replace(reply("Guzolt Falls :"), token_ids=tuple(ids))
+    other = copy.copy(answering)
+    other.journal = CallJournal(None, "")
+    other.journal.add("first", [call], [cut], 0.0)
+    (attended,) = values_of(dragin.Wording(other), [as_kind(call, "attended")])
+    assert attended.words == ("is", "it?", "Guzolt", "Falls")
 
 
 def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
