@@ -33,7 +33,7 @@ from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_passages, as_text
-from beatrice.pgir.given import ARGUMENTS, AnswerToScore
+from beatrice.pgir.given import ARGUMENTS, AnswerToScore, token_texts
 
 if TYPE_CHECKING:
     from beatrice.pgir.asking import Score
@@ -427,7 +427,7 @@ def page(title: str, summary: str, results: Iterable[Shown]) -> str:
 
 
 def shown_tokens(
-    decode: Callable[[list[int]], str],
+    tokenizer: Any,
     answer: Answer,
     prob: np.ndarray,
     first_token: int = 0,
@@ -443,7 +443,8 @@ def shown_tokens(
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
     rows = []
-    for position, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
+    texts = token_texts(tokenizer, [*answer.prompt_ids, *answer.token_ids])
+    for position, text in enumerate(texts):
         # An answer token is shown with the position that emitted it, one before.
         inside = (
             name
@@ -456,7 +457,7 @@ def shown_tokens(
         p, surprisal, entropy, _, margin = prob[position - 1 - first_token].tolist()
         rows.append(
             {
-                "text": decode([token]),
+                "text": text,
                 "span": span,
                 "p": p,
                 "surprisal": surprisal,

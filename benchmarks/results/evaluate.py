@@ -471,7 +471,7 @@ def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
             f"could not be loaded: {str(error).splitlines()[0]}"
         )
         return None
-    return partial(shown_tokens, outline.tokenizer.decode)
+    return partial(shown_tokens, outline.tokenizer)
 
 
 def _human_files(run: RunDir) -> list[Path]:

@@ -329,7 +329,7 @@ def _shown_draft(
         "correct": exact_match(answer.text, example.golds),
         "passages": [answering.passages[p].text for p in draft.passages],
         "tokens": shown_tokens(
-            probed.backbone.tokenizer.decode, answer, signals.prob, signals.first_token
+            probed.backbone.tokenizer, answer, signals.prob, signals.first_token
         ),
     }
 

@@ -49,6 +49,7 @@ from tests.benchmarks.results.sample import (
     sample_rows,
     undefined,
 )
+from tests.extract.generate.test_local import byte_fallback
 from tests.extract.small_run import beatrice
 from tests.jaxprobe.samples import rows_of
 from tests.records import an_answer
@@ -471,13 +472,24 @@ def test_a_decision_leaves_out_each_question_once():
 
 
 def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
-    ids = dict(prompt_ids=tuple(range(10)), token_ids=(10, 11), context_span=(6, 6))
-    answer = an_answer(**ids)
+    tokenizer, ids = byte_fallback(), tuple(range(98, 110))  # the bytes a to l
+    spans = dict(prompt_ids=ids[:10], token_ids=ids[10:], context_span=(6, 6))
+    answer = an_answer(**spans)
     prob = np.arange(12 * 5, dtype=float).reshape(12, 5)
-    whole = shown_tokens(str, answer, prob)
-    spared = shown_tokens(str, answer, prob[6:], 6)
-    assert [token["text"] for token in whole] == [f"[{i}]" for i in (6, 7, 8, 10, 11)]
+    whole = shown_tokens(tokenizer, answer, prob)
+    spared = shown_tokens(tokenizer, answer, prob[6:], 6)
+    assert [token["text"] for token in whole] == list("ghikl")
     assert spared == whole[1:]  # what emitted the first one was not kept
+
+
+def test_the_tokens_that_are_shown_of_an_answer_are_its_text():
+    tokenizer, text = byte_fallback(), " Paris 🦇"
+    prompt_ids, token_ids = (tuple(tokenizer(x)["input_ids"]) for x in ("who?", text))
+    spans = dict(prompt_ids=prompt_ids, token_ids=token_ids, context_span=(0, 0))
+    prob = np.zeros((len(prompt_ids) + len(token_ids), 5))
+    tokens = shown_tokens(tokenizer, an_answer(**spans), prob)
+    texts = [token["text"] for token in tokens if token["span"] == "answer"]
+    assert "".join(texts) == text and len(texts) == len(token_ids)
 
 
 def test_two_runs_stand_beside_the_papers_correlation_of_the_same_setting():
