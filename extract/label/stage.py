@@ -325,7 +325,7 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
             )
         return
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
+    writer = csv.writer(stream)  # of lines in \r\n, so cells with either are quoted
     writer.writerow(COLUMNS)
     for item, row in enumerate(sample, start=1):
         asked = (row.example.question, " | ".join(row.example.golds), _passages(row))

@@ -136,7 +136,7 @@ def test_a_sample_takes_evaluated_answers_with_a_label_and_fills_up_where_few_ar
 
 
 def cells_of(path):
-    return list(csv.DictReader(io.StringIO(path.read_text())))
+    return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
 
 
 def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_path):
@@ -261,3 +261,13 @@ def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):
     assert {r["answer"] for r in cells_of(path)} == {'\'=HYPERLINK("x")', "'-1"}
     fill(path)
     assert read_annotations(path, rows).judge.n == 2
+
+
+def test_a_sample_holds_texts_with_any_line_end_as_they_are(tmp_path):
+    texts, path = ["a\rb", "a\r\nb", "a\nb", 'a\u2028"b"'], tmp_path / "sample.csv"
+    rows = join_labels(*labelled([YES] * len(texts), texts))
+    write_sample(path, rows)
+    write_sample(path, rows)  # which reads it again
+    assert [row["answer"] for row in cells_of(path)] == texts
+    fill(path)
+    assert read_annotations(path, rows).judge.n == len(texts)
