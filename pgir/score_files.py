@@ -356,8 +356,8 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
     notes = "".join(f"<br><small>{note}</small>" for note in escaped)
     kind = entry["kind"]
     return (
-        f'<div><b>{SIGNS[kind]} {kind} · {p}</b><br><span style="white-space: '
-        f'pre-wrap">{"".join(spans)}</span>{notes}</div>'
+        f'<div><b>{SIGNS[kind]} {kind} · {p}</b><br><bdi style="white-space: '
+        f'pre-wrap">{"".join(spans)}</bdi>{notes}</div>'
     )
 
 

@@ -19,7 +19,7 @@ from beatrice.extract.run.files import JsonLines
 from beatrice.own_model import read_labelled
 from beatrice.pgir.asking import Score
 from beatrice.pgir.given import AnswerToScore
-from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
+from beatrice.pgir.score_files import Tally, page, read_rows, score_html, score_rows
 from beatrice.pgir.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.extract.small_run import assert_error_sentence, beatrice
@@ -258,10 +258,19 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
     assert '<span class="t2" title="log p = -1.000"> Falls</span>' in text  # 0.368
     assert "its probability p under the model" in text
     assert "✗ distrust (1)" in text and "! bad (1)" in text
-    assert "1 passage" in text and "<p>&lt;p&gt;</p>" in text
+    assert "1 passage" in text and '<p dir="auto">&lt;p&gt;</p>' in text
     assert "P(correct) = 0.250" in text and "&lt;b&gt;" in text and "bad" in text
     assert not re.search(r"https?://|<link|<img", text)
     assert text.count("<script") == 1
+
+
+def test_question_answer_and_passage_have_each_the_direction_of_their_script():
+    row = {"line": 1, "p_correct": 0.5, "decision": "unknown"}
+    row |= {"tokens": ["תשובה"], "log_probs": [-1.0]}
+    text = page("A page", "", [("שאלה", ["קטע"], row)])
+    directed = re.findall(r'dir="auto">(?:<span[^>]*>)?([^<]+)<', text)
+    assert directed == ["שאלה", "תשובה", "קטע"]
+    assert re.search(r"<bdi[^>]*><span[^>]*>תשובה</span></bdi>", score_html(row, ()))
 
 
 def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():

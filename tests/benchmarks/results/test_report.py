@@ -281,7 +281,7 @@ def test_answers_to_look_at_are_all_there_some_at_once():
     assert (n_shown, n_folded) == (12, 6)  # two of each of three kinds and settings
     for words in ("right<small>trusted", "right<small>not trusted", "wrong<small>caug"):
         assert first.count(words) == 4
-    assert "Karvia / Osk and 7 more" in section
+    assert "Karvia / Osk</bdi> and 7 more" in section
     assert "trusted from P = .710" in section
 
 
@@ -312,8 +312,21 @@ def test_tints_follow_the_probability():
     cases = [replace(case, drafts=[replace(case.drafts[0], tokens=tokens)])]
     control = replace(control, cases=cases)
     page = render_report(sample_report(control=control, shown=[]))
-    strip = page[page.index('<span class="tokens">') :]
+    strip = page[page.index('<span class="tokens"') :]
     assert re.findall(r'class="p(\d)"', strip) == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_texts_of_answers_have_each_the_direction_of_their_script(has_tokens):
+    control, text = PARTS["control"], "תשובה"
+    draft = control.cases[0].drafts[0]
+    tokens = [replace(draft.tokens[-1], text=text)] if has_tokens else []
+    draft = replace(draft, answer=text, tokens=tokens, passages=[text])
+    case = replace(control.cases[0], question=text, golds=[text], drafts=[draft])
+    control = replace(control, cases=[case])
+    page = render_report(sample_report(control=control, shown=[]))
+    directed = rf'(?:<bdi>|dir="auto">)(?:<span [^>]*>)?{text}<'
+    assert len(re.findall(directed, page)) == page.count(text) == 4
 
 
 def test_an_empty_run_has_a_page_without_empty_sections():
