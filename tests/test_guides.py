@@ -189,6 +189,12 @@ def test_the_tables_are_those_of_the_committed_rows(name, n_tables):
     assert done.stdout.count("###") == n_tables
 
 
+def with_interval(row):
+    """Return a row's value and interval as texts print them."""
+    ends = [number(x, is_signed=x < 0) for x in (row.ci_low, row.ci_high)]
+    return f"{row_value(row)} [{', '.join(ends)}]".replace("-", "−")
+
+
 def readme_cells(name, lines):
     """Return the cells of a released model in the README's table, by its rows."""
     results = results_of(read_rows(RESULTS / f"{name}.jsonl"))
@@ -201,9 +207,7 @@ def readme_cells(name, lines):
             about = {"experiment": experiment, "setting": setting, "seed": "mean"}
             columns = CHAMPION._asdict() | against | about | place
             row = find(results, metric="auroc", **columns)
-            ends = [number(x, is_signed=x < 0) for x in (row.ci_low, row.ci_high)]
-            text = row_value(row) + (f" [{', '.join(ends)}]" if rival else "")
-            yield text.replace("-", "−")
+            yield with_interval(row) if rival else row_value(row)
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_committed_rows():
@@ -219,7 +223,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_committed_rows():
     assert pairs.groups() == (f"{100 * ours:.0f}", f"{100 * (ours - gain):.0f}")
 
 
-def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
+def test_the_retrieval_numbers_of_the_texts_are_those_of_the_committed_rows():
     sentence = re.findall(r"has (\S+ \[[^]]*\]) exact match; (.*)\.\n", README)
     results = results_of(read_rows(RESULTS / "demo.jsonl"))
     about = {"experiment": "controller_macro", "metric": "em", "split": "evaluated"}
@@ -233,9 +237,15 @@ def test_the_retrieval_numbers_of_the_readme_are_those_of_the_committed_rows():
         "its loop by perplexity": rows["perplexity_rag_query"],
     }
     ours = rows["pgir_query"]
-    ends = ", ".join(number(x) for x in (ours.ci_low, ours.ci_high))
     others = ", ".join(f"{name} {row_value(row)}" for name, row in rivals.items())
-    assert sentence == [(f"{row_value(ours)} [{ends}]", others)]
+    assert sentence == [(with_interval(ours), others)]
+    text = (RESULTS / "retrieval.md").read_text(encoding="utf-8")
+    gains = re.findall(r"the detector gains (.*) in .*, which .* and (.*) in F1", text)
+    pair = {"detector": "pgir_query", "against": "perplexity_rag_query"}
+    about |= pair | {"experiment": "controller_query_paired", "dataset": "macro"}
+    differences = [find(results, **about | {"metric": name}) for name in ("em", "f1")]
+    assert gains == [tuple(map(with_interval, differences))]
+    assert [row.ci_low > 0 for row in differences] == [False, True]
 
 
 def test_what_the_readme_quotes_of_the_measurements_stands_there():
