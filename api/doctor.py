@@ -430,7 +430,8 @@ def doctor(
 ) -> None:
     """Look whether a run can work here: packages, GPUs, disk, model, server, run.
 
-    Nothing is loaded, generated or written. Exit code 1 if something would stop a run.
+    No weights are loaded and nothing is generated or written, but config and tokenizer
+    of a Hub id are fetched into its cache. Exit code 1 if something would stop a run.
 
     Example: beatrice doctor runs/paper --model Qwen/Qwen3.5-9B
 
