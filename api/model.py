@@ -184,7 +184,8 @@ class LanguageModel:
             "title" and "text", a document with `page_content`, or several of these.
             None asks closed-book.
           max_new_tokens: most tokens of an answer.
-          stop: texts that end an answer; None takes "\n" behind worked examples.
+          stop: texts that end an answer; None takes "\n" behind worked examples, and
+            where words of your own are no chat.
           read: whether signals are read in the passes that write the answers. A model
             whose attention or cache does not allow it warns, and reads them again.
           layers: as in `read`, where signals are read.

@@ -263,7 +263,8 @@ class AskingOptions:
     )
     stop: tuple[str, ...] = option(
         r"Ends an answer where it begins; may be given several times, \n is a line "
-        "feed. Default: a line feed with worked examples, else nothing.",
+        "feed. Default: a line feed with worked examples, and with words of your own "
+        "as plain text; else nothing.",
         (),
         metavar="TEXT",
     )
