@@ -285,7 +285,10 @@ class RunOptions:
         multiple=False,
     )
     seed: int = option(
-        "Of the splits, of training and bootstrap.", 0, min=0, max=2**31 - 1
+        "Of the splits (the world's are fixed), of training and bootstrap.",
+        0,
+        min=0,
+        max=2**31 - 1,
     )
 
 
