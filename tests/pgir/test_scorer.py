@@ -577,6 +577,14 @@ def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
             assert words in section
 
 
+def test_the_page_of_warnings_quotes_both_doubts_about_a_probe():
+    text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
+    few = Evidence(train=(2, 60), validation=(20, 30), auroc=(0.6, 0.9))
+    chance = Evidence(train=(20, 60), validation=(20, 30), auroc=(0.4, 0.8))
+    for evidence in (few, chance):
+        assert [f"> {doubt}" in text.splitlines() for doubt in evidence.doubts] == [True]
+
+
 def test_no_passage_is_closed_book_in_every_call(scorer):
     scored = scorer.score(QUESTION, ANSWER, context=[])
     assert scored.p_correct == scorer.score(QUESTION, ANSWER).p_correct
