@@ -411,7 +411,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
-    from beatrice.benchmarks.baselines.detector import find_detector, is_plug
+    from beatrice.benchmarks.baselines.detector import catalogue, find_detector
     from beatrice.benchmarks.transfer import (
         NAME,
         TRANSFER_PRESETS,
@@ -422,7 +422,13 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
     fields = given(how)
     with checking("--only"):
         for name in fields.pop("only", ()):
-            if is_plug(name) and name not in baselines_config(RunDir(run_dir)).only:
+            if name in ("again", "all", *catalogue()):
+                raise ValueError(
+                    f"expected MODULE:NAME of a detector of your own, found {name!r}; "
+                    "the package's that `beatrice baselines` judged last are measured "
+                    "without it"
+                )
+            if name not in baselines_config(RunDir(run_dir)).only:
                 raise ValueError(
                     f"{name!r} is not among what `beatrice baselines` judged last; run "
                     f"`beatrice baselines {run_dir} --only {name}` first"

@@ -517,6 +517,9 @@ def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
     assert_error_sentence(done, "give --only foreign:x to run it")
     done = beatrice("transfer", run.path, "--only", "other:y", code=2)
     assert_error_sentence(done, f"`beatrice baselines {run.path} --only other:y`")
+    for name in ("saplma_last", "again"):  # they would restrict nothing
+        done = beatrice("transfer", run.path, "--only", name, code=2)
+        assert_error_sentence(done, f"a detector of your own, found '{name}'")
     assert not (run.path / "retrieved").exists()
 
 
