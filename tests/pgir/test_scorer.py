@@ -582,7 +582,8 @@ def test_the_page_of_warnings_quotes_both_doubts_about_a_probe():
     few = Evidence(train=(2, 60), validation=(20, 30), auroc=(0.6, 0.9))
     chance = Evidence(train=(20, 60), validation=(20, 30), auroc=(0.4, 0.8))
     for evidence in (few, chance):
-        assert [f"> {doubt}" in text.splitlines() for doubt in evidence.doubts] == [True]
+        (doubt,) = evidence.doubts
+        assert f"> {doubt}" in text.splitlines()
 
 
 def test_no_passage_is_closed_book_in_every_call(scorer):
