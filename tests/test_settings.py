@@ -6,7 +6,9 @@ from pkgutil import resolve_name
 
 import pytest
 
+from beatrice.benchmarks import commands
 from beatrice.benchmarks.baselines.judge import BASELINES_PRESETS
+from beatrice.benchmarks.real import GRID
 from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.prompts import ANSWER_PRESETS
@@ -116,20 +118,24 @@ def test_a_run_that_is_trained_without_an_option_is_not_trained_with_it(
         run.settle("train", GRID_PRESETS, options(**{option: True}))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_help_of_presets_names_their_sizes(preset):
-    grid, select = GRID_PRESETS[preset], SELECT_PRESETS[preset]
-    for text, width, train in (
-        (SIZES, grid.encoder.hidden, grid.train),
-        (HEAD_SIZES, select.head.hidden, select.train),
-    ):
-        words = next(size for size in text.split("; ") if size.startswith(preset))
-        assert re.search(rf"\bwidth {width}\b", words)
-        assert re.search(rf"\bbatches of {train.batch_size}\b", words)
-        assert f"{train.max_epochs} epochs at {train.learning_rate:g}" in words
-    words = next(size for size in SIZES.split("; ") if size.startswith(preset))
-    assert ("regressions" in words) == grid.encoder.is_linear_first
-    assert ("one seed" in words) == (grid.train.n_seeds == 1)
+@pytest.mark.parametrize(
+    ("text", "preset", "config"),
+    [
+        *((SIZES, *preset) for preset in GRID_PRESETS.items()),
+        *((HEAD_SIZES, *preset) for preset in SELECT_PRESETS.items()),
+        (commands.SIZES, "demo", GRID),
+    ],
+)
+def test_the_help_of_presets_names_their_sizes(text, preset, config):
+    words = next(size for size in text.split("; ") if size.startswith(preset))
+    is_grid, train = isinstance(config, GridConfig), config.train
+    width = config.encoder.hidden if is_grid else config.head.hidden
+    assert re.search(rf"\bwidth {width}\b", words)
+    assert re.search(rf"\bbatches of {train.batch_size}\b", words)
+    assert f"{train.max_epochs} epochs at {train.learning_rate:g}" in words
+    if is_grid:
+        assert ("regressions" in words) == config.encoder.is_linear_first
+        assert ("one seed" in words) == (train.n_seeds == 1)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

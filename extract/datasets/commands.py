@@ -167,8 +167,9 @@ class QuestionOptions:
     )
     held_out: tuple[File, ...] = _files("Questions never trained on (split `ood`).")
     n_train: tuple[tuple[str | None, Size], ...] = option(
-        "N or all; with NAME= of one set alone. Default: 10000 of each.",
+        "N or all; with NAME= of one set alone.",
         (),
+        otherwise="10000 of each",
         type=NamedValue(_SIZE, has_name=False, example="1000"),
         metavar="[NAME=]N",
     )
@@ -185,11 +186,11 @@ class QuestionOptions:
         metavar="NAME=N",
     )
     context: tuple[tuple[str | None, Context], ...] = option(
-        "Passages of an example: supporting (the default), the first of these, all or "
-        "none; questions without are left out, and counted. With NAME= of one set "
-        "alone: with none, its questions are asked closed-book only. Default for a set "
-        "of your own: what its files have.",
+        "Passages of an example: supporting, the first of these, all or none; "
+        "questions without are left out, and counted. With NAME= of one set alone: "
+        "with none, its questions are asked closed-book only.",
         (),
+        otherwise="supporting; of a set of your own, what its files have",
         type=NamedValue(_CONTEXT, has_name=False, example="first"),
         metavar="[NAME=]CONTEXT",
     )
@@ -243,7 +244,7 @@ class AskingOptions:
 
     model_dtype: ModelDtype | None = option(
         "Of the backbone's weights, where it is loaded here. Default: bfloat16 with "
-        "--device cuda, else float32."
+        "--device cuda, and of `real` where the processor multiplies it, else float32."
     )
     device: Device = option(
         "Of the backbone; under torchrun, cuda is each process's own GPU.", "cpu"
@@ -284,7 +285,7 @@ class AskingOptions:
         min=2,
     )
     max_new_tokens: int | None = option(
-        "Longest answer; default: 32, of the embedded model 10.", min=1
+        "Longest answer.", min=1, otherwise="32, of the embedded model 10"
     )
 
     def prompt_config(self) -> PromptConfig:

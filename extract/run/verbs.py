@@ -46,6 +46,22 @@ def checking(flag: str) -> Iterator[None]:
         raise click.BadParameter(str(error), param_hint=flag) from error
 
 
+class _Option(click.Option):
+    """An option; in the help of a verb without a default, `otherwise` stands for it."""
+
+    def __init__(
+        self, *names: Any, otherwise: str | None = None, **settings: Any
+    ) -> None:
+        super().__init__(*names, **settings)
+        self.otherwise = otherwise
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        if self.otherwise is not None:
+            extra.setdefault("default", self.otherwise)
+        return extra
+
+
 def option(
     text: str,
     default: Any = None,
@@ -62,7 +78,8 @@ def option(
 
     Its text is the option's help; it is read as the field's annotation says, or by
     `type`. One that is `rare` is given by `--set NAME=VALUE` alone. A least number may
-    itself be outside. What else is given goes to click.
+    itself be outside. What else is given goes to click, and `otherwise`: what holds
+    without the option in a verb that has no default for it.
     """
     bounds = {"min": min, "max": max, "min_open": is_above}
     about = {"text": text, "flag": flag, "rare": rare, "type": type, "bounds": bounds}
@@ -136,7 +153,7 @@ def _type_of(field: dataclasses.Field, hint: Any) -> click.ParamType:
 def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Command]:
     about = field.metadata
     flag = about["flag"] or f"--{field.name.replace('_', '-')}"
-    settings = {"help": about["text"], **about["settings"]}
+    settings = {"cls": _Option, "help": about["text"], **about["settings"]}
     if field.default is not None:
         settings["default"] = field.default
     if typing.get_origin(hint) is tuple:
@@ -275,8 +292,9 @@ class RunOptions:
         "the microworld, which knows no real question."
     )
     preset: Preset | None = option(
-        f"Sizes of encoders and training. {SIZES} Default: paper, of the world demo.",
+        f"Sizes of encoders and training. {SIZES}",
         type=PRESET,
+        otherwise="paper, of the world demo",
     )
     settings: tuple[Setting, ...] = option(
         "How every question is asked; with context those that have passages.",

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import msgspec
@@ -30,6 +31,7 @@ from beatrice.benchmarks.baselines.judge import (
     chosen_detectors,
     score,
 )
+from beatrice.benchmarks.commands import real, with_defaults
 from beatrice.benchmarks.real import (
     COSTS,
     WANTED,
@@ -66,6 +68,8 @@ from beatrice.benchmarks.transfer import (
     with_passages,
 )
 from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.datasets.commands import QuestionOptions
+from beatrice.extract.datasets.splits import Source
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.records import (
     IN_DOMAIN,
@@ -214,6 +218,44 @@ def test_a_stage_that_was_stopped_is_counted_twice_and_one_that_is_done_once(tmp
             pass  # done already
         assert read_costs(run.path / COSTS)["answer"] == first
         assert "last start" in costs_in_words(read_costs(run.path / COSTS))
+
+
+def test_sets_that_an_option_of_real_does_not_name_keep_its_defaults():
+    sources = [
+        Source(dataset=name, role=role, path=Path("questions"))
+        for name, wanted in WANTED.items()
+        for role in wanted.roles
+    ]
+
+    def build(*words, files=sources):
+        values = real.make_context("real", [*words]).params
+        names = {name: values[name] for name in ("n_train", "context")}
+        return with_defaults(QuestionOptions(**names), files).build_config(files, 0)
+
+    usual = build()
+    assert usual.splits.n_train_of == {"triviaqa": 2000, "nq": 1300}
+    assert usual.contexts == {name: wanted.context for name, wanted in WANTED.items()}
+    more = build("--n-train", "triviaqa=4000", "--context", "nq=all")
+    assert more.splits.n_train_of == {"triviaqa": 4000, "nq": 1300}
+    assert more.contexts == usual.contexts | {"nq": "all"}
+    every = build("--n-train", "50", "--context", "none")
+    assert (every.splits.size("nq", "train"), every.context_of("nq")) == (50, "none")
+    untrained = [x for x in sources if (x.dataset, x.role) != ("nq", "train")]
+    assert build(files=untrained).splits.n_train_of == {"triviaqa": 2000}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", cpu_dtype()), ("cuda", "bfloat16")]
+)
+def test_real_says_in_which_type_weights_are_held_on_either_device(
+    tmp_path, device, dtype
+):
+    folder = write_questions(tmp_path / "questions")
+    line = ("real", folder, tmp_path / "run", "--model", WEIGHTS, "--device", device)
+    line += ("--n-evaluation", "12", "--n-held-out", "popqa=all")
+    done = beatrice(*line, "--n-train", "triviaqa=40", code=1)
+    assert f"weights are held in {dtype}\n" in done.stderr
+    assert_error_sentence(done, "nq: 1300 questions are asked for")
 
 
 @pytest.mark.slow
