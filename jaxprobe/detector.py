@@ -118,7 +118,14 @@ class SettingHead:
 
     def thresholds(self, precision: float | None = None) -> Thresholds:
         """Return where decisions begin that are right as often as asked."""
-        return certified(self.validation, precision or self.precision)
+        both = certified(self.validation, precision or self.precision)
+        if not (doubts := self.evidence.doubts):
+            return both
+        # A certified threshold among them would be luck.
+        nothing = {"p_correct": None, "n_decided": 0, "n_errors": 0, "low": 0.0}
+        return Thresholds(
+            *(dataclasses.replace(x, **nothing, doubt=doubts[0]) for x in both)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

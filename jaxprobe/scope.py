@@ -243,6 +243,8 @@ class Threshold:
     n_errors: int  # of them, decided falsely
     low: float  # exact lower bound of the share, with the same confidence
     n: int  # validation answers that count, one a question
+    # Why none is certified whatever validation shows, see `Evidence.doubts`.
+    doubt: str | None = None
 
     @property
     def precision(self) -> float:
@@ -264,6 +266,8 @@ class Threshold:
 
     def in_words(self) -> str:
         """Say what it is, in a sentence's part."""
+        if self.doubt is not None:
+            return f"no P to {self.decision}: {self.doubt}"
         trusts = self.decision == "trust"
         share = f"{self.wanted:g} are {'right' if trusts else 'wrong'}"
         promise = f"at least {share} with {CONFIDENCE:.0%} confidence"
@@ -307,7 +311,7 @@ class Thresholds(NamedTuple):
             )
         above, below = self.trust.p_correct, self.distrust.p_correct
         if above is None:
-            return "unknown", self.trust.in_words()
+            return "unknown", self.trust.doubt or self.trust.in_words()
         if below is None:
             return "unknown", (
                 f"P {p_correct:.4f} is below {above:.4f}, from where "

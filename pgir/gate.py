@@ -278,14 +278,12 @@ class Gate:
 
 def _check_trusts_any(scorer: Scorer) -> None:
     """Check that a closed-book answer can be trusted by the probe's own decisions."""
-    head = scorer.probed.detector.heads.get("closed_book")
-    doubts = () if head is None else head.evidence.doubts
     thresholds = scorer.thresholds("closed_book")
-    if doubts or thresholds is None or thresholds.trust.p_correct is None:
+    if thresholds is None or thresholds.trust.p_correct is None:
         why = "at the precision that it was loaded with"
         what = "load it with a lower precision"
-        if doubts:
-            why, what = f"({doubts[0]})", "fit it on more answers"
+        if thresholds is not None and thresholds.trust.doubt is not None:
+            why, what = f"({thresholds.trust.doubt})", "fit it on more answers"
         raise ValueError(
             f"the probe trusts no closed-book answer {why}, so that each would be "
             f"retrieved for; {what}, or give a threshold"

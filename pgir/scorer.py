@@ -403,8 +403,6 @@ class Scorer(AnswerScorer):
                 continue
             p_correct = float(scores.p_correct[i])
             decision, reason = self._thresholds[name].decide(p_correct)
-            if doubts:  # a certified threshold among them would be luck
-                decision, reason = "unknown", doubts[0]
             lengths = len(prepared.prompt.ids), len(prepared.pieces)
             surprisal = emissions(reading.signals[i], *lengths)[:, 1]
             values = map(float, scores.encoders[i])

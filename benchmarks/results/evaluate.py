@@ -327,7 +327,8 @@ def decision_rows(
             coverage = {"n": len(where), "metric": "coverage", "value": n / len(where)}
             precision: dict[str, Any] = {"n": n, "metric": "precision", "value": None}
             if threshold.p_correct is None:
-                precision["reason"] = "no P holds this precision on validation answers"
+                reason = "no P holds this precision on validation answers"
+                precision["reason"] = threshold.doubt or reason
             elif not n:
                 precision["reason"] = "no answer lies beyond the threshold"
             else:

@@ -237,7 +237,8 @@ def _trust_in_words(shown: Sequence[ShownSet]) -> str:
         n_trusted = right + n["wrong and missed"]
         text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
         if not is_certified:
-            text = f"none of the answers {words}, where no P holds the wanted precision"
+            why = "no P is certified for the wanted precision"
+            text = f"none of the answers {words}, where {why}"
         elif n_trusted:
             text += f", right in {100 * right / n_trusted:.0f} %"
         every = 100 * (right + all_right) / n.total()

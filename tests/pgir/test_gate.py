@@ -22,7 +22,7 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.stages import settle_again
-from beatrice.jaxprobe.scope import Evidence, Validation
+from beatrice.jaxprobe.scope import Evidence, Validation, certified
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.stage import (
     CONTROL,
@@ -210,7 +210,8 @@ def test_the_gate_of_a_probe_of_too_few_answers_needs_a_threshold_and_warns(prob
     )
     detector = dataclasses.replace(probed.detector, heads={"closed_book": head})
     doubtful = Scorer(probed.backbone, detector)
-    assert doubtful.thresholds("closed_book").trust.p_correct is not None
+    assert certified(head.validation, 0.9).trust.p_correct is not None
+    assert doubtful.thresholds("closed_book").trust.p_correct is None
     with pytest.raises(ValueError, match="too few to trust.* fit it on more answers"):
         Gate(doubtful)
     (draft,) = Gate(doubtful, 0.5).draft([QUESTION])

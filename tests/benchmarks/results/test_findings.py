@@ -21,6 +21,7 @@ from beatrice.benchmarks.results.findings import (
     grids,
     verdicts_in_words,
 )
+from beatrice.benchmarks.results.page import headline
 from beatrice.benchmarks.results.report import (
     Side,
     comparison,
@@ -420,7 +421,7 @@ def a_head(p, labels):
         config=FusionConfig(),
         params={},
         calibrator=Calibrator(name="identity", scores=(), p_correct=()),
-        evidence=Evidence(train=(9, 9), validation=(9, 9), auroc=(0.5, 1.0)),
+        evidence=Evidence(train=(99, 99), validation=(99, 99), auroc=(0.6, 1.0)),
         validation=Validation(p, labels),
     )
 
@@ -456,6 +457,27 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
     table = decision_table(results_of(measured.values()))
     labels = [line.label for line in table.lines]
     assert labels[::4] == ["Trust at 0.7", "Distrust at 0.7"]
+
+
+def test_a_head_with_doubts_decides_nothing_and_its_rows_and_words_say_why():
+    rng = np.random.default_rng(0)
+    p = 0.3 * rng.random(3000)
+    rows = rows_of(rng.random(3000) < p)
+    validation = rows.where("validation")
+    head = a_head(p[validation], rows.labels[validation])
+    assert head.thresholds().distrust.p_correct is not None
+    few = Evidence(train=(160, 1840), validation=(8, 92), auroc=(0.6, 1.0))
+    (doubt,) = few.doubts
+    head = dataclasses.replace(head, evidence=few)
+    measured = decision_rows(head, p, rows)
+    assert {r.value for r in measured if r.metric == "coverage"} == {0}
+    precisions = {(r.value, r.reason) for r in measured if r.metric == "precision"}
+    assert precisions == {(None, doubt)}
+    assert headline(results_of(measured), []) == []
+    thresholds = head.thresholds()
+    words = [threshold.in_words() for threshold in thresholds]
+    assert words == [f"no P to trust: {doubt}", f"no P to distrust: {doubt}"]
+    assert {thresholds.decide(x) for x in p} == {("unknown", doubt)}
 
 
 def test_a_decision_leaves_out_each_question_once():
