@@ -16,12 +16,28 @@ _METRICS = {
     "brier": "Brier",
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
-# What a head judges, in words.
-HEADS: dict[HeadName, str] = {
-    "closed_book": "closed-book answers",
-    "with_context": "answers with context, read in both passes",
-    "single_pass": "answers with context, read in their own pass",
-}
+# By what a head judges, the data set and the split: rows of a report by metric.
+_Groups = dict[tuple[str, str, str], dict[str, Mapping[str, Any]]]
+
+
+def answers_of(detector: Detector, head: HeadName) -> str:
+    """Say what a head judges; two that read the same encoders are one in words."""
+    if head == "closed_book":
+        return "closed-book answers"
+    reads = detector.heads[head].reads if head in detector.heads else ()
+    passes = {where for where, _ in reads}
+    which = "the closed-book pass" if passes == {"closed_book"} else "their own pass"
+    which = "both passes" if len(passes) == 2 else which
+    return f"answers with context, read in {which}"
+
+
+def _groups(detector: Detector, report: Sequence[Mapping[str, Any]]) -> _Groups:
+    groups: _Groups = {}
+    for row in report:
+        answers = answers_of(detector, row["head"])
+        key = (answers, str(row.get("dataset") or ""), row["split"])
+        groups.setdefault(key, {})[row["metric"]] = row
+    return groups
 
 
 def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
@@ -29,11 +45,11 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
 
     The report is rows of what it is worth, as `Probe.report` has them.
     """
-    trained = detector.provenance
+    trained, groups = detector.provenance, _groups(detector, report)
     model = "arrays of its author" if trained is None else trained.model
     return "\n".join(
         (
-            _front_matter(model, report),
+            _front_matter(model, groups),
             f"# P(correct) of answers of {model}",
             "",
             "A probe of beatrice (`pip install beatrice-probe`): it reads "
@@ -50,7 +66,7 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             "",
             "## What it is worth",
             "",
-            *_table(report),
+            *_table(groups),
             "",
             "AUROC: higher is better, .5 is chance. AUPRC, whose positive class is a "
             "wrong answer: higher is better, the share of wrong answers is chance. ECE "
@@ -66,9 +82,9 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
+def _front_matter(model: str, groups: _Groups) -> str:
     """Return the block that the Hub reads; JSON values are YAML."""
-    datasets = sorted({str(row["dataset"]) for row in report if row.get("dataset")})
+    datasets = sorted({dataset for _, dataset, _ in groups if dataset})
     fields: dict[str, Any] = {
         "library_name": "beatrice",
         "base_model": model,
@@ -80,18 +96,17 @@ def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
     }
     results = [
         {
-            "task": {"type": "text-classification", "name": HEADS[row["head"]]},
+            "task": {"type": "text-classification", "name": answers},
             "dataset": {
-                "type": str(row.get("dataset") or "own"),
-                "name": str(row.get("dataset") or "own"),
-                "split": row["split"],
+                "type": dataset or "own",
+                "name": dataset or "own",
+                "split": split,
             },
-            "metrics": [{"type": row["metric"], "value": row["value"]}],
+            "metrics": [{"type": metric, "value": row["value"]}],
         }
-        for row in report
-        if row["split"] != "validation"
-        and row["value"] is not None
-        and row["metric"] in _OF_PROBE
+        for (answers, dataset, split), rows in groups.items()
+        for metric, row in rows.items()
+        if split != "validation" and row["value"] is not None and metric in _OF_PROBE
     ]
     if results:
         fields["model-index"] = [{"name": f"{model} probe", "results": results}]
@@ -99,12 +114,8 @@ def _front_matter(model: str, report: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(("---", *lines, "---", ""))
 
 
-def _table(report: Sequence[Mapping[str, Any]]) -> list[str]:
+def _table(groups: _Groups) -> list[str]:
     """Return the report as a table: a line for every head, set and split."""
-    groups: dict[tuple[HeadName, str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in report:
-        key = (row["head"], str(row.get("dataset") or ""), row["split"])
-        groups.setdefault(key, {})[row["metric"]] = row
     if not groups:
         return ["Nobody has measured it on answers that did not choose it."]
     names = [n for n in _METRICS if any(n in rows for rows in groups.values())]
@@ -112,12 +123,10 @@ def _table(report: Sequence[Mapping[str, Any]]) -> list[str]:
         f"| answers | set | split | n | {' | '.join(_METRICS[n] for n in names)} |",
         f"|---|---|---|---:|{'---|' * len(names)}",
     ]
-    for (head, dataset, split), rows in groups.items():
+    for (answers, dataset, split), rows in groups.items():
         n = next(iter(rows.values()))["n"]
         cells = [cell_of(rows.get(name)) for name in names]
-        lines.append(
-            f"| {HEADS[head]} | {dataset} | {split} | {n} | {' | '.join(cells)} |"
-        )
+        lines.append(f"| {answers} | {dataset} | {split} | {n} | {' | '.join(cells)} |")
     return lines
 
 
@@ -134,15 +143,16 @@ def cell_of(row: Mapping[str, Any] | None) -> str:
 def _decisions(detector: Detector) -> list[str]:
     """Return from which P on answers are trusted, for several precisions."""
     lines = []
-    for name, answers in HEADS.items():
-        for precision in PRECISIONS if name in detector.heads else ():
+    for name, head in sorted(detector.heads.items()):
+        for precision in PRECISIONS:
             cells = [
                 "–"
                 if threshold.p_correct is None
                 else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
-                for threshold in detector.heads[name].thresholds(precision)
+                for threshold in head.thresholds(precision)
             ]
-            lines.append(f"| {answers} | {precision} | {' | '.join(cells)} |")
+            line = [answers_of(detector, name), str(precision), *cells]
+            lines.append(f"| {' | '.join(line)} |")
     return [
         "## Decisions",
         "",
@@ -153,7 +163,7 @@ def _decisions(detector: Detector) -> list[str]:
         "",
         "| answers | precision | trusted from | distrusted up to |",
         "|---|---|---|---|",
-        *lines,
+        *dict.fromkeys(lines),
         "",
     ]
 

@@ -613,10 +613,10 @@ def probes(as_json: bool) -> None:
 
     Example: beatrice probes
     """
-    from beatrice.card import HEADS, cell_of
+    from beatrice.card import answers_of, cell_of
     from beatrice.probe import load, local_probes
 
-    rows = []
+    rows, shown = [], []
     for name, folder in local_probes().items():
         try:
             probe = load(folder)
@@ -626,28 +626,28 @@ def probes(as_json: bool) -> None:
             continue
         trained = probe.detector.provenance
         size = sum(path.stat().st_size for path in folder.iterdir())
-        rows.append(
-            {
-                "name": name,
-                "model": trained.model if trained else None,
-                "revision": trained.revision if trained else None,
-                "megabytes": round(size / 1e6, 2),
-                "report": probe.rows,
-            }
+        row = {
+            "name": name,
+            "model": trained.model if trained else None,
+            "revision": trained.revision if trained else None,
+            "megabytes": round(size / 1e6, 2),
+            "report": probe.rows,
+        }
+        rows.append(row)
+        shown.append(f"{name}: for {row['model']}, {row['megabytes']} MB")
+        lines = (
+            f"  {answers_of(probe.detector, line['head'])}, "
+            f"{line.get('dataset') or 'own'} ({line['split']}): "
+            f"AUROC {cell_of(line)} of {line['n']} answers"
+            for line in probe.rows
+            if line["metric"] == "auroc" and line["split"] != "validation"
         )
+        shown += dict.fromkeys(lines)
     if as_json:
         click.echo(json.dumps(rows))
         return
-    for row in rows:
-        about = f"{row['name']}: for {row['model']}, {row['megabytes']} MB"
-        click.echo(printable(about))
-        for line in row["report"]:
-            if line["metric"] == "auroc" and line["split"] != "validation":
-                text = (
-                    f"  {HEADS[line['head']]}, {line.get('dataset') or 'own'} "
-                    f"({line['split']}): AUROC {cell_of(line)} of {line['n']} answers"
-                )
-                click.echo(printable(text))
+    for line in shown:
+        click.echo(printable(line))
     if not rows:
         click.echo("none: `beatrice export RUN FOLDER` writes one")
 

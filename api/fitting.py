@@ -140,9 +140,9 @@ def fit(
     """Fit a probe on the signals and labels of answers.
 
     Args:
-      signals: of answers in one setting, or of both as a mapping by setting;
-        with-context answers are then judged with the closed-book pass of the same
-        question as well.
+      signals: of answers in one setting, or of both as a mapping by setting; "paper"
+        may then choose a head of with-context answers that reads the closed-book pass
+        of the same question as well.
       labels: whether each answer is right: booleans (or 0 and 1), None where nobody
         knows, or `Label` records in any order. Of both settings, a mapping as above.
       groups: what must not be torn apart by the split, one name an answer; None takes

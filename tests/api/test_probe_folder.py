@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import beatrice
+from beatrice.card import card
 from beatrice.cli import _report_of
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import model_path
@@ -32,7 +33,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
 from beatrice.jaxprobe.detector import CONFIG
-from beatrice.jaxprobe.scope import Evidence
+from beatrice.jaxprobe.scope import PRECISIONS, Evidence
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.scorer import Scorer
 from beatrice.probe import published
@@ -190,6 +191,21 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
     assert "AUPRC, whose positive class is a wrong answer" in body
     card.write_text(text + "\nMore words.\n")
     beatrice.load(folder)
+
+
+@pytest.mark.parametrize("n_passes", [1, 2])
+def test_a_card_says_both_passes_exactly_where_a_head_reads_both(probe, n_passes):
+    heads = dict(probe.detector.heads)
+    if n_passes == 1:  # as of every recipe but "paper"
+        heads["with_context"] = heads["single_pass"]
+    detector = dataclasses.replace(probe.detector, heads=heads)
+    assert len(detector.passes_of("with_context")) == n_passes
+    text = card(detector, [{**probe.rows[0], "head": name} for name in heads])
+    n_lines = 1 + len(PRECISIONS)  # of its worth, and of its decisions
+    for which, n in (("their own pass", 1), ("both passes", n_passes - 1)):
+        line = f"\n| answers with context, read in {which} |"
+        result = f'"name": "answers with context, read in {which}"'
+        assert (text.count(line), text.count(result)) == (n * n_lines, n)
 
 
 @pytest.mark.parametrize("name", ["config.json", "probe.safetensors", "eval.json"])
