@@ -58,6 +58,7 @@ from beatrice.extract.run.verbs import (
 from beatrice.extras import missing_extra
 
 if TYPE_CHECKING:
+    from beatrice.jaxprobe.detector import Detector
     from beatrice.probe import Probe
 
 Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
@@ -554,15 +555,28 @@ _IN_REPORT = {
 }  # experiment, metric and kind of a run's rows
 
 
-def _report_of(run: RunDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _report_of(
+    run: RunDir, detector: "Detector"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return rows of `Probe.report` of a finished run, and of five test answers."""
     from beatrice.probe import MOST_EXAMPLES
 
+    reads = {name: head.reads for name, head in detector.heads.items()}
+    # Heads that read the same encoders are the same, as in a run with contexts alone.
+    is_same = reads.get("single_pass") == reads.get("with_context")
+    own_pass = "champion" if is_same else "without_closed_book"
+    rows_of = {
+        "closed_book": ("champion", "closed_book"),
+        "with_context": ("champion", "with_context"),
+        "single_pass": (own_pass, "with_context"),
+    }
     columns = ("dataset", "split", "metric", "value", "ci_low", "ci_high", "n")
     report = [
-        {"head": row.setting, **{name: getattr(row, name) for name in columns}}
+        {"head": head, **{name: getattr(row, name) for name in columns}}
         for row in read_result_rows(run)
-        if (row.detector, row.seed) == ("champion", "mean")
+        for head, subject in rows_of.items()
+        if (row.detector, row.setting) == subject
+        and row.seed == "mean"
         and (row.experiment, row.metric, row.kind) in _IN_REPORT
     ]
     held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
@@ -599,7 +613,7 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
 
     probe = load(run_dir)
     check_evaluated(RunDir(run_dir))
-    report, examples = _report_of(RunDir(run_dir))
+    report, examples = _report_of(RunDir(run_dir), probe.detector)
     probe = probe.with_report(report)
     probe.save(folder, examples=examples, untrustworthy=untrustworthy)
     size = sum(path.stat().st_size for path in folder.iterdir())

@@ -32,7 +32,7 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
-from beatrice.jaxprobe.detector import CONFIG
+from beatrice.jaxprobe.detector import CONFIG, OWN_PASS_HEADS, Detector
 from beatrice.jaxprobe.scope import PRECISIONS, Evidence
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.scorer import Scorer
@@ -554,17 +554,43 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
 def test_an_exported_report_has_the_means_of_the_seeds_alone(smoke_run, tmp_path):
     large = shutil.ignore_patterns("features", "encoders", "selection")
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
-    rows = [r for r in read_result_rows(run) if r.detector == "champion"]
+    heads = {("champion", s): s for s in ("closed_book", "with_context")}
+    heads["without_closed_book", "with_context"] = "single_pass"
+    rows = [r for r in read_result_rows(run) if (r.detector, r.setting) in heads]
     ours = [r for r in rows if r.experiment == "detection" or r.kind == "calibrated"]
     seeds = [replace(r, seed="0", value=0.0) for r in ours if r.kind is None]
     run.results.write_text(write_rows([*rows, *seeds]))
-    report, examples = _report_of(run)
-    expected = {(r.setting, r.dataset, r.split, r.metric): r.value for r in ours}
+    report, examples = _report_of(run, Detector.load(run.detector))
+    expected = {
+        (heads[r.detector, r.setting], r.dataset, r.split, r.metric): r.value
+        for r in ours
+    }
     names = ("head", "dataset", "split", "metric")
     assert len(report) == len(expected) > 20
     assert {tuple(map(r.get, names)): r["value"] for r in report} == expected
     held_back = {e.question for e in read_examples(run) if e.split == "test"}
     assert len({x["question"] for x in examples} & held_back) == 5
+
+
+@pytest.mark.parametrize("is_without_closed_book", [False, True])
+def test_an_exported_report_has_test_rows_of_the_head_that_scores_each_setting(
+    smoke_run, tmp_path, is_without_closed_book
+):
+    large = shutil.ignore_patterns("features", "encoders", "selection")
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
+    detector, settings = Detector.load(run.detector), [*OWN_PASS_HEADS]
+    if is_without_closed_book:  # the search with contexts is then that of one pass
+        single = detector.heads["single_pass"]
+        heads = {"single_pass": single, "with_context": single}
+        detector, settings = dataclasses.replace(detector, heads=heads), settings[1:]
+        subject, rows = ("champion", "with_context"), read_result_rows(run)
+        rows = [r for r in rows if (r.detector, r.setting) == subject]
+        run.results.write_text(write_rows(rows))
+    report, _ = _report_of(run, detector)
+    for setting in settings:
+        head = OWN_PASS_HEADS[setting]
+        tested = [r for r in report if (r["head"], r["split"]) == (head, "test")]
+        assert {"auroc", "auprc"} <= {r["metric"] for r in tested}
 
 
 def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
