@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from beatrice.extract.backbone.names import IN_MEMORY
 from beatrice.jaxprobe.detector import Detector, HeadName
 from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 
@@ -16,6 +17,7 @@ _METRICS = {
     "brier": "Brier",
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
+_UNNAMED = "an unnamed model"
 # By what a head judges, the data set and the split: rows of a report by metric.
 _Groups = dict[tuple[str, str, str], dict[str, Mapping[str, Any]]]
 
@@ -45,23 +47,20 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
 
     The report is rows of what it is worth, as `Probe.report` has them.
     """
-    trained, groups = detector.provenance, _groups(detector, report)
-    model = "arrays of its author" if trained is None else trained.model
+    groups, model = _groups(detector, report), _name_of(detector) or _UNNAMED
     return "\n".join(
         (
-            _front_matter(model, groups),
+            _front_matter(detector, groups),
             f"# P(correct) of answers of {model}",
             "",
-            "A probe of beatrice (`pip install beatrice-probe`): it reads "
-            f"the internal signals of {model} in the pass that writes an answer, and "
+            "A probe of beatrice (`pip install .` in a checkout of it): it reads the "
+            f"internal signals of {model} in the pass that writes an answer, and "
             "returns a calibrated probability that the answer is correct.",
             "",
             "```python",
             "import beatrice",
             "",
-            'probe = beatrice.load("this folder")',
-            'probe.answer("who wrote Dracula?")  # answers, and says P(correct)',
-            'probe.score("who wrote Dracula?", "Bram Stoker")',
+            *_example(detector),
             "```",
             "",
             "## What it is worth",
@@ -82,13 +81,43 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _front_matter(model: str, groups: _Groups) -> str:
+def _name_of(detector: Detector) -> str | None:
+    """Return the name by which the model is loaded; None of arrays and in memory."""
+    trained = detector.provenance
+    return None if trained is None or trained.model == IN_MEMORY else trained.model
+
+
+def _example(detector: Detector) -> list[str]:
+    """Return the lines of Python that load the folder and judge answers."""
+    if detector.provenance is None:
+        return [
+            'probe = beatrice.load("this folder")',
+            "probe.predict(signals)  # `beatrice.Signals` read as those of the fit",
+        ]
+    lines = ['probe = beatrice.load("this folder")']
+    if _name_of(detector) is None:
+        lines = [
+            "# Of Transformers: the model and the tokenizer that it was fitted on.",
+            "model = beatrice.LanguageModel(model, tokenizer)",
+            'probe = beatrice.load("this folder", model=model)',
+        ]
+    context = ', context="Dracula is a novel by Bram Stoker."'
+    context = "" if "closed_book" in detector.heads else context
+    return [
+        *lines,
+        f'probe.answer("who wrote Dracula?"{context})  # answers, and says P(correct)',
+        f'probe.score("who wrote Dracula?", "Bram Stoker"{context})',
+    ]
+
+
+def _front_matter(detector: Detector, groups: _Groups) -> str:
     """Return the block that the Hub reads; JSON values are YAML."""
     datasets = sorted({dataset for _, dataset, _ in groups if dataset})
+    model = _name_of(detector)
+    base = {"base_model": model, "base_model_relation": "adapter"} if model else {}
     fields: dict[str, Any] = {
         "library_name": "beatrice",
-        "base_model": model,
-        "base_model_relation": "adapter",
+        **base,
         "pipeline_tag": "text-classification",
         "tags": ["beatrice", "answer-correctness", "calibration", "probing"],
         "datasets": datasets,
@@ -109,7 +138,8 @@ def _front_matter(model: str, groups: _Groups) -> str:
         if split != "validation" and row["value"] is not None and metric in _OF_PROBE
     ]
     if results:
-        fields["model-index"] = [{"name": f"{model} probe", "results": results}]
+        name = f"{model or _UNNAMED} probe"
+        fields["model-index"] = [{"name": name, "results": results}]
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
     return "\n".join(("---", *lines, "---", ""))
 
@@ -178,8 +208,8 @@ def _scope(detector: Detector) -> list[str]:
         chat = "its chat template" if prompt.chat else "no chat template"
         words = vars(prompt.template) if prompt.template_name == "own" else {}
         lines += [
-            f"* It belongs to {trained.model}, revision `{trained.revision}`, in "
-            f"{trained.dtype}, and is refused for any other.",
+            f"* It belongs to {_name_of(detector) or _UNNAMED}, revision "
+            f"`{trained.revision}`, in {trained.dtype}, and is refused for any other.",
             f"* Hidden states are those behind block {trained.layer} (0: the "
             f"embedding). Prompts: template {prompt.template_name!r}, {chat}, "
             f"{n_shots} worked examples; other prompts give a warning.",

@@ -27,7 +27,7 @@ import beatrice
 from beatrice.card import card
 from beatrice.cli import _report_of
 from beatrice.extract.backbone.loading import load_backbone
-from beatrice.extract.backbone.names import model_path
+from beatrice.extract.backbone.names import IN_MEMORY, model_path
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
@@ -191,6 +191,35 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
     assert "AUPRC, whose positive class is a wrong answer" in body
     card.write_text(text + "\nMore words.\n")
     beatrice.load(folder)
+
+
+@pytest.mark.parametrize("case", ["named", "in memory", "context alone", "arrays"])
+def test_the_code_of_a_card_runs_and_a_model_without_a_name_is_no_base_model(
+    probe, tmp_path, case
+):
+    backbone, detector = probe.scorer.probed.backbone, probe.detector
+    values = {"model": backbone.model, "tokenizer": backbone.tokenizer}
+    if case == "in memory":
+        known = beatrice.LanguageModel(**values).backbone
+        about = {"model": IN_MEMORY, "revision": known.revision}
+        trained = dataclasses.replace(detector.provenance, **about)
+        detector = dataclasses.replace(detector, provenance=trained)
+    if case == "context alone":
+        heads = {"single_pass": detector.heads["single_pass"]}
+        detector = dataclasses.replace(detector, heads=heads)
+    ours = beatrice.Probe(detector, layer=LAYER)
+    if case == "arrays":
+        labels = np.arange(90) % 2 == 0
+        values["signals"] = beatrice.Signals.from_arrays({"a": labels[:, None] * 1.0})
+        ours = beatrice.fit(values["signals"], labels, progress=False)
+    ours.save(tmp_path / "probe")
+    text = (tmp_path / "probe" / "README.md").read_text()
+    *lines, last = text.split("```python\n")[1].split("```")[0].splitlines()
+    program = "\n".join([*lines, f"result = {last}"])
+    exec(program.replace("this folder", str(tmp_path / "probe")), values)
+    assert values["result"] is not None
+    assert ("base_model" in text) == (case in ("named", "context alone"))
+    assert "beatrice-probe" not in text and "of in memory" not in text
 
 
 @pytest.mark.parametrize("n_passes", [1, 2])
