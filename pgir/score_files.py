@@ -317,6 +317,8 @@ def _entry(shown: "Shown") -> dict[str, Any]:
     spelled = [_token(*pair) for pair in zip(tokens, log_probs, strict=True)]
     if spelled:
         spelled[0]["text"] = spelled[0]["text"].lstrip()
+    if "error" not in result and not "".join(tokens).strip():
+        spelled = [_token("(no answer)", None), *spelled[1:]]
     p_correct, reason = result.get("p_correct"), result.get("reason")
     return {
         "line": result.get("line", 1),

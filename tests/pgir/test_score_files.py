@@ -273,6 +273,14 @@ def test_question_answer_and_passage_have_each_the_direction_of_their_script():
     assert re.search(r"<bdi[^>]*><span[^>]*>תשובה</span></bdi>", score_html(row, ()))
 
 
+@pytest.mark.parametrize("tokens", [[], [" "], ["\n", " "]])
+def test_an_answer_without_a_word_is_named_so_and_a_bad_row_is_not(tokens):
+    result = {"decision": "unknown", "tokens": tokens}
+    rows = [("where?", (), result), ("where?", (), {"error": "bad"})]
+    assert page("A page", "", rows).count("(no answer)") == 1
+    assert score_html(result, [0.0] * len(tokens)).count("(no answer)") == 1
+
+
 def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
     results = [
         {"line": i, "p_correct": 0.5, "decision": "unknown", "warnings": ["of all"]}

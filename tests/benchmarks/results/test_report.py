@@ -329,6 +329,18 @@ def test_texts_of_answers_have_each_the_direction_of_their_script(has_tokens):
     assert len(re.findall(directed, page)) == page.count(text) == 4
 
 
+@pytest.mark.parametrize("answer", ["", "\n"])
+def test_an_answer_without_a_word_is_named_so_on_the_page(answer):
+    case = PARTS["control"].cases[0]
+    draft = case.drafts[0]
+    blank = replace(draft.tokens[-1], text="\n")
+    tokens = [replace(blank, span="question"), *len(answer) * [blank]]
+    drafts = [replace(draft, answer=answer, tokens=tokens)]
+    control = replace(PARTS["control"], cases=[replace(case, drafts=drafts)])
+    page = render_report(sample_report(control=control, shown=[]))
+    assert page.count("(no answer)") == 1
+
+
 def test_an_empty_run_has_a_page_without_empty_sections():
     page = render_report(ReportData(rows=[], accuracy=[], control=None, **NO_PARTS))
     tags = outline(page)
