@@ -35,6 +35,7 @@ from beatrice.benchmarks.results.names import (
 )
 from beatrice.benchmarks.results.rendering import markdown
 from beatrice.benchmarks.results.tables import (
+    CHANGES,
     EVALUATED,
     in_domain_or_held_out,
     number,
@@ -396,7 +397,8 @@ def number_text(cell: PaperCell, value: float | None) -> str:
     if metric == "p_value":
         return p_text(value)
     is_end = metric in OF_AN_INTERVAL and cell.against is not None
-    return number(value, metric, is_signed=is_end or metric.endswith("_difference"))
+    is_change = metric.endswith("_difference") or cell.ours in CHANGES
+    return number(value, metric, is_signed=is_end or is_change)
 
 
 def _printed(cell: PaperCell) -> str:

@@ -25,6 +25,7 @@ METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 EVALUATED = ("test", "ood")  # splits that nothing was chosen on
 POOLED = {"dataset": IN_DOMAIN, "split": "test"}  # all in-domain test questions
 _RANKED = (*METRICS, "em", "f1")  # metrics of which a column has a best one
+CHANGES = ("auroc_gap", "moved_more_by_top_heads")  # metrics that are differences
 _COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
 Titles = Mapping[Subject, str]
@@ -127,7 +128,7 @@ def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
 
 def is_change(row: ResultRow) -> bool:
     """Whether a row is a difference, which is printed with its sign."""
-    return row.against is not None or row.metric == "auroc_gap"
+    return row.against is not None or row.metric in CHANGES
 
 
 def row_value(row: ResultRow) -> str:

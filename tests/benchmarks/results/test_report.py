@@ -127,6 +127,7 @@ def test_the_anatomy_is_on_the_page_and_its_cases_are_text(page):
     section = re.search(r'id="anatomy">.*?</section>', page, re.DOTALL).group()
     assert 'class="empty"' not in section and section.count("<svg") == 18
     assert "<script>" not in section and "&lt;script&gt;" in section
+    assert "+.709†</span>" in section  # what the largest heads move more than others
 
 
 def test_what_everybody_understands_is_open_and_the_rest_is_folded(tags):

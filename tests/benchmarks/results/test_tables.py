@@ -23,6 +23,7 @@ from beatrice.benchmarks.results.report import rows_as_markdown, rows_table
 from beatrice.benchmarks.results.rivals import leads_as_markdown
 from beatrice.benchmarks.results.tables import (
     CHANCE,
+    CHANGES,
     Column,
     ablation_table,
     controller_table,
@@ -164,6 +165,17 @@ def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
         (as_latex(table), dagger, tex(f"† the {meaning}.")),
     ):
         assert f"+.050{mark}" in text and f"-.010{mark}" not in text and below in text
+
+
+@pytest.mark.parametrize("metric", CHANGES)
+def test_a_difference_within_a_detector_has_sign_and_mark_too(metric):
+    rows = [auroc(*x, metric=metric) for x in (("a", 0.05), ("b", 0.01), ("c", -0.2))]
+    lines = [(row.detector, {"detector": row.detector}) for row in rows]
+    table = pivot(results_of(rows), "x", lines, [(Column("g", "c"), {})])
+    for make, mark in ((as_text, "!"), (as_markdown, "†"), (as_latex, r"$^\dagger$")):
+        text = make(table)
+        assert f"+.050{mark}" in text and f"-.200{mark}" in text, text
+        assert "+.010" in text and f"+.010{mark}" not in text, text
 
 
 def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
