@@ -239,13 +239,14 @@ def make_demo() -> click.Command:
         settings = new_world(**given(run), storage=storage.fields())
         progress, began = Progress(), time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
+            has_answers = opened.answers.exists()  # and times a part of them
             for stage_path in CHAIN:
                 stage = pkgutil.resolve_name(stage_path)
                 if stage.name == "control" and settings_of(opened) != SETTINGS:
                     continue  # it needs both, and the report says so
                 change = training.change if stage.name == "train" else None
                 done = run_stage(stage, opened, progress, change)
-                if stage.name == "answer" and done is not None:
+                if stage.name == "answer" and done is not None and not has_answers:
                     left = _AFTER_ANSWERS * (time.monotonic() - began)
                     progress.note(f"demo: about {in_words(left)} left for all stages")
         progress.note(f"demo: done in {in_words(time.monotonic() - began)}")

@@ -16,6 +16,7 @@ import pytest
 from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.datasets.commands import AskingOptions
 from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call, run_line, start
 
@@ -284,6 +285,20 @@ def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run):
     shown = beatrice("data", "--inspect", small_run / "examples.jsonl").stderr
     assert "next:" not in shown
     assert not Progress.is_quiet  # what this process does next may speak
+
+
+@pytest.mark.slow
+def test_the_demo_forecasts_its_time_only_where_it_wrote_all_answers(tmp_path):
+    beatrice("data", tmp_path, "--world", "--preset", "smoke")
+    run = RunDir(tmp_path)
+    run.labels.mkdir()  # where a file is expected: the demo ends behind its answers
+    line = ("demo", tmp_path, "--preset", "smoke")
+    assert "left for all stages" in beatrice(*line, code=1).stderr
+    answers = run.answers_file.read_bytes().splitlines(keepends=True)
+    run.answers_file.write_bytes(b"".join(answers[:-1]))
+    (tmp_path / "stages" / "answer.json").unlink()  # as if it was killed
+    stderr = beatrice(*line, code=1).stderr
+    assert "answer: done" in stderr and "left for all stages" not in stderr
 
 
 @pytest.mark.slow
