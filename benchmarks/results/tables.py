@@ -7,6 +7,7 @@ ranks, which go by the printed digits, and its notes.
 
 import collections
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -118,7 +119,9 @@ class Table(NamedTuple):
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
     """Format a value: three decimals (a cost two, a count none), no leading zero."""
     if metric in names.COSTS:
-        return f"{value:,.2f}"
+        # Below a tenth its first two digits: a few milliseconds are no 0.00.
+        first = -math.floor(math.log10(abs(value))) if 0 < abs(value) < 0.1 else 1
+        return f"{value:,.{first + 1}f}"
     if metric in _COUNTS:
         return f"{value:,.0f}"
     value = round(value, 3) + 0.0  # no minus before a zero
