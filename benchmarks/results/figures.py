@@ -385,7 +385,7 @@ def complementarity(
     bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
     for i, error in enumerate(errors):
         bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9.5)
-    bars.set(xlabel="own error rate\n(share of answers)")
+    bars.set(xlabel="own error rate\n(share)")
     bars.margins(x=0.35)
     bars.grid(False, axis="y")
     bars.tick_params(axis="y", length=0)
@@ -623,12 +623,16 @@ def learning_curves(
 @styled()
 def matrix(values: pandas.DataFrame, setting: str) -> Figure:
     """Draw AUROC by the set that taught (row) and the set that is read (column)."""
-    figure, axes = _figure(1.6 + 0.55 * len(values))
+    figure, axes = _figure(2.0 + 0.55 * len(values))
     # From .5, which is guessing: a tint says how much is told.
     aurocs = values.to_numpy(float)
     tints, texts = np.clip(2 * aurocs - 1, 0.0, 1.0), np.vectorize(_short)(aurocs, "–")
     _heat(axes, tints, STRONG[setting], texts)
     axes.set_xticks(range(values.shape[1]), list(values.columns))
+    # Names of sets may be long, and would lie over each other on one line.
+    axes.tick_params(axis="x", rotation=30)
+    for name in axes.get_xticklabels():
+        name.set(ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(values)), list(values.index))
     axes.set(xlabel="read on (AUROC)", ylabel="trained on")
     return figure

@@ -129,7 +129,8 @@ def test_no_letter_of_a_figure_is_below_twelve_pixels(browser, report, size):
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     sizes = page.evaluate(
         "[...document.querySelectorAll('.drawing text')].map(t => [t.textContent, "
-        "parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a])"
+        "parseFloat(getComputedStyle(t).fontSize) * "
+        "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)])"  # of turned text too
     )
     smallest = min(sizes, key=lambda pair: abs(pair[1]) or 99)
     assert abs(smallest[1]) == 0 or abs(smallest[1]) > 11.4, smallest

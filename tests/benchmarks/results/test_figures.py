@@ -1,7 +1,10 @@
+import itertools
 import xml.etree.ElementTree
 
 import matplotlib
+import pandas
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from beatrice.benchmarks.results import figures
 from beatrice.jaxprobe.rows import LayerCurve
@@ -96,6 +99,46 @@ def test_tables_and_figures_only_read_rows_and_need_no_display():
     code = f"from beatrice.benchmarks.results import {names}; figures.to_svg({draw})"
     loaded = loaded_by(code)
     assert not loaded & {"torch", "transformers", "jax", "matplotlib.pyplot"}
+
+
+def boxes_along(labels):
+    """Yield the boxes of tick labels in the direction that they are written in."""
+    for label in labels:
+        x, y = label.get_transform().transform(label.get_position())
+        degrees = label.get_rotation()
+        label.set_rotation(0)
+        box = label.get_window_extent()
+        turned = matplotlib.transforms.Affine2D().rotate_deg(-degrees)
+        u, v = turned.transform((x, y))
+        yield box.translated(u - x, v - y)
+
+
+SETS = pandas.DataFrame(0.75, *2 * [[f"QUESTION SET {i:02}" for i in range(6)]])
+RIGHTS = pandas.DataFrame(0.4, *2 * [[*figures.FAMILIES]])
+
+
+@pytest.mark.parametrize(
+    ("draw", "numbers"),
+    [
+        (figures.matrix, (SETS, "closed_book")),
+        (figures.matrix, (SETS[:3], "closed_book")),
+        (figures.complementarity, (RIGHTS, [0.3, 0.4, 0.5, 0.45], "closed_book")),
+        (figures.synergy, (SYNERGY, "closed_book")),
+        (figures.selection_path, (SELECTION["rounds"], "with_context")),
+    ],
+)
+def test_no_label_lies_over_another_or_is_cut_off(draw, numbers):
+    figure = draw(*numbers)
+    FigureCanvasAgg(figure).draw()
+    all_of_it = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+    whole = figure.bbox.padded(1)  # a pixel more is rounding
+    assert whole.containsx(all_of_it.x0) and whole.containsx(all_of_it.x1)
+    assert whole.containsy(all_of_it.y0) and whole.containsy(all_of_it.y1)
+    for axes in figure.axes:
+        for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+            boxes = boxes_along(label for label in labels if label.get_text())
+            for first, second in itertools.combinations(boxes, 2):
+                assert not first.overlaps(second)
 
 
 @pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])
