@@ -35,6 +35,7 @@ from beatrice.extract.run.console import (
     lean_imports,
     printable,
     quiet,
+    shell_line,
 )
 from beatrice.extract.run.contents import read_answers, read_examples, settings_of
 from beatrice.extract.run.directory import NotWritten, RunDir
@@ -204,7 +205,7 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
         run_dir, is_share = values.get("run_dir"), find_share().world_size > 1
         is_left = is_share or any(map(values.get, _NOT_THE_STAGE))
         if after and run_dir and not is_left:
-            Progress().note(f"next: beatrice {after} {run_dir}")
+            Progress().note(f"next: {shell_line(after, run_dir)}")
         return result
 
     verb_command.callback = callback
@@ -618,7 +619,8 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
     probe = probe.with_report(report)
     probe.save(folder, examples=examples, untrustworthy=untrustworthy)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    click.echo(f"{folder}: {size / 1e6:.1f} MB; beatrice score {folder} --question …")
+    line = shell_line("score", folder)
+    click.echo(f"{folder}: {size / 1e6:.1f} MB; {line} --question …")
 
 
 @click.command()

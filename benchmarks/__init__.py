@@ -5,6 +5,7 @@ Here are the way of the data, stage by stage, and which verb writes a missing fi
 
 import itertools
 
+from beatrice.extract.run.console import shell_line
 from beatrice.extract.run.directory import NotWritten, RunDir
 
 # What `demo` does, in order: where each stage stands. Real questions take the place of
@@ -65,4 +66,4 @@ def what_to_do(missing: NotWritten) -> str:
     ]
     first, *others = *left, verb
     then = f", then {', '.join(others)}" if others else ""
-    return f"run `beatrice {first} {missing.run}` first{then}"
+    return f"run `{shell_line(first, missing.run)}` first{then}"

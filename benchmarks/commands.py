@@ -16,7 +16,7 @@ from beatrice.extract.datasets.commands import (
     make_run,
 )
 from beatrice.extract.datasets.splits import Source
-from beatrice.extract.run.console import Progress
+from beatrice.extract.run.console import Progress, shell_line
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.verbs import (
     FOLDER,
@@ -59,7 +59,8 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
 
         do(run_dir, ABLATE)
     if (run_dir / "report.html").exists():
-        Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
+        line = shell_line("report", run_dir)
+        Progress().note(f"report: `{line}` shows the rows of now")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -472,9 +473,10 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
                     "without it"
                 )
             if name not in baselines_config(RunDir(run_dir)).only:
+                line = shell_line("baselines", run_dir, "--only", name)
                 raise ValueError(
                     f"{name!r} is not among what `beatrice baselines` judged last; run "
-                    f"`beatrice baselines {run_dir} --only {name}` first"
+                    f"`{line}` first"
                 )
             find_detector(name)
 

@@ -70,7 +70,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
-from beatrice.extract.run.console import Progress, Update, part_of
+from beatrice.extract.run.console import Progress, Update, part_of, shell_line
 from beatrice.extract.run.contents import (
     read_examples,
     require_both_settings,
@@ -610,7 +610,7 @@ def _transfer(
     # Judges of the retrieved answers alone are a choice, and were paid for.
     if rule != of_run and (rule in RULES.values() or of_run not in RULES.values()):
         options = labelling_options(of_run)
-        line = f"beatrice label {_inner(run).path} {options}"
+        line = f"{shell_line('label', _inner(run).path)} {options}"
         progress.note(
             f"transfer: the retrieved answers are labelled by {rule}, those that "
             f"detectors learned from by {of_run}"

@@ -30,7 +30,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
-from beatrice.extract.run.console import table_head, table_row
+from beatrice.extract.run.console import shell_line, table_head, table_row
 from beatrice.extract.run.directory import acquire_lock
 from beatrice.extract.run.files import (
     read_sealed,
@@ -134,10 +134,8 @@ class Corpus(Sequence[Passage]):
 def read_facts(folder: Path) -> dict[str, Any]:
     """Return the facts of a finished corpus; none of its other files is read."""
     if not (folder / "corpus.json").is_file():
-        raise ValueError(
-            f"{folder} holds no finished corpus: build one with `beatrice corpus "
-            f"{folder} --source FILE`"
-        )
+        line = shell_line("corpus", folder, "--source", "FILE")
+        raise ValueError(f"{folder} holds no finished corpus: build one with `{line}`")
     return read_sealed(folder / "corpus.json", _AGAIN)
 
 

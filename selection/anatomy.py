@@ -5,6 +5,7 @@ next one, and asking for one analysis more does not make the others again.
 """
 
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.records import Setting
-from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.console import Progress, Update, shell_line
 from beatrice.extract.run.contents import (
     read_answers,
     read_examples,
@@ -209,12 +210,13 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
 
 def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | None:
     """Return the first part that an analysis needs and a run lacks, or None."""
+    line = functools.partial(shell_line, path=run.path)
     sources = {
         "closed_book": "closed-book answers",
         "with_context": "answers with context",
-        "rankings": f"the ranking of `beatrice select {run.path} --exhaustive`",
-        "ablations": f"the ablations of `beatrice evaluate {run.path} --ablations`",
-        "other": f"another backbone: `beatrice anatomy {run.path} OTHER_RUN`",
+        "rankings": f"the ranking of `{line('select')} --exhaustive`",
+        "ablations": f"the ablations of `{line('evaluate')} --ablations`",
+        "other": f"another backbone: `{line('anatomy')} OTHER_RUN`",
     }
     missing = (need for need in analysis.needs if need not in inputs.parts)
     return next((sources[need] for need in missing), None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -46,7 +47,7 @@ from beatrice.extract.records import (
     Setting,
     read_records,
 )
-from beatrice.extract.run.console import Progress, Update, part_of
+from beatrice.extract.run.console import Progress, Update, part_of, shell_line
 from beatrice.extract.run.contents import (
     question_files,
     read_answers,
@@ -448,12 +449,12 @@ def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | Non
     """Say what a detector lacks in a run, or None."""
     if "samples" in detector.needs:
         if not run.samples_file.exists():
-            return f"needs drawn answers: `{SAMPLE.format(run.path)}`"
+            return f"needs drawn answers: `{SAMPLE.format(shlex.quote(str(run.path)))}`"
         splits = read_drawing(run).get("splits", ())
         lacking = [split for split in detector.draws_for if split not in splits]
         if lacking:
             options = "".join(f" --split {split}" for split in lacking)
-            line = f"beatrice sample {run.path}{options}"
+            line = shell_line("sample", run.path) + options
             return f"needs drawn answers: `{line}`, with the options of before"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"

@@ -36,7 +36,7 @@ from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.generate.prompts import LeftOut
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting, read_records
-from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.console import Progress, Update, shell_line
 from beatrice.extract.run.contents import (
     read_answers,
     read_examples,
@@ -491,10 +491,8 @@ def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
         why = "a person has judged other answers or labels than the run's"
         if "read" not in verdicts[0]:  # an earlier version wrote it
             why = "it is not known which answers and labels a person has judged"
-        progress.note(
-            f"evaluate: {why}; read the annotations again: `beatrice label {run.path} "
-            "--audit --annotations FILE`"
-        )
+        line = shell_line("label", run.path, "--audit", "--annotations", "FILE")
+        progress.note(f"evaluate: {why}; read the annotations again: `{line}`")
     return current
 
 

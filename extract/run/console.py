@@ -6,9 +6,11 @@ import errno
 import gc
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, cast
 
@@ -66,6 +68,11 @@ def in_one_sentence(error: Exception) -> str:
 def printable(text: str) -> str:
     """Return a text in which what a terminal would obey, or cannot show, is escaped."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shell_line(verb: str, path: Path, *words: str) -> str:
+    """Return a line of this program as a shell takes it, whatever the path's name."""
+    return shlex.join(["beatrice", verb, str(path), *words])
 
 
 Update = Callable[[int, int], None]  # (done, total)

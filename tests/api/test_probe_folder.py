@@ -9,6 +9,7 @@ import os
 import random
 import re
 import runpy
+import shlex
 import shutil
 import site
 import sys
@@ -625,8 +626,9 @@ def test_an_exported_report_has_test_rows_of_the_head_that_scores_each_setting(
 def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
     smoke_run, tmp_path
 ):
-    folder, page = tmp_path / "probe", tmp_path / "page.html"
-    begin("export", smoke_run, folder, "--untrustworthy")
+    folder, page = tmp_path / "my probe", tmp_path / "page.html"
+    _, line = begin("export", smoke_run, folder, "--untrustworthy").stdout.split("; ")
+    assert shlex.split(line) == ["beatrice", "score", str(folder), "--question", "…"]
     row = json.loads((folder / "examples.jsonl").read_text().splitlines()[0])
     asked, texts = ("--question", row["question"]), set()
     for source in (smoke_run, folder):

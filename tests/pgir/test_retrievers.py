@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -688,5 +689,7 @@ def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     assert "1. Title 7:" in done.stdout
     done = beatrice("corpus", folder, "--search", "zzzz")
     assert done.stdout == "zzzz\n  no passage has a word of it\n"
-    failed = beatrice("corpus", tmp_path, "--search", "x", code=1)
-    assert "no finished corpus" in failed.stderr
+    (none := tmp_path / "my corpus").mkdir()
+    failed = beatrice("corpus", none, "--search", "x", code=1)
+    _, line, _ = failed.stderr.split("`")
+    assert shlex.split(line)[:3] == ["beatrice", "corpus", str(none)]

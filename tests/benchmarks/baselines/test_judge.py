@@ -477,10 +477,12 @@ def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
 
 
 def test_what_a_run_lacks_is_said(tmp_path):
-    run, known = RunDir(tmp_path), catalogue()
+    run, known = RunDir(tmp_path / "my run"), catalogue()
+    run.path.mkdir()
     message = unmet(known["semantic_entropy"], run, BaselinesConfig())
     _, name, *arguments = shlex.split(message.split("`")[1])
     drawn = sample.make_context(name, arguments).params
+    assert drawn["run_dir"] == run.path
     assert set(drawn["split"]) == {"train", "validation", "test", "ood"}
     run.samples_file.parent.mkdir()
     run.samples_file.touch()
@@ -492,7 +494,8 @@ def test_what_a_run_lacks_is_said(tmp_path):
     drawn = {"splits": ["validation", "test"]}
     write_json_atomic(run.samples / "config.json", drawn)
     message = unmet(known["sep:words"], run, BaselinesConfig())
-    assert f"`beatrice sample {tmp_path} --split train`" in message
+    line = ["beatrice", "sample", str(run.path), "--split", "train"]
+    assert shlex.split(message.split("`")[1]) == line
     assert unmet(known["semantic_entropy:words"], run, BaselinesConfig()) is None
     write_json_atomic(run.samples / "config.json", {"splits": ["train", "test"]})
     assert unmet(known["sep:words"], run, BaselinesConfig()) is None
