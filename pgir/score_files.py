@@ -334,6 +334,7 @@ def _entry(shown: "Shown") -> dict[str, Any]:
 
 
 _RAISES, _LOWERS = "31, 104, 173", "179, 78, 12"  # red, green, blue
+_LEAST_EFFECT = 0.001  # on P: what is below reads as zero, and may be rounding
 
 
 def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
@@ -343,7 +344,9 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
     spans = []
     for token, effect in itertools.zip_longest(entry["tokens"], effects):
         style, titles = "", []
-        if effect is not None:
+        if effect is not None and abs(effect) < _LEAST_EFFECT:
+            titles.append(f"moves P by less than {_LEAST_EFFECT}")
+        elif effect is not None:
             colour = _RAISES if effect > 0 else _LOWERS
             style = (
                 f' style="background: rgba({colour}, {0.6 * abs(effect) / most:.2f})"'

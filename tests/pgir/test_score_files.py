@@ -281,6 +281,14 @@ def test_an_answer_without_a_word_is_named_so_and_a_bad_row_is_not(tokens):
     assert score_html(result, [0.0] * len(tokens)).count("(no answer)") == 1
 
 
+@pytest.mark.parametrize("other", [0.2, -1e-9])
+def test_a_token_that_moves_p_by_rounding_alone_has_no_tint(other):
+    result = {"p_correct": 0.5, "decision": "unknown", "tokens": ["a", "b"]}
+    text = score_html(result, [1e-9, other])
+    assert '<span title="moves P by less than 0.001">a</span>' in text
+    assert text.count("rgba") == (abs(other) > 0.001) and "0.000" not in text
+
+
 def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
     results = [
         {"line": i, "p_correct": 0.5, "decision": "unknown", "warnings": ["of all"]}
@@ -303,7 +311,9 @@ def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
     assert "the first 2000 rows; 1000 more" in text
     counts = map(int, re.findall(r"<title>P [^:]*: (\d+) ", text))
     assert sum(counts) == 3000
-    assert "? unknown (1501)" in text and "✓ trust (1499)" in text
+    assert "? unknown (1501)" in text and "✓ trust (499 of 1499)" in text
+    # A browser that keeps boxes unticked over a reload would hide no row by them.
+    assert '<form autocomplete="off">' in text
 
 
 def save_run(path, detector, **backbone):
