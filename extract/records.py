@@ -300,11 +300,16 @@ def normalise(text: str) -> str:
     Lower-cased, punctuation deleted, articles made a space, extra space removed:
     "J.K. Rowling" is "jk rowling". Punctuation is that of every script, as in MLQA's
     (Lewis et al. 2020): to SQuAD's, "1979-80" and "1979\u201380" are two answers.
-    Accents stay, in composed form.
+    Accents stay, in composed form. Format characters, which nobody sees, go: a soft
+    hyphen, or the direction of a text.
     """
-    text = unicodedata.normalize("NFC", text.lower()).translate(_PUNCTUATION)
+    text = text.lower()
     if not text.isascii():
-        text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+        text = "".join(
+            c for c in text if not unicodedata.category(c).startswith(("P", "Cf"))
+        )
+        text = unicodedata.normalize("NFC", text)
+    text = text.translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
@@ -316,9 +321,10 @@ _SIGN = re.compile(r"(?<=\d)\s*([+*/])\s*(?=\d)")
 def text_key(question: str) -> bytes:
     """Return what is equal for questions that differ in case, marks or articles.
 
-    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not.
+    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not. A ZERO
+    WIDTH SPACE is a blank, as where one copy of a set has it beside one.
     """
-    folded = unicodedata.normalize("NFKC", question).casefold()
+    folded = unicodedata.normalize("NFKC", question.replace("\u200b", " ")).casefold()
     folded = _SIGN.sub(lambda sign: _SIGNS[sign[1]], folded)
     return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 

@@ -314,6 +314,7 @@ def test_a_text_twice_in_one_split_is_kept_and_reported():
 
 def test_texts_are_compared_without_case_marks_and_articles():
     assert text_key("Who is the King?") == text_key("who is  king")
+    assert text_key("he\xadlium \u200b gas") == text_key("helium\u200bgas\u200e")
     assert text_key("who is a queen") != text_key("who is a king")
     assert text_key("???") != text_key("!")
 

@@ -160,6 +160,12 @@ def test_answers_are_compared_by_words_without_case_marks_and_articles(
     assert token_f1(answer, golds) == pytest.approx(f1)
 
 
+@given(st.characters(categories=["Cf"]))
+def test_a_character_that_only_formats_is_no_part_of_an_answer(character):
+    for gold in ("Helium", "Sao Tom\xe9", "\u0645\u06cc\u062e\u0648"):
+        assert exact_match(f"{gold[:3]}{character}{gold[3:]}", [gold])
+
+
 @given(st.text(min_size=1))
 def test_every_text_matches_itself(text):
     assert normalise(normalise(text)) == normalise(text)
