@@ -313,16 +313,16 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-# Between numbers; a hyphen there is mostly that of years and scores.
-_SIGNS = {"+": " plus ", "*": " times ", "/": " over "}
-_SIGN = re.compile(r"(?<=\d)\s*([+*/])\s*(?=\d)")
+# Between numbers, where a hyphen is mostly that of years or scores; behind letters.
+_SIGNS = {"+": " plus ", "*": " times ", "/": " over ", "#": " sharp "}
+_SIGN = re.compile(r"(?:(?<=\d)\s*(?=[+*/]\s*\d)|(?<=[^\W\d_])(?=[+#]))([+*/#])")
 
 
 def text_key(question: str) -> bytes:
     """Return what is equal for questions that differ in case, marks or articles.
 
-    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not. A ZERO
-    WIDTH SPACE is a blank, as where one copy of a set has it beside one.
+    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not; nor for
+    "C", "C#" and "C++". A ZERO WIDTH SPACE is a blank: copies of a set differ in it.
     """
     folded = unicodedata.normalize("NFKC", question.replace("\u200b", " ")).casefold()
     folded = _SIGN.sub(lambda sign: _SIGNS[sign[1]], folded)

@@ -306,6 +306,15 @@ def test_a_label_of_another_run_holds_for_the_very_answer_and_an_old_one_is_coun
     assert [x.label for x in read_records(run.labels, Label)] == [True, True, True]
 
 
+def test_questions_about_c_c_sharp_and_c_plus_plus_take_their_own_verdicts(tmp_path):
+    names = ("C", "C#", "C++")
+    questions = [example(name, f"What is {name}?") for name in names]
+    answers = [answered("A language", name=name) for name in names]
+    rows = [judged(f"what is {x}", "A language", x == "C#") for x in names]
+    result = import_labels(pub.write_lines(tmp_path / "m", rows), answers, questions)
+    assert [label.label for label in result.labels] == [False, True, False]
+
+
 def test_a_null_label_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
     rows = [
         MINE,
