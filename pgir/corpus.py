@@ -27,6 +27,7 @@ from beatrice.extract.records import (
     Record,
     normalise,
     read_records,
+    spaced,
     text_key,
     to_json,
 )
@@ -224,7 +225,7 @@ class _Writer:
     def add(self, passage: Passage, stream: IO[bytes]) -> int | None:
         """Write a passage unless it is there; return its place."""
         self.counts["n_found"] += 1
-        n_words = len(passage.text.split())
+        n_words = len(spaced(passage.text).split())
         if not 0 < n_words <= MOST_WORDS:
             self.counts["n_long" if n_words else "n_empty"] += 1
             return None
@@ -360,13 +361,13 @@ def has_answer(
     """Return 1 where one of the first passages contains a gold answer, else 0.
 
     Words of the normalised answer, in order, as whole words of the normalised passage
-    (DPR's "has answer", under SQuAD's normalisation).
+    (DPR's "has answer", under SQuAD's normalisation; see `spaced`).
     """
-    answers = [f" {words} " for gold in golds if (words := normalise(gold))]
+    answers = [f" {words} " for gold in golds if (words := spaced(normalise(gold)))]
     is_held = []
     for index in ranking[: max(depths)].tolist():
         passage = passages[index]
-        text = f" {normalise(f'{passage.title} {passage.text}')} "
+        text = f" {spaced(normalise(f'{passage.title} {passage.text}'))} "
         is_held.append(any(words in text for words in answers))
     return {depth: float(any(is_held[:depth])) for depth in depths}
 

@@ -34,6 +34,7 @@ from beatrice.extract.records import (
     as_golds,
     check_choice,
     normalise,
+    spaced,
     text_key,
 )
 from beatrice.extract.run.console import Update
@@ -76,15 +77,16 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
 def contains_gold(answer: str, golds: Sequence[str]) -> bool:
     """Return whether the normalised answer is a gold, or has one in it.
 
-    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10".
+    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10";
+    in scripts without blanks a character is a word, see `spaced`.
     A gold of which nothing is left, as of "The", is in no answer; yes, no and noanswer
     count as first words alone, and not of a refusal ("No information is given").
     """
     # Here, since whoever reads labels needs no NumPy.
     from beatrice.extract.generate.answers import is_hedge
 
-    text = f" {normalise(answer)} "
-    texts = {normalise(gold) for gold in golds} - {""}
+    text = f" {spaced(normalise(answer))} "
+    texts = {spaced(normalise(gold)) for gold in golds} - {""}
     firsts = set() if is_hedge(answer) else texts & _CLOSED
     return (
         exact_match(answer, golds)
@@ -97,10 +99,11 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
     """Return the best token F1 against any gold, after normalising both.
 
     As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
-    with longer texts, and two texts of which nothing is left score 0.
+    with longer texts, and two texts of which nothing is left score 0. In scripts
+    without blanks tokens are characters, as in MLQA's script.
     """
-    best, text = 0.0, normalise(answer)
-    for gold in map(normalise, golds):
+    best, text = 0.0, spaced(normalise(answer))
+    for gold in (spaced(normalise(gold)) for gold in golds):
         if text == gold or not {text, gold} & _CLOSED:
             words, wanted = (collections.Counter(x.split()) for x in (text, gold))
             n_common = (words & wanted).total()
@@ -112,8 +115,8 @@ def stands_in_context(example: Example, answer: Answer) -> bool:
     """Return whether an answer stands in the passages shown, as whole words."""
     passages = example.context(answer.variant)
     shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
-    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
-    wanted = normalise(answer.text)
+    text = spaced(normalise(" ".join(f"{p.title} {p.text}" for p in shown)))
+    wanted = spaced(normalise(answer.text))
     return bool(wanted) and f" {wanted} " in f" {text} "
 
 

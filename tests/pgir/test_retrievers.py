@@ -283,6 +283,8 @@ def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
     ranking = np.array([0, 1])
     assert has_answer(ranking, passages, ["the paris"], (1, 2)) == {1: 0.0, 2: 1.0}
     assert has_answer(ranking, passages, ["The"], (2,)) == {2: 0.0}
+    passages = [Passage(title="中国", text="首都是北京。")]
+    assert has_answer(ranking[:1], passages, ["北京"], (1,)) == {1: 1.0}
 
 
 def test_means_are_per_question_set():
@@ -631,13 +633,13 @@ def test_wiki18_documents_give_their_title_and_back(tmp_path):
 
 
 def test_a_page_is_no_passage(tmp_path):
-    page = {"title": "Page", "text": "word " * (MOST_WORDS + 1)}
+    pages = [{"title": "Page", "text": x * (MOST_WORDS + 1)} for x in ("word ", "首")]
     empty = {"title": "Page", "text": " "}
-    corpus, notes = build(tmp_path, two__json=[*TITLES, page, empty, empty])
+    corpus, notes = build(tmp_path, two__json=[*TITLES, *pages, empty, empty])
     assert len(corpus) == 2
     counts = corpus.facts["sources"][0]
-    assert (counts["n_long"], counts["n_empty"]) == (1, 2)
-    assert "1 left out for more than 1000 words, 2 left out without a word" in notes[0]
+    assert (counts["n_long"], counts["n_empty"]) == (2, 2)
+    assert "2 left out for more than 1000 words, 2 left out without a word" in notes[0]
 
 
 def test_records_of_questions_that_cannot_be_used_are_counted_if_any_can(tmp_path):

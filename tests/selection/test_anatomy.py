@@ -196,10 +196,16 @@ def test_one_in_domain_set_is_not_shown_twice():
 
 @pytest.mark.parametrize(
     ("text", "stands"),
-    [("Guzolt Falls", True), ("the guzolt falls.", True), ("olt", False), ("", False)],
+    [
+        ("Guzolt Falls", True),
+        ("the guzolt falls.", True),
+        ("olt", False),
+        ("", False),
+        ("北京", True),
+    ],
 )
 def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
-    texts = {"Guzolt": "Falls of the north", "B": "no"}
+    texts = {"Guzolt": "Falls of the north", "B": "它在北京。"}
     passages = tuple(Passage(title=title, text=text) for title, text in texts.items())
     answer = an_answer(setting="with_context", text=text)
     assert stands_in_context(an_example(passages=passages), answer) == stands

@@ -150,6 +150,11 @@ def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
         ("10", ["1"], False, False, 0),
         ("anything at all", ["The"], False, False, 0),
         ("Rowling J.K.", ["J.K. Rowling"], False, False, 1),
+        ("答案是北京。", ["北京"], False, True, 4 / 7),
+        ("答えはParisです", ["Paris"], False, True, 2 / 7),
+        ("เมืองหลวงคือกรุงเทพ", ["กรุงเทพ"], False, True, 6 / 11),
+        ("កិ", ["ក"], False, False, 0),  # a vowel sign belongs to its letter
+        ("ปี ๑๐", ["๑"], False, False, 0),  # a number is one word
     ],
 )
 def test_answers_are_compared_by_words_without_case_marks_and_articles(
