@@ -5,10 +5,12 @@ missing field is an error that names the file and the line, so that a renamed co
 cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
+import functools
 import hashlib
 import json
 import re
 import string
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -334,6 +336,20 @@ def spaced(text: str) -> str:
     text = unicodedata.normalize("NFC", text.replace("\u200b", " "))
     text = "".join(c for c in text if unicodedata.category(c) != "Cf")
     return " ".join(UNSPACED.sub(r" \g<0> ", text).split())
+
+
+@functools.cache
+def word_pattern() -> str:
+    r"""Return the pattern of a word: `\w` alone has no marks, and splits at each."""
+    kinds = (unicodedata.category(chr(i))[0] for i in range(sys.maxunicode + 1))
+    runs = re.finditer("M+", "".join(kinds))
+    marks = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in runs)
+    return rf"\w[\w{marks}]*"
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text, of any script: letters, digits and their marks."""
+    return re.findall(word_pattern(), spaced(text))
 
 
 # Between numbers, where a hyphen is mostly that of years or scores; behind letters.

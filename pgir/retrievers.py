@@ -19,10 +19,8 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
-import unicodedata
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -34,7 +32,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.plugs import load_plug
-from beatrice.extract.records import Passage, read_records
+from beatrice.extract.records import Passage, read_records, spaced, word_pattern
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
 from beatrice.pgir.arguments import (
@@ -120,29 +118,21 @@ def _words(texts: Sequence[str]) -> list[list[str]]:
     """Return the words of texts, lower-cased; no stemming.
 
     A word is a letter or digit and those that follow with their marks (vowel signs,
-    points, accents), in NFC. It may be one character, but neither the article "a" nor
-    what an apostrophe leaves, "s" and "t"; there are no other stop words.
+    points, accents), in NFC; see `spaced` for scripts without blanks. It may be one
+    character, but neither the article "a" nor what an apostrophe leaves, "s" and "t";
+    there are no other stop words.
     """
     import bm25s
 
     words = bm25s.tokenize(
-        [unicodedata.normalize("NFC", text) for text in texts],
-        token_pattern=_word_pattern(),
+        [spaced(text) for text in texts],
+        token_pattern=word_pattern(),
         stopwords=["a", "s", "t"],
         return_ids=False,
         show_progress=False,
     )
     assert isinstance(words, list)  # of `return_ids=False`
     return words
-
-
-@functools.cache
-def _word_pattern() -> str:
-    r"""Return the pattern of a word: `\w` alone has no marks, and splits at each."""
-    kinds = (unicodedata.category(chr(i))[0] for i in range(sys.maxunicode + 1))
-    runs = re.finditer("M+", "".join(kinds))
-    marks = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in runs)
-    return rf"\w[\w{marks}]*"
 
 
 class FusedRetriever:

@@ -9,7 +9,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.pipeline import Pipeline, make_pipeline
 
 from beatrice.benchmarks.results import names
-from beatrice.extract.records import IN_DOMAIN, Answer, Setting
+from beatrice.extract.records import IN_DOMAIN, Answer, Setting, split_words
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
@@ -138,9 +138,9 @@ def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str
 
 def word_pairs() -> TfidfVectorizer:
     """Return TF-IDF of words and pairs of neighbours, to be fitted."""
-    # One-letter words and digits are answers too; scikit-learn's own pattern drops
-    # them.
-    return TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
+    # One-letter words and digits are answers too: scikit-learn's own words have two.
+    words = TfidfVectorizer(ngram_range=(1, 2), tokenizer=split_words)
+    return words.set_params(token_pattern=None)  # else it warns that it is not read
 
 
 def fit_tfidf(

@@ -38,7 +38,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.sparse import csr_array
 
-from beatrice.extract.records import Example, Setting
+from beatrice.extract.records import UNSPACED, Example, Setting, split_words
 from beatrice.jaxprobe.calibrate import FIT_MAP, MapKind
 from beatrice.jaxprobe.tokens import answer_log_probs
 from beatrice.pgir.controllers.loop import (
@@ -79,7 +79,11 @@ def question_encoder(
         return lambda texts: encoder.encode(texts, "query")
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    def words_of(text: str) -> list[str]:  # two letters or more, as scikit-learn has it
+        return [x for x in split_words(text) if len(x) > 1 or UNSPACED.match(x)]
+
+    tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, tokenizer=words_of)
+    tf_idf.set_params(token_pattern=None)  # else it warns that it is not read
     tf_idf.fit(training)
     return lambda texts: csr_array(tf_idf.transform(texts)).toarray()
 

@@ -308,6 +308,8 @@ TEXTS = ["राम का घर", "राम की भाषा", "बाघ 
             ["cafe\u0301", "\u0915\u093cलम", "cafe"],
             [[0], [0], []],
         ),
+        # Scripts without blanks, and a soft hyphen.
+        (["首都是北京。", "a hy\u00adphen"], ["北京在哪里", "hyphen"], [[0], [1]]),
         (["word3", "shared"], ["zzzz", "?!", "word3 zzzz"], [[], [], [0]]),
     ],
 )

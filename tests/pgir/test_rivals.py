@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 from beatrice.benchmarks.results.tables import controller_table, results_of
 from beatrice.extract.generate.generator import Generated
@@ -82,6 +83,17 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     assert index.retrieves(new, k=5).tolist() == [False, True]
     index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), len)
     assert index.retrieves(np.ones((1, 1)), k=5).tolist() == [False]  # nobody is near
+
+
+def test_questions_are_near_by_their_words_in_any_script():
+    questions = ["谁写了它", "它在哪里", "भाषा की", "भाषा का"]
+    vectors = adaptive.question_encoder(questions)(["他在哪里", "घर का"])
+    near = vectors @ adaptive.question_encoder(questions)(questions).T
+    assert near.argmax(axis=1).tolist() == [1, 3]
+    english = ["Who wrote it, a or b?", "Where is it", "2 of Köln's"]
+    words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True).fit(english)
+    vectors = adaptive.question_encoder(english)(english)
+    np.testing.assert_array_equal(vectors, words.transform(english).toarray())
 
 
 def test_questions_are_encoded_in_the_encoders_own_way(tmp_path):

@@ -122,6 +122,18 @@ def test_short_answers_passages_and_pairs_of_words_are_read(right, wrong):
     assert p_wrong < 0.5 < p_right
 
 
+@pytest.mark.parametrize(
+    ("learned", "new", "right", "wrong"),
+    [("他在{}。", "{}很大", "北京", "上海"), ("वह {} है", "{} घर", "की", "का")],
+    ids=["no blanks", "vowel signs"],
+)
+def test_words_are_read_in_any_script(learned, new, right, wrong):
+    texts = [learned.format(x) for x in (wrong, right)]
+    new_texts = [new.format(x) for x in (wrong, right)]
+    p_wrong, p_right = by_words(texts * 20, [False, True] * 20, new_texts)
+    assert p_wrong < 0.5 < p_right
+
+
 def test_labels_of_other_answers_are_refused():
     with pytest.raises(ValueError, match="one per answer"):
         by_words(["a"], [True, False], [])
