@@ -30,11 +30,11 @@ from beatrice.benchmarks.baselines.detectors.clustering import relations_by_row
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
-# after an initial or a title.
+# after an initial or a title. No blank follows the full stops of Chinese and Japanese.
 _SENTENCE_END = re.compile(
-    r"""(?:(?<=[.!?…])|(?<=[.!?…]["')\]”’]))"""
+    r"""(?:(?<=[.!?…؟۔।])|(?<=[.!?…؟۔।]["')\]”’»]))"""
     r"(?<!\b[A-Z]\.)(?<!\b(?:Dr|Mr|Ms|St|vs)\.)(?<!\b(?:Mrs|Rev|Gen)\.)(?<!\bProf\.)"
-    r"""\s+(?=["'(\[“‘]*[A-Z0-9])|\n"""
+    r"""\s+(?=["'(\[“‘«¿¡]*[A-Z\d])|\n|(?<=[。！？])(?![。！？」』”’）])"""
 )
 # A number, initials, what follows an apostrophe; else a word, or a single mark.
 _TOKEN = re.compile(
@@ -45,7 +45,14 @@ _TOKEN = re.compile(
 
 def sentences_of(text: str) -> list[str]:
     """Return the sentences of a text, stripped; the official code takes spaCy's."""
-    sentences = (sentence.strip() for sentence in _SENTENCE_END.split(text))
+    # A letter of another alphabet begins a sentence as A does, unless it is small.
+    latin = (
+        "A" if not c.isascii() and c.isalpha() and not c.islower() else c for c in text
+    )
+    ends = (end.span() for end in _SENTENCE_END.finditer("".join(latin)))
+    edges = [0, *itertools.chain.from_iterable(ends), len(text)]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    sentences = (text[start:stop].strip() for start, stop in pairs)
     return [sentence for sentence in sentences if sentence]
 
 

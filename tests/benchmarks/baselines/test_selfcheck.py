@@ -87,6 +87,11 @@ def test_a_sentence_is_as_likely_as_its_rarest_token(sentence, sample, one_in):
         ('He said "No." Then left.', ['He said "No."', "Then left."]),
         ("one line\nanother", ["one line", "another"]),
         ("e.g. this one", ["e.g. this one"]),
+        ("Oui. Évian, é. Zut", ["Oui.", "Évian, é.", "Zut"]),
+        ("Да, т. е. так. А. С. Попов. Он", ["Да, т. е. так.", "А. С. Попов.", "Он"]),
+        ("هل هو؟ نعم. هو", ["هل هو؟", "نعم.", "هو"]),
+        ("वह राम है। यह", ["वह राम है।", "यह"]),
+        ("他说“是。”好！它在哪里？", ["他说“是。”好！", "它在哪里？"]),
         ("wide" + 200_000 * " " + "apart", ["wide" + 200_000 * " " + "apart"]),
     ],
 )
