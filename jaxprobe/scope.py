@@ -110,8 +110,9 @@ def fit_scope(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _script(letter: str) -> str:
-    """The script in a letter's Unicode name, as in "CYRILLIC SMALL LETTER A"."""
-    return unicodedata.name(letter, "UNNAMED").split(" ")[0]
+    """The script in a letter's Unicode name, as in "FULLWIDTH LATIN SMALL LETTER A"."""
+    words = unicodedata.name(letter, "UNNAMED").split(" ")
+    return words[words[0] in ("FULLWIDTH", "HALFWIDTH")]
 
 
 def count_scripts(text: str) -> collections.Counter[str]:

@@ -91,6 +91,7 @@ def test_hidden_states_that_no_store_kept_are_in_no_range():
 
 def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
     assert scripts_of(["where?", "wo ist Köln? 42"]) == ("LATIN",)
+    assert scripts_of(["\uff21\uff22\uff23", "\uff71"]) == ("KATAKANA", "LATIN")
     assert scripts_of(["где", "where"]) == ("CYRILLIC", "LATIN")
     assert scripts_of(["a" * 5000, "α"]) == ("LATIN",)
     assert scripts_of(["42"]) == ()
