@@ -2,6 +2,7 @@
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from unicodedata import category, normalize
@@ -69,11 +70,17 @@ FILES = (
 )
 
 
+UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+
+
 def scripted_words(text):
     """SQuAD's normaliser, letter by letter, with MLQA's punctuation, of any script."""
-    marks = string.punctuation
     text = normalize("NFC", text.lower())
-    characters = [c for c in text if c not in marks and category(c)[0] != "P"]
+    characters = [
+        c
+        for c in text
+        if c not in string.punctuation and category(c)[0] != "P" and category(c) != "Cf"
+    ]
     # An article goes only between characters that are part of no word.
     words, run = [], ""
     for character in [*characters, " "]:
@@ -85,10 +92,29 @@ def scripted_words(text):
     return "".join(words).split()
 
 
+def scripted_tokens(text):
+    """As MLQA's script splits Chinese, with marks at their letters."""
+    tokens = []
+    for word in scripted_words(text):
+        ends = True
+        for character in word:
+            if category(character)[0] == "M" and tokens:
+                tokens[-1] += character
+                continue
+            is_letter = category(character)[0] == "L"
+            is_word = is_letter and unicodedata.name(character).startswith(UNSPACED)
+            if ends or is_word:
+                tokens.append(character)
+            else:
+                tokens[-1] += character
+            ends = is_word
+    return tokens
+
+
 def scripted_f1(answer, golds):
     """FlashRAG's, from precision and recall; pairs under the guard are passed over."""
-    best, answer_words = 0.0, scripted_words(answer)
-    for gold in map(scripted_words, golds):
+    best, answer_words = 0.0, scripted_tokens(answer)
+    for gold in map(scripted_tokens, golds):
         closed = (["yes"], ["no"], ["noanswer"])
         if answer_words != gold and (answer_words in closed or gold in closed):
             continue
