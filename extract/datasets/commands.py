@@ -56,17 +56,18 @@ from beatrice.extract.run.verbs import (
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def _removed_on_failure(run: RunDir, *, was_there: bool) -> Iterator[None]:
     """Take a new run directory away again if its questions cannot be read."""
-    was_there, was_run = path.exists(), (path / MANIFEST).exists()
     try:
         yield
     except BaseException:
-        if not was_run and path.is_dir():
+        if {path.name for path in run.path.iterdir()} <= {MANIFEST, "lock"}:
             for name in (MANIFEST, "lock"):
-                (path / name).unlink(missing_ok=True)
-            if not was_there and not any(path.iterdir()):
-                path.rmdir()
+                (run.path / name).unlink(missing_ok=True)
+            run.close()
+            if not was_there:
+                with contextlib.suppress(OSError):  # another process begins there
+                    run.path.rmdir()
         raise
 
 
@@ -79,7 +80,12 @@ def make_data_run(
     """
     from beatrice.extract.datasets import building
 
-    with _removed_on_failure(path), RunDir.open(path, new_run) as run:
+    was_there = path.exists()
+    # What another process holds (`InUse`) is that one's to take away.
+    with (
+        RunDir.open(path, new_run) as run,
+        _removed_on_failure(run, was_there=was_there),
+    ):
 
         def work(update: Update) -> None:
             building.build_examples(run.path, build, progress.note)

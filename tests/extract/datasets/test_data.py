@@ -10,7 +10,7 @@ import pytest
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import read_manifest
+from beatrice.extract.run.directory import acquire_lock, read_manifest
 from beatrice.extract.run.files import sha256_file
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import assert_error_sentence, beatrice, make_run
@@ -357,6 +357,15 @@ def test_a_folder_with_a_persons_files_is_refused_and_left_alone(source, line):
     source.rename(source.with_name("lockdown.txt"))  # a name that begins like ours
     shown = beatrice("data", source.parent, "--world", code=1).output
     assert "'lockdown.txt'" in shown
+
+
+def test_a_run_that_another_process_is_making_is_left_to_it(source, tmp_path):
+    lock = tmp_path / "run" / "lock"
+    lock.parent.mkdir()
+    with acquire_lock(lock):
+        holder = lock.read_text()
+        shown = build(lock.parent, ("train", source), code=1).output
+        assert "is in use by process" in shown and lock.read_text() == holder
 
 
 def test_questions_that_were_changed_or_nobody_recorded_are_neither_read_nor_replaced(
