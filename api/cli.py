@@ -16,8 +16,10 @@ import json
 import os
 import pkgutil
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -669,6 +671,23 @@ def probes(as_json: bool) -> None:
         click.echo("none: `beatrice export RUN FOLDER` writes one")
 
 
+def _exit_when_asked(context: click.Context) -> None:
+    """End a verb as after an error on SIGTERM, which schedulers send to what they stop.
+
+    A process that the signal kills leaves its name in the run's lock, which keeps out
+    another machine that is to go on.
+    """
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # threads end before the lock
+        raise SystemExit(128 + signal.SIGTERM)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, stop)
+        context.call_on_close(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 @click.group(
     cls=_Verbs,
     context_settings={
@@ -686,6 +705,7 @@ def main(context: click.Context) -> None:
     Every verb reads its inputs from RUN_DIR and writes its outputs there; the same
     line again continues where it stopped. `demo` runs them all.
     """
+    _exit_when_asked(context)
     verb = context.invoked_subcommand
     if verb is not None and verb not in SHARED:
         check_alone(verb, find_share())

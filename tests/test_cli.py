@@ -241,7 +241,10 @@ def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, sentence):
     assert_error_sentence(beatrice(*line, code=1), *sentence)
 
 
-def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
+@pytest.mark.parametrize(("asked", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_who_is_asked_to_stop_lets_go_of_the_run_and_ends_with_the_code_of_that(
+    tmp_path, asked, code
+):
     # A shell starts what it runs in the background deaf to Ctrl-C.
     listening = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -251,11 +254,12 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
     process = start(*words)
     for line in process.stderr:
         if line.startswith("world: done"):
-            process.send_signal(signal.SIGINT)
+            assert (tmp_path / "lock").read_text()
+            process.send_signal(signal.Signals[asked])
             break
     _, output = process.communicate()
-    assert process.returncode == 130
-    assert output.strip().splitlines()[-1] == "Stopped; the same line again continues."
+    assert process.returncode == code and not (tmp_path / "lock").read_text()
+    assert ("Stopped; the same line again continues." in output) == (code == 130)
     assert "Traceback" not in output
 
 
