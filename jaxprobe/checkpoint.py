@@ -9,12 +9,13 @@ nothing.
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,29 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
 
 
 _N_FILES = 32  # more than Orbax writes, folders and what it renames included
+_RESERVE = getattr(os, "posix_fallocate", None)  # macOS has none
 
 
-def _check_room(folder: Path, arrays: list[np.ndarray]) -> None:
-    """Check that a disk holds arrays; where it does not, Orbax prints tracebacks."""
+def _check_room(
+    folder: Path,
+    arrays: list[np.ndarray],
+    reserve: Callable[[int, int, int], None] | None = _RESERVE,
+) -> None:
+    """Check that a disk holds arrays; where it does not, Orbax prints tracebacks.
+
+    Where no room can be reserved, the disk says how much is free.
+    """
     # What Orbax writes beside them; of 24 arrays a file of each kind, 50 KiB in all.
     n_left = sum(array.nbytes for array in arrays) + (len(arrays) << 12) + (1 << 17)
     with contextlib.ExitStack() as opened:
         for _ in range(_N_FILES):
             opened.enter_context(tempfile.TemporaryFile(dir=folder))
-        while n_left > 0:  # some file systems hold no larger file
+        if reserve is None and n_left > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        while reserve is not None and n_left > 0:
             file = opened.enter_context(tempfile.TemporaryFile(dir=folder))
-            n_bytes = min(n_left, 1 << 30)
-            os.posix_fallocate(file.fileno(), 0, n_bytes)
+            n_bytes = min(n_left, 1 << 30)  # some file systems hold no larger file
+            reserve(file.fileno(), 0, n_bytes)
             n_left -= n_bytes
 
 

@@ -166,6 +166,13 @@ def test_a_checkpoint_comes_back_as_it_was_and_leaves_nothing_beside_it(tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_disk_on_which_no_room_can_be_reserved_is_asked_how_much_is_free(tmp_path):
+    checkpoint._check_room(tmp_path, [np.ones(9)], reserve=None)
+    with pytest.raises(OSError, match="No space left"):
+        endless = np.broadcast_to(np.int8(0), (1 << 62,))
+        checkpoint._check_room(tmp_path, [endless], reserve=None)
+
+
 def test_a_flipped_bit_in_any_file_is_refused(tmp_path):
     checkpoint.save(tmp_path / "x", TREE, {"version": 1})
     files = [p for p in (tmp_path / "x").rglob("*") if p.is_file() and p.stat().st_size]
