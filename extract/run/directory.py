@@ -509,7 +509,9 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
 
     def stage_records(self) -> dict[str, StageRecord | None]:
         """Return the record of each stage, oldest first; None where it is damaged."""
-        files = sorted(self.stages.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
+        files = sorted(
+            self.stages.glob("[!.]*.json"), key=lambda p: p.stat().st_mtime_ns
+        )
         return {file.stem: self.stage_record(file.stem) for file in files}
 
     def stage_gap(

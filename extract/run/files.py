@@ -227,14 +227,26 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def _is_of_system(path: Path) -> bool:
+    """Tell whether macOS (`.DS_Store`, `._x`) or NFS (`.nfs…`) puts such a file."""
+    return path.name == ".DS_Store" or path.name.startswith(("._", ".nfs"))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return all files below a folder, but those that the system put there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path for path in paths if not _is_of_system(path)]
+
+
 def sha256_tree(path: Path) -> str | None:
     """Hash a file, or a folder by names and contents; None if there is neither."""
     if path.is_file():
         return sha256_file(path)
     if not path.is_dir():
         return None
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    lines = [f"{sha256_file(f)}  {f.relative_to(path).as_posix()}\n" for f in files]
+    lines = [
+        f"{sha256_file(f)}  {f.relative_to(path).as_posix()}\n" for f in _files_in(path)
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -300,7 +312,7 @@ def verify_checksums(
 
 def _names(folder: Path) -> list[str]:
     """Relative names of all files below a folder, but those that may change."""
-    files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    files = (path.relative_to(folder) for path in _files_in(folder))
     return sorted(str(n) for n in files if n.parts[0] not in (*UNCHECKED, CHECKSUMS))
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import fcntl
 import json
@@ -23,6 +24,7 @@ from beatrice.extract.run.files import (
     sha256_of_model,
     temporary,
     verify_checksums,
+    write_checksums,
     write_json_atomic,
     write_text_atomic,
 )
@@ -251,6 +253,23 @@ def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_in
     (run.stages / "label.json").write_text("{}")
     with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl is"):
         run.hash_inputs(run.labels)
+
+
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "._label.json", ".nfs0123", "label.json"]
+)
+def test_what_a_system_puts_into_a_folder_is_no_part_of_it(tmp_path, name):
+    run = RunDir(tmp_path)
+    write_text_atomic(run.answers / "a" / "rows.jsonl", "{}\n")
+    write_checksums(run.answers)
+    run.mark_stage("answer", {}, 0.1, [run.answers])
+    for folder in (run.answers, run.answers / "a", run.stages):
+        (folder / name).write_bytes(b"\0\5\x16\7")
+    is_part = name == "label.json"
+    assert run.stage_done("answer") != is_part
+    assert (None in run.stage_records().values()) == is_part
+    with pytest.raises(ValueError) if is_part else contextlib.nullcontext():
+        verify_checksums(run.answers)
 
 
 def test_a_missing_input_of_a_stage_is_named(tmp_path):
