@@ -85,7 +85,7 @@ def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
     machine is believed. A shared lock writes nothing into the file.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
-    file = open_unlinked(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = open_unlinked(path, os.O_RDWR | os.O_CREAT)
     stream = os.fdopen(file, "r+b", 0)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX

@@ -55,10 +55,14 @@ def test_who_may_read_a_file_or_folder_is_the_users_umask(tmp_path):
         write_json_atomic(tmp_path / "replies.json", {})
         with replaced_folder(tmp_path / "probe") as work:
             (work / "examples.jsonl").write_text("")
+        os.umask(0o002)
+        RunDir.open(tmp_path / "run", SMOKE).close()
     finally:
         os.umask(before)
     modes = [(tmp_path / x).stat().st_mode for x in ("replies.json", "probe")]
     assert not any(mode & 0o077 for mode in modes)
+    files = [tmp_path / "run", *(tmp_path / "run").iterdir()]  # another of the group's
+    assert len(files) == 3 and all(path.stat().st_mode & 0o020 for path in files)
 
 
 def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_path):
