@@ -216,7 +216,9 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
     )
 
 
-def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
+def write_or_compare_manifest(
+    path: Path, settings: NewRun, link: Callable[[Path, Path], None] = os.link
+) -> None:
     """Write the manifest, or compare with the one that is there."""
     file, wanted = path / MANIFEST, {"preset": settings.preset, "seed": settings.seed}
     sections = {name: as_json(section) for name, section in settings.sections.items()}
@@ -229,10 +231,14 @@ def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
             stream.write(content.encode())
             stream.flush()
             os.fsync(stream.fileno())
-            # A worker started beside this one may be first: then compare with its.
-            with contextlib.suppress(FileExistsError):
-                os.link(name, file)  # unlike a rename, never over another's
-                sync_folder(path)
+            try:
+                link(name, file)  # unlike a rename, never over another's
+            except FileExistsError:
+                pass  # a worker started beside this one was first: compare with its
+            except OSError:  # exFAT, or what mounts a bucket, has no links
+                if not file.exists():
+                    os.replace(name, file)
+            sync_folder(path)
     manifest = read_manifest(path)
     for name in sections:
         if name not in manifest["sections"]:

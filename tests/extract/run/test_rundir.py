@@ -12,7 +12,14 @@ import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS, locked
 from beatrice.extract.records import Record, to_json
-from beatrice.extract.run.directory import InUse, NewRun, NotWritten, RunDir
+from beatrice.extract.run.directory import (
+    InUse,
+    NewRun,
+    NotWritten,
+    OtherSettings,
+    RunDir,
+    write_or_compare_manifest,
+)
 from beatrice.extract.run.files import (
     CHECKSUMS,
     Journal,
@@ -132,6 +139,23 @@ def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     (tmp_path / "lock").write_text('{"pid": 1')  # of a run killed while being created
     (tmp_path / ".manifest.json.ab12.tmp").write_text("{")
     RunDir.open(tmp_path, SMOKE).close()
+
+
+def test_a_run_on_a_disk_without_links_is_made_but_never_over_another(tmp_path):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    def be_second(_, file):
+        shutil.copy(tmp_path / "first" / "manifest.json", file)
+        refuse()
+
+    for name in ("first", "other"):
+        (tmp_path / name).mkdir()
+    write_or_compare_manifest(tmp_path / "first", SMOKE, link=refuse)
+    assert RunDir(tmp_path / "first").preset == "smoke"
+    with pytest.raises(OtherSettings):
+        write_or_compare_manifest(tmp_path / "other", NewRun(), link=be_second)
+    assert os.listdir(tmp_path / "other") == ["manifest.json"]
 
 
 def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path):
