@@ -259,6 +259,21 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
+def _rename_folder(path: Path, target: Path) -> None:
+    """Rename a folder, also one of a container's image, which overlayfs refuses."""
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        try:
+            shutil.copytree(path, target, symlinks=True)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        shutil.rmtree(path)
+
+
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
     """Give a folder that replaces `path`, with checksums, if the block ends well.
@@ -276,10 +291,10 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
             old = aside / path.name
             try:
-                path.rename(old)
+                _rename_folder(path, old)
                 work.rename(path)
             except OSError:
-                if old.exists():
+                if old.exists() and not path.exists():
                     old.rename(path)
                 aside.rmdir()
                 raise

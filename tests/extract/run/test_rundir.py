@@ -110,6 +110,27 @@ def test_a_folder_that_cannot_be_replaced_is_there_again(tmp_path):
     assert (folder / "weights").read_text() == "old"
 
 
+class OfAnImage(type(Path())):
+    """A path on overlayfs, which renames no folder of a container's image."""
+
+    def rename(self, target):
+        if self.name == "probe":
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(self))
+        return super().rename(target)
+
+
+def test_a_folder_of_a_containers_image_is_replaced(tmp_path):
+    folder = OfAnImage(tmp_path / "probe")
+    (folder / ".git").mkdir(parents=True)
+    for name in ("weights", "index"):
+        (folder / name).write_text("old")
+    with replaced_folder(folder) as work:
+        (work / "weights").write_text("new")
+    assert os.listdir(tmp_path) == ["probe"]
+    assert sorted(os.listdir(folder)) == [".git", CHECKSUMS, "weights"]
+    assert (folder / "weights").read_text() == "new"
+
+
 def test_a_write_replaces_the_file_or_keeps_it_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "new" / "sweep.json"
     write_json_atomic(path, {"layer": 3})
