@@ -33,7 +33,7 @@ from beatrice.extract.records import Answer, AnswerSpan, Split
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import JsonLines
-from beatrice.extract.run.stages import do, do_share, forecast_stage
+from beatrice.extract.run.stages import do, do_share, forecast_stage, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
@@ -128,12 +128,16 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
         change = functools.partial(dataclasses.replace, **fields)
         click.echo(forecast_stage(run_dir, signals.EXTRACT, change))
         return
-    if fields:
-        with RunDir.open(run_dir, share=work.share) as run:
-            signals.record_storage(run, fields)
     # A share's model is the one that joins all of them.
     stage = signals.extract_stage(functools.cache(signals.open_local_reader))
-    do(run_dir, stage, share=work.share)
+    progress = Progress()
+
+    def work_in(run: RunDir) -> int | None:
+        if fields:
+            signals.record_storage(run, fields)
+        return run_stage(stage, run, progress)
+
+    do_share(run_dir, stage.name, work.share, work_in, progress, stage.parts)
 
 
 Opened = TypeVar("Opened")

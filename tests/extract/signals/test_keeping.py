@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from typing import get_args
 
 import click
@@ -244,6 +245,14 @@ def test_a_choice_at_extraction_is_recorded_and_serves_the_later_verbs(run):
     assert record_storage(run, {}) == config  # the same line without options goes on
     assert record_storage(run, {"dtype": "int8"}) == config
     assert run.manifest.read_bytes() == before
+
+
+def test_a_worker_waits_with_its_choice_for_whoever_joins_parts(run):
+    joined = threading.Timer(1.0, run.close)
+    joined.start()
+    line = ("extract", run.path, "--set", "dtype=int8", "--shard", "0/2")
+    assert "examples.jsonl is missing" in beatrice(*line, code=1).output
+    assert extract_config(run).dtype == "int8"
 
 
 def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
