@@ -191,7 +191,7 @@ class Signals:
 
     def __copy__(self) -> "Signals":
         """Return signals of the same store and model."""
-        return _reopened(self.store, self.indices, self.model)
+        return Signals(self.store, self.indices, model=self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Signals":
         """Return what is sent, with the model also where that is in memory."""

@@ -670,6 +670,8 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         run_stage(ANSWER, inner, progress)
         if not inner.stage_done("label"):  # judges may have labelled
             label_run(inner, match.match, progress)
+        elif label_rule(inner) in RULES.values():  # given anew where it has changed
+            label_run(inner, None, progress)
         run_stage(EXTRACT, inner, progress)
         # With the rule, which rows have: another may give the same labels.
         counts = {"n_asked": len(questions), "n_failed": len(failed)}

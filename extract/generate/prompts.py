@@ -336,10 +336,10 @@ class Prompt:
 
 
 # Ends behind which no blank begins an answer: white space, an opening bracket or quote
-# (a straight one opens behind a blank or colon), and Chinese and Japanese, whose words
-# are not parted; Korean ones are.
+# (of those that close elsewhere, as in German, only behind a blank or colon), and
+# Chinese and Japanese, whose words are not parted; Korean ones are.
 _NO_BLANK_BEHIND = re.compile(
-    r"""(\s|[(\[{“‘«‹„‚]|[\s:：]["']|[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff]"""
+    r"""(\s|[(\[{„‚]|[\s:：]["'“‘«‹»›]|[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff]"""
     r"""|[\uff01-\uff9f\U00020000-\U0003ffff])\Z"""
 )
 

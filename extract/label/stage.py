@@ -80,6 +80,8 @@ COLUMNS = tuple(
     "item example_id setting variant question golds passages answer check human".split()
 )
 N_BOOTSTRAP = 10_000  # resamples behind an interval of kappa
+# Of the comparison with golds; until 2 only ASCII's punctuation was deleted.
+_FORMAT = "2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -502,7 +504,8 @@ def _label(
             f"{run.replies('judge')}"
         )
     elif "rule" in before:
-        of_before = "an earlier " * (before["rule"] == rule) + before["rule"]
+        is_earlier = before["rule"] == rule and before.get("format") != _FORMAT
+        of_before = "an earlier " * is_earlier + before["rule"]
         progress.note(f"label: {rule} replaces the labels of before: {of_before}")
     progress.note(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
@@ -678,6 +681,5 @@ LABEL = Stage(
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,
-    # Of which punctuation is compared: until format 2 it was ASCII's alone.
-    identity=lambda config: {"rule": RULES[config.match], "format": "2"},
+    identity=lambda config: {"rule": RULES[config.match], "format": _FORMAT},
 )

@@ -548,13 +548,15 @@ class Journal(Mapping[Key, Decoded]):
         """Replace the file in one step by these rows, which may lie in parts."""
         path, places = self.files.path, {}
         with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
-            # Each once: where files are on another machine, to open one is slow.
-            sources = {
-                source: opened.enter_context(source.open("rb"))
-                for source in {self._places[key].path for key in order}
-            }
+            # Kept open, which is slow on another machine's disk; parts may be many.
+            sources: dict[Path, BinaryIO] = {}
             for key in order:
                 source, start, n_bytes = self._places[key]
+                if source not in sources:
+                    if len(sources) == _MOST_OPEN:
+                        opened.close()
+                        sources.clear()
+                    sources[source] = opened.enter_context(source.open("rb"))
                 places[key] = _Location(path, stream.tell(), n_bytes)
                 sources[source].seek(start)
                 stream.write(sources[source].read(n_bytes))
@@ -592,6 +594,7 @@ def _append(path: Path, content: bytes) -> int:
     return size
 
 
+_MOST_OPEN = 64  # files of a journal's parts at once
 _SMALL = 1 << 20  # bytes; a smaller file is hashed in a millisecond
 # What the checks run: a release has one version, a checkout changes under it.
 _SOURCES = ("api", "extract", "jaxprobe", "pgir")

@@ -95,6 +95,9 @@ def find_share(
         return Share(_number(rank, source), _number(world_size, source), source)
     for *names, _ in _LAUNCHERS:
         known = [f"{name}={environ[name]}" for name in names if name in environ]
+        # A shell that Slurm began alone has PMI's numbers, and its own steps Slurm's.
+        if "PMI_SIZE" in names and environ.get("PMI_SIZE", "1") == "1":
+            continue
         if len(known) == 2:
             source = " ".join(known)
             rank, world_size = (_number(environ[name], source) for name in names)

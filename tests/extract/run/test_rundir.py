@@ -400,6 +400,19 @@ def test_an_arranged_journal_has_the_order_on_disk_and_finds_its_rows(tmp_path):
     assert [journal[name].n for name in "abcd"] == [1, 20, 300, 4]
 
 
+def test_more_parts_than_may_be_open_at_once_are_joined_in_order(tmp_path):
+    names = [f"n{i:03}" for i in range(150)]
+    files = counts_in(tmp_path, parts=tmp_path / "parts")
+    Journal.open(files).append(lines_of(**{name: 0 for name in names[::2]}))
+    (tmp_path / "parts").mkdir()
+    for i, name in enumerate(names[1::2]):
+        (tmp_path / "parts" / f"{i}.jsonl").write_text(text_of(**{name: i}))
+    joined = Journal.open(files)
+    joined.arrange(names)
+    expected = {name: 0 if i % 2 == 0 else i // 2 for i, name in enumerate(names)}
+    assert joined.lines.path.read_text() == text_of(**expected)
+
+
 def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
     first = Journal.open(counts_in(tmp_path))
     first.append(lines_of(a=1, b=2))

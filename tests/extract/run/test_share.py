@@ -29,6 +29,12 @@ SAID = {
     "mpirun in a Slurm job": (SRUN | MPIRUN, None, (1, 2), MPIRUN_SAYS),
     "MPICH's mpirun": (PMI, None, (3, 4), "PMI_RANK=3 PMI_SIZE=4"),
     "MPICH's by Slurm": (SRUN | PMI, None, (3, 4), "PMI_RANK=3 PMI_SIZE=4"),
+    "a shell by Slurm and PMI": (
+        SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        None,
+        (2, 4),
+        "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4",
+    ),
     "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, (0, 1), ""),
     "an option": ({}, "2/3", (2, 3), "--shard 2/3"),
     "an option, alone": ({}, "0/1", (0, 1), "--shard 0/1"),
