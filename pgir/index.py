@@ -224,14 +224,19 @@ class Vectors:
         for name, sha256 in self.facts["shards"].items():
             _check_file(folder / name, sha256, "vectors.json")
         names = sorted(self.facts["shards"])
-        self._shards = [np.load(folder / name, mmap_mode="r") for name in names]
-        self._starts = np.cumsum([0, *map(len, self._shards)])
-        self.shape = (int(self._starts[-1]), self._shards[0].shape[1])
+        self._paths = [folder / name for name in names]
+        shapes = [self._shard(number).shape for number in range(len(names))]
+        self._starts = np.cumsum([0, *(n for n, _ in shapes)])
+        self.shape = (int(self._starts[-1]), shapes[0][1])
+
+    def _shard(self, number: int) -> np.ndarray:
+        """Map a shard as it is read: each that stays open costs a descriptor."""
+        return np.load(self._paths[number], mmap_mode="r")
 
     def shards(self) -> Iterator[np.ndarray]:
         """Yield the shards in order, `[n, d_model]` float32 each."""
-        for shard in self._shards:
-            yield np.asarray(shard, np.float32)
+        for number in range(len(self._paths)):
+            yield np.asarray(self._shard(number), np.float32)
 
     def take(self, places: np.ndarray) -> np.ndarray:
         """Return some vectors, `[n, d_model]` float32."""
@@ -240,7 +245,7 @@ class Vectors:
         for number in np.unique(owner):
             where = owner == number
             rows = places[where] - self._starts[number]
-            vectors[where] = self._shards[number][rows]
+            vectors[where] = self._shard(number)[rows]
         return vectors
 
 

@@ -38,6 +38,26 @@ for form in ("sq8", "ivf_pq"):
     build_index(vectors, form)
 """
 
+MANY_SHARDS = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
+from beatrice.pgir.index import *
+folder = Path(sys.argv[1])
+rows = np.eye(100, dtype=np.float16)
+for i in range(100):
+    np.save(folder / f"vectors-{i:05d}.npy", rows[i : i + 1])
+shards = {path.name: sha256_file(path) for path in folder.glob("*.npy")}
+write_json_atomic(folder / "vectors.json", seal({"shards": shards}))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+vectors = Vectors(folder)
+build_index(vectors, "sq8")
+for form in ("flat", "sq8"):
+    open_index(vectors, form)
+assert (vectors.take(np.arange(100)) == rows).all()
+"""
+
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
@@ -213,6 +233,11 @@ def test_a_planted_passage_is_found_and_a_permuted_index_misses_it(built):
     assert (result == planted[:, None]).any(axis=1).mean() > 0.95
     shuffled = np.random.default_rng(0).permutation(N)[result]
     assert (shuffled == planted[:, None]).any(axis=1).mean() < 0.2
+
+
+def test_an_index_of_more_shards_than_a_process_may_open_is_built_and_read(tmp_path):
+    pytest.importorskip("faiss")
+    run_python(MANY_SHARDS, tmp_path)
 
 
 def killed(*words, n_lines):
