@@ -10,6 +10,7 @@ Vectors are float16, as FlashRAG encodes them.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -238,6 +239,14 @@ class Vectors:
         for number in range(len(self._paths)):
             yield np.asarray(self._shard(number), np.float32)
 
+    def whole(self) -> np.ndarray:
+        """Return all vectors, float32, in memory."""
+        vectors = np.empty(self.shape, np.float32)
+        parts = np.split(vectors, self._starts[1:-1])
+        for rows, shard in zip(parts, self.shards(), strict=True):
+            rows[:] = shard
+        return vectors
+
     def take(self, places: np.ndarray) -> np.ndarray:
         """Return some vectors, `[n, d_model]` float32."""
         vectors = np.empty((len(places), self.shape[1]), np.float32)
@@ -382,13 +391,15 @@ def check_index(vectors: Vectors, form: Form) -> None:
 
 
 def open_index(vectors: Vectors, form: Form) -> Any:
-    """Return the faiss index of a form over vectors."""
+    """Return the faiss index of a form over vectors; of "flat" a search `(queries, k)`.
+
+    An index that shards are added to grows by doubling, and would hold up to three
+    times its vectors meanwhile: an array that faiss searches as exactly does not.
+    """
     faiss = import_faiss()
     if form == "flat":
-        index = faiss.IndexFlatIP(vectors.shape[1])
-        for shard in vectors.shards():
-            index.add(shard)
-        return index
+        inner_product = faiss.METRIC_INNER_PRODUCT
+        return functools.partial(faiss.knn, xb=vectors.whole(), metric=inner_product)
     folder, path = vectors.folder, vectors.folder / f"{form}.faiss"
     check_index(vectors, form)
     facts = read_sealed(folder / f"{form}.json", _AGAIN)
@@ -427,7 +438,7 @@ class DenseRetriever:
         n_passages = self._vectors.shape[0]
         depth = min(depth, n_passages)
         if self._form == "flat":
-            return self._index.search(queries, depth)[1]
+            return self._index(queries, k=depth)[1]
         n = min(n_passages, max(depth, _N_RESCORED))
         candidates = self._index.search(queries, n)[1]
         best = np.empty((len(queries), depth), np.int64)

@@ -57,6 +57,25 @@ for form in ("flat", "sq8"):
     open_index(vectors, form)
 assert (vectors.take(np.arange(100)) == rows).all()
 """
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import faiss, numpy as np
+from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
+from beatrice.pgir.index import *
+folder, rows = Path(sys.argv[1]), np.ones((4096, 256), np.float16)
+for i in range(17):  # an index grown by doubling has room for 32, beside the first 16
+    np.save(folder / f"vectors-{i:05d}.npy", rows * i)
+shards = {path.name: sha256_file(path) for path in folder.glob("*.npy")}
+write_json_atomic(folder / "vectors.json", seal({"shards": shards}))
+vectors, query = Vectors(folder), np.ones((1, 256), np.float32)
+faiss.knn(query, query, 1)  # its threads
+(line,) = (x for x in open("/proc/self/status") if x.startswith("VmData"))
+most = int(line.split()[1]) * 1024 + 4096 * 256 * 4 * 17 * 3 // 2
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+search = open_index(vectors, "flat")
+assert search(query, k=1)[1] // 4096 == 16
+"""
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +257,11 @@ def test_a_planted_passage_is_found_and_a_permuted_index_misses_it(built):
 def test_an_index_of_more_shards_than_a_process_may_open_is_built_and_read(tmp_path):
     pytest.importorskip("faiss")
     run_python(MANY_SHARDS, tmp_path)
+
+
+def test_exact_search_holds_its_vectors_once(tmp_path):
+    pytest.importorskip("faiss")
+    run_python(MEMORY, tmp_path)
 
 
 def killed(*words, n_lines):
