@@ -10,6 +10,7 @@ What a server or a person's own retriever returned is kept on disk, so that a pa
 keeps its index over restarts and nothing is searched twice.
 """
 
+import array
 import concurrent.futures
 import dataclasses
 import functools
@@ -67,6 +68,7 @@ _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
 _KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token
 _BATCH = 32  # questions in a request
+_PASSAGES_SPLIT = 1024  # whose words are in memory as texts
 _N_TRIED = 3  # questions of a batch that failed, where none was answered before
 _MOST_REPLY_BYTES = 64 << 20
 Note = Callable[[str], None]
@@ -95,11 +97,14 @@ class Bm25Retriever:
         # It sets its logger to the lowest level when imported.
         logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._n = len(passages)
-        self._index = bm25s.BM25(method="lucene")
-        words = _words([f"{passage.title} {passage.text}" for passage in passages])
-        if not any(words):
+        # SciPy sorts by counting; the other way packs and sorts all words as int64.
+        self._index = bm25s.BM25(method="lucene", csc_backend="scipy")
+        ids, numbers = _word_ids(passages)
+        if not numbers:
             raise ValueError("BM25 needs at least one passage with a word, found none")
-        self._index.index(words, show_progress=False)
+        self._index.index(
+            bm25s.tokenization.Tokenized(ids, numbers), show_progress=False
+        )
 
     def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
         """Return at most `depth` indices of each query, best first.
@@ -112,6 +117,22 @@ class Bm25Retriever:
         )
         pairs = zip(np.asarray(rankings), np.asarray(scores), strict=True)
         return [ranking[gains > 0] for ranking, gains in pairs]
+
+
+def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
+    """Return the words of passages as numbers, and the number of each word.
+
+    A passage's are an array of 4 bytes a word: as lists, of all passages at once, they
+    would take more memory than the index.
+    """
+    ids: list[Any] = []
+    numbers: dict[str, int] = {}
+    for start in range(0, len(passages), _PASSAGES_SPLIT):
+        some = passages[start : start + _PASSAGES_SPLIT]
+        for words in _words([f"{passage.title} {passage.text}" for passage in some]):
+            of_passage = [numbers.setdefault(word, len(numbers)) for word in words]
+            ids.append(array.array("I", of_passage))
+    return ids, numbers
 
 
 def _words(texts: Sequence[str]) -> list[list[str]]:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import click
@@ -285,6 +286,37 @@ def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
     assert has_answer(ranking, passages, ["The"], (2,)) == {2: 0.0}
     passages = [Passage(title="中国", text="首都是北京。")]
     assert has_answer(ranking[:1], passages, ["北京"], (1,)) == {1: 1.0}
+
+
+def test_bm25_ranks_as_over_lists_of_words_in_less_than_half_the_memory():
+    import bm25s  # fixes JAX's options
+
+    rng = np.random.default_rng(0)
+    words = [[f"w{i}" for i in row] for row in rng.zipf(1.3, (2000, 100)) % 5000]
+    passages = [Passage(title="", text=" ".join(row)) for row in words]
+
+    def of_lists():
+        index = bm25s.BM25(method="lucene")
+        lists = bm25s.tokenize(
+            [passage.text for passage in passages],
+            stopwords=[],
+            return_ids=False,
+            show_progress=False,
+        )
+        index.index(lists, show_progress=False)
+        return index
+
+    peaks, indexes = [], []
+    for opened in (of_lists, lambda: Bm25Retriever(passages)):
+        tracemalloc.start()
+        indexes.append(opened())
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] / 2
+    queries = [row[:5] for row in words[:50]]
+    expected, _ = indexes[0].retrieve(queries, k=9, show_progress=False)
+    result = indexes[1].search([" ".join(row) for row in queries], 9)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_means_are_per_question_set():
