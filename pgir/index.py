@@ -124,7 +124,10 @@ def encoder_identity(config: PassageEncoderConfig) -> str:
 
 
 class TextEncoder:
-    """An encoder in memory, of vectors `d_model` wide; see `encoder_identity`."""
+    """An encoder in memory, on a GPU if there is one; see `encoder_identity`.
+
+    Its vectors are `d_model` wide.
+    """
 
     def __init__(self, config: PassageEncoderConfig) -> None:
         """Load the weights."""
@@ -144,7 +147,9 @@ class TextEncoder:
             trust_remote_code=False,
             dtype=getattr(torch, config.dtype),
         )
-        self._model = model.eval()
+        has_gpu = torch.cuda.is_available()
+        device = f"cuda:{torch.cuda.current_device()}" if has_gpu else "cpu"
+        self._model = model.eval().to(device)
         self.d_model = int(model.config.hidden_size)
         n_positions = getattr(model.config, "max_position_embeddings", None)
         if n_positions is not None and config.max_tokens > n_positions:
@@ -183,17 +188,18 @@ class TextEncoder:
         mask = np.zeros_like(padded)
         for row, text_ids in enumerate(ids):
             padded[row, : len(text_ids)], mask[row, : len(text_ids)] = text_ids, 1
-        attended = torch.from_numpy(mask)
+        inputs = torch.from_numpy(padded).to(self._model.device)
+        attended = torch.from_numpy(mask).to(self._model.device)
         with torch.inference_mode(), exact_products():
             states = self._model(
-                input_ids=torch.from_numpy(padded), attention_mask=attended
+                input_ids=inputs, attention_mask=attended
             ).last_hidden_state.float()
             if self.config.pooling == "mean":
                 weights = attended[..., None].float()
                 vectors = (states * weights).sum(1) / weights.sum(1)
             else:
                 vectors = states[:, 0]
-            return torch.nn.functional.normalize(vectors, dim=-1).numpy()
+            return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
 
 def import_faiss() -> Any:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from beatrice.pgir import index
 from tests.pgir.small import make_corpus, save_encoder, text_of
+from tests.pretended_gpu import DEVICE, PretendedGpu
 from tests.process import ROOT, run_line, run_python
 from tests.records import flip_bit
 
@@ -151,6 +152,15 @@ def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder):
         states = encoder._model(**result).last_hidden_state[0].mean(0)
     (row,) = encoder.encode(["river city"], "query")
     np.testing.assert_allclose(row, states / states.norm(), atol=1e-5)
+
+
+def test_an_encoder_runs_on_a_gpu_to_the_vectors_of_a_cpu(encoder):
+    texts = [text_of(i) for i in range(9)]
+    with PretendedGpu():
+        on_gpu = index.TextEncoder(encoder.config)
+        vectors = on_gpu.encode(texts, "passage")
+        assert {x.device for x in on_gpu._model.parameters()} == {DEVICE}
+    np.testing.assert_array_equal(vectors, encoder.encode(texts, "passage"))
 
 
 def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
