@@ -54,6 +54,7 @@ from beatrice.pgir.controllers.loop import (
 )
 from beatrice.pgir.controllers.session import (
     QuestionEncoder,
+    QuestionVectors,
     Session,
     Stores,
     right_of,
@@ -85,7 +86,7 @@ def question_encoder(
     tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, tokenizer=words_of)
     tf_idf.set_params(token_pattern=None)  # else it warns that it is not read
     tf_idf.fit(training)
-    return lambda texts: csr_array(tf_idf.transform(texts)).toarray()
+    return lambda texts: csr_array(tf_idf.transform(texts))
 
 
 def wants_retrieval(
@@ -107,17 +108,19 @@ def wants_retrieval(
 class Neighbours:
     """Training questions on which retrieval changed something."""
 
-    vectors: np.ndarray  # `[n, d]`, of length 1
+    vectors: QuestionVectors  # `[n, d]`, of length 1
     is_better: np.ndarray  # `[n]` bool, whether passages helped; else they hurt
     n_all: int  # training questions, those included on which nothing changed
 
-    def retrieves(self, questions: np.ndarray, k: int) -> np.ndarray:
+    def retrieves(self, questions: QuestionVectors, k: int) -> np.ndarray:
         """Return whether questions `[n, d]` are to retrieve, `[n]` bool."""
+        from sklearn.utils.extmath import safe_sparse_dot
+
         n_better = int(self.is_better.sum())
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
-        leads = np.zeros(len(questions), int)
-        if len(self.vectors):  # else nothing ever changed, as at a tie
-            near = questions @ self.vectors.T
+        leads = np.zeros(questions.shape[0], int)
+        if len(self.is_better):  # else nothing ever changed, as at a tie
+            near = safe_sparse_dot(questions, self.vectors.T, dense_output=True)
             order = np.argsort(-near, axis=1, kind="stable")[:, :k]
             leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
         return wants_retrieval(leads, counts, k)
@@ -131,9 +134,9 @@ def neighbours_of(
 ) -> Neighbours:
     """Return the index of training questions, by whether each answer `[n]` is right."""
     changed = np.flatnonzero(without != with_passages).tolist()
-    vectors = encoder([questions[i] for i in changed]) if changed else []
+    vectors = encoder([questions[i] for i in changed]) if changed else np.empty((0, 0))
     return Neighbours(
-        vectors=np.asarray(vectors),
+        vectors=vectors,
         is_better=with_passages[changed],
         n_all=len(questions),
     )
@@ -221,7 +224,7 @@ def biased(
     return labelled
 
 
-def fit_router(vectors: np.ndarray, labels: Sequence[str], strength: float) -> Any:
+def fit_router(vectors: QuestionVectors, labels: Sequence[str], strength: float) -> Any:
     """Return a classifier with `predict`; of one class alone it says that class."""
     from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
@@ -43,8 +44,10 @@ Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
 PlanOf = Callable[[Example], Plan[Any]]
 # Whether each question's answer is right, `[n]` bool, and its generations, `[n]`.
 Tried = tuple[np.ndarray, np.ndarray]
-# Returns questions as vectors of length 1, `[n, d]`.
-QuestionEncoder = Callable[[Sequence[str]], np.ndarray]
+# Of counted words sparse, `[n, d]`: few of a set's tens of thousands are in a question.
+QuestionVectors = np.ndarray | csr_array
+# Returns questions as vectors of length 1.
+QuestionEncoder = Callable[[Sequence[str]], QuestionVectors]
 # What PGIR may search with, see `ControllerConfig`; the paper's is the first.
 QUERIES: dict[str, dict[str, Any]] = {
     "draft": {},

@@ -78,7 +78,7 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     without = np.array([True] * 6 + [False] * 6 + [False] * 3)
     with_passages = np.array([False] * 6 + [True] * 6 + [False] * 3)
     index = adaptive.neighbours_of(questions, without, with_passages, encoder)
-    assert len(index.vectors) == 12 and index.n_all == 15
+    assert index.vectors.shape[0] == 12 and index.n_all == 15
     new = encoder(["who wrote that", "where is that town"])
     assert index.retrieves(new, k=5).tolist() == [False, True]
     index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), len)
@@ -88,12 +88,29 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
 def test_questions_are_near_by_their_words_in_any_script():
     questions = ["谁写了它", "它在哪里", "भाषा की", "भाषा का"]
     vectors = adaptive.question_encoder(questions)(["他在哪里", "घर का"])
-    near = vectors @ adaptive.question_encoder(questions)(questions).T
+    near = (vectors @ adaptive.question_encoder(questions)(questions).T).toarray()
     assert near.argmax(axis=1).tolist() == [1, 3]
     english = ["Who wrote it, a or b?", "Where is it", "2 of Köln's"]
     words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True).fit(english)
     vectors = adaptive.question_encoder(english)(english)
-    np.testing.assert_array_equal(vectors, words.transform(english).toarray())
+    dense = words.transform(english).toarray()
+    np.testing.assert_array_equal(vectors.toarray(), dense)
+
+
+def test_counted_words_decide_sparse_as_they_do_dense():
+    rng = np.random.default_rng(0)
+    questions = [" ".join(f"w{i}" for i in row) for row in rng.zipf(1.5, (200, 10))]
+    encoder = adaptive.question_encoder(questions[:100])
+    right = rng.random((2, 100)) < 0.5
+    labels = rng.choice([*"ABC"], 100).tolist()
+    votes, routes = [], []
+    for encode in (encoder, lambda texts: encoder(texts).toarray()):
+        index = adaptive.neighbours_of(questions[:100], *right, encode)
+        vectors, new = encode(questions[:100]), encode(questions[100:])
+        votes.append([index.retrieves(new, k).tolist() for k in adaptive.NEIGHBOURS])
+        fitted = (adaptive.fit_router(vectors, labels, x) for x in adaptive.STRENGTHS)
+        routes.append([router.predict(new).tolist() for router in fitted])
+    assert votes[0] == votes[1] and routes[0] == routes[1]
 
 
 def test_questions_are_encoded_in_the_encoders_own_way(tmp_path):
