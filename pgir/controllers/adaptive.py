@@ -120,7 +120,8 @@ class Neighbours:
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
         leads = np.zeros(questions.shape[0], int)
         if len(self.is_better):  # else nothing ever changed, as at a tie
-            near = safe_sparse_dot(questions, self.vectors.T, dense_output=True)
+            products = safe_sparse_dot(questions, self.vectors.T, dense_output=True)
+            near = np.asarray(products)
             order = np.argsort(-near, axis=1, kind="stable")[:, :k]
             leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
         return wants_retrieval(leads, counts, k)
