@@ -46,6 +46,7 @@ from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading, emissions
 from beatrice.pgir.controllers.loop import (
     VALUES,
     Call,
+    ControllerConfig,
     Cost,
     Done,
     DraftScore,
@@ -360,9 +361,11 @@ class Answering(Service):
         self.overlong: set[int] = set()
         self._frames: dict[str, int] = {}  # tokens of a question's prompt otherwise
         self._state_layers = list(state_layers)
-        # By prompt, the latest alone; and mean states, which are small, of all.
+        # By prompt, the latest alone; and mean states, of what Probing-RAG asks for.
         self._signals: dict[tuple[int, ...], AnswerSignals] = {}
         self._states: dict[tuple[int, ...], np.ndarray] = {}
+        self._lasting: set[tuple[int, ...]] = set()  # prompts of which states are kept
+        self._is_probing = False  # states of all answers are kept
         self._sampling = SamplingConfig(
             max_new_tokens=probed.config.max_new_tokens, stop=probed.config.stop
         )
@@ -466,6 +469,8 @@ class Answering(Service):
     def _write(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield batches of answers, whose signals are kept where they can be read."""
         requests = [self.request(call) for call in calls]
+        pairs = zip(calls, requests, strict=True)
+        self._lasting = {r.prompt.ids for c, (r, _) in pairs if self._is_first(c)}
         reasons = [self._why_too_long(request) for request, _ in requests]
         if failed := [(i, Failed(why)) for i, why in enumerate(reasons) if why]:
             yield failed
@@ -488,6 +493,16 @@ class Answering(Service):
                 written = [(places[at], text) for at, text in batch]
                 yield [(i, self._reply(text, *requests[i])) for i, text in written]
 
+    def _is_first(self, call: Call) -> bool:
+        """Return whether an answer is closed-book, or has what its question finds.
+
+        Probing-RAG asks for these, and for others that it alone has written.
+        """
+        search = Call("search", call.text, n=ControllerConfig().depth)
+        entry = self.journal.find(search) if call.passages else None
+        first = () if entry is None else entry.value[: len(call.passages)]
+        return call.passages == tuple(first)
+
     @functools.cached_property
     def _reader(self) -> SignalReader:
         layers = {self.probed.trained.layer, *self._state_layers}
@@ -508,7 +523,8 @@ class Answering(Service):
             if read is None:  # its stop string is several tokens
                 (read,) = self._reader.read(self.probed.sequences([answer]))
             hidden = read.hidden
-            if slots:
+            is_kept = self._is_probing or answer.prompt_ids in self._lasting
+            if slots and is_kept:
                 start, stop = written_tokens(answer)
                 rows = slice(start - read.first_token, stop - read.first_token)
                 means = hidden[rows, slots].mean(axis=0)
@@ -540,7 +556,11 @@ class Answering(Service):
         return self.probed.reading(signals, self.probed.sequences(answers))
 
     def states_of(self, calls: Sequence[Call]) -> np.ndarray:
-        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens."""
+        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens.
+
+        Until `forget_states` those of every answer that is written are kept.
+        """
+        self._is_probing = True
         answers = self._answers(calls)
         for first in range(0, len(calls), GROUP_SIZE):
             rows = slice(first, first + GROUP_SIZE)
@@ -555,6 +575,11 @@ class Answering(Service):
                     self._keep([some[i] for i in batch], signals)
             self._trim()
         return np.stack([self._states[answer.prompt_ids] for answer in answers])
+
+    def forget_states(self) -> None:
+        """Keep no mean states any longer: they are asked for no more."""
+        self._is_probing = False
+        self._states.clear()
 
     def cost(self, call: Call, value: Reply) -> Cost:
         """Return the cost of an answer."""

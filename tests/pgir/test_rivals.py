@@ -558,6 +558,26 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
         np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
 
 
+def test_states_are_kept_of_first_answers_and_written_again_of_others(answering):
+    passages = [Passage(title="", text=f"{PASSAGE} {x}") for x in ("Yes.", "No.")]
+    probed, layers = answering.probed, probing.state_layers(6)
+    fresh = Answering(probed, passages, CallJournal(None, ""), layers)
+    search = Call("search", QUESTION, n=ControllerConfig().depth)
+    fresh.journal.add("search", [search], [(0, 1)], 0.0)
+    calls = [Call("answer", QUESTION, shown) for shown in ((), (0,), (1,))]
+    fresh.journal.add("first", calls, values_of(fresh, calls), 0.0)
+    prompts = [fresh.request(call)[0].prompt.ids for call in calls]
+    assert set(fresh._states) == set(prompts[:2])  # not of what is found later
+    before = dict(fresh._states)
+    states = fresh.states_of(calls)
+    assert set(fresh._states) == set(prompts)
+    for prompt, row in zip(prompts, states, strict=False):
+        np.testing.assert_array_equal(row, before.get(prompt, row))
+    fresh.forget_states()
+    assert not fresh._states
+    np.testing.assert_array_equal(fresh.states_of(calls), states)
+
+
 def test_a_model_that_is_read_again_scores_alike_and_each_score_counts_a_pass(
     answering, answers
 ):
