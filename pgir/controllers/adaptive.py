@@ -118,12 +118,9 @@ class Neighbours:
 
         n_better = int(self.is_better.sum())
         counts = (n_better, len(self.is_better) - n_better, self.n_all)
-        leads = np.zeros(questions.shape[0], int)
-        if len(self.is_better):  # else nothing ever changed, as at a tie
-            products = safe_sparse_dot(questions, self.vectors.T, dense_output=True)
-            near = np.asarray(products)
-            order = np.argsort(-near, axis=1, kind="stable")[:, :k]
-            leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
+        products = safe_sparse_dot(questions, self.vectors.T, dense_output=True)
+        order = np.argsort(-np.asarray(products), axis=1, kind="stable")[:, :k]
+        leads = np.where(self.is_better[order], 1, -1).sum(axis=1)
         return wants_retrieval(leads, counts, k)
 
 
@@ -135,9 +132,9 @@ def neighbours_of(
 ) -> Neighbours:
     """Return the index of training questions, by whether each answer `[n]` is right."""
     changed = np.flatnonzero(without != with_passages).tolist()
-    vectors = encoder([questions[i] for i in changed]) if changed else np.empty((0, 0))
+    some = [questions[i] for i in changed or [0]]  # nobody encodes nothing
     return Neighbours(
-        vectors=vectors,
+        vectors=encoder(some)[: len(changed)],
         is_better=with_passages[changed],
         n_all=len(questions),
     )

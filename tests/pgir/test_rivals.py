@@ -81,8 +81,8 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     assert index.vectors.shape[0] == 12 and index.n_all == 15
     new = encoder(["who wrote that", "where is that town"])
     assert index.retrieves(new, k=5).tolist() == [False, True]
-    index = adaptive.neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), len)
-    assert index.retrieves(np.ones((1, 1)), k=5).tolist() == [False]  # nobody is near
+    index = adaptive.neighbours_of(questions, without, without, encoder)
+    assert index.retrieves(new, k=5).tolist() == [False] * 2  # nobody is near
 
 
 def test_questions_are_near_by_their_words_in_any_script():
