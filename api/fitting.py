@@ -51,7 +51,13 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import Rows, check_whole, training_set, without_number
+from beatrice.jaxprobe.rows import (
+    Rows,
+    check_plan,
+    check_whole,
+    training_set,
+    without_number,
+)
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from beatrice.pgir.arguments import (
@@ -242,6 +248,8 @@ def _train(
 ) -> tuple[Grid, MemberOutputs]:
     """Train a recipe's encoders of a setting, and apply them to all of its rows."""
     is_linear = recipe in ("auto", "linear")
+    if not is_linear:
+        check_plan(signals.store, rows, config)
     data = training_set(
         signals.store,
         rows,

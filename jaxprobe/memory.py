@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from beatrice.extract.run.process import proc_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.store.spec import Dtype, numpy_dtype
 from beatrice.jaxprobe.config import (
@@ -289,6 +290,37 @@ def device_bytes() -> int | None:
     return statistics.get("bytes_limit")
 
 
+def host_bytes() -> int | None:
+    """Return what this machine has free for programs; None where Linux is not there."""
+    return proc_bytes("/proc/meminfo", "MemAvailable")
+
+
+def check_rows(
+    sizes: Sizes, device_memory: int | None = None, host_memory: int | None = None
+) -> None:
+    """Check that memory holds the rows of training, before any is read.
+
+    Without an accelerator all of them lie in the host's memory; to an accelerator they
+    go through it a group at a time. Memory is this machine's where none is given.
+    """
+    accelerator = device_bytes()
+    group = rows_bytes(sizes, sizes.n_train)
+    rows = sizes.resident + group
+    _check_fits(rows, "device", device_memory or accelerator)
+    in_host = rows if accelerator is None else group
+    _check_fits(in_host, "host", host_memory or host_bytes())
+
+
+def _check_fits(rows: int, owner: str, memory: int | None) -> None:
+    limit = int((1 - KEPT_FREE) * (memory or 0))
+    if memory is not None and rows >= limit:
+        raise ValueError(
+            f"the rows that training holds take {bytes_in_words(rows)}, and of the "
+            f"{owner}'s {bytes_in_words(memory)} {bytes_in_words(limit)} may be used; "
+            "train with --set streamed=true, or store fewer or narrower hidden states"
+        )
+
+
 def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     """Choose blocks and microbatches for a device.
 
@@ -307,13 +339,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
         )
     limit = int((1 - KEPT_FREE) * device_memory)
     rows = sizes.resident + rows_bytes(sizes, sizes.n_train)
-    if rows >= limit:
-        raise ValueError(
-            f"the rows that training holds take {bytes_in_words(rows)}, and of the "
-            f"device's {bytes_in_words(device_memory)} {bytes_in_words(limit)} may be "
-            "used; train with --set streamed=true, or store fewer or narrower "
-            "hidden states"
-        )
+    _check_fits(rows, "device", device_memory)
     waiting = 0
     for n_subsets, n_seeds, n_rows in _candidates(sizes):
         needed, _ = compiled_step(sizes, n_subsets, n_seeds, n_rows)

@@ -5,6 +5,7 @@ Training rows lie on the device, or stay in the store and are read while encoder
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting,
 from beatrice.extract.run.files import read_json
 from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.config import usual_jax
+from beatrice.jaxprobe.config import GridConfig, usual_jax
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
+from beatrice.jaxprobe.memory import Sizes, check_rows
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
     empty_span,
@@ -323,13 +325,16 @@ def training_set(
     fixed = {"standardizer": standardizer, "device_dtypes": device_dtypes}
 
     def read(some: np.ndarray, widths: tuple[int, ...] = longest) -> FamilyTokens:
-        first, *others = (
-            read_tokens(store, layer, shard, widths, **fixed)
-            for shard in _split(some, rows_at_once(widths, dims))
-        )
-        return jax.device_put(
-            first.of_examples(lambda *x: np.concatenate(x, axis=1), *others)
-        )
+        rows, start = None, 0
+        for shard in _split(some, rows_at_once(widths, dims)):
+            part = read_tokens(store, layer, shard, widths, **fixed)
+            if len(shard) == len(some):
+                return jax.device_put(part)
+            rows = rows or part.of_examples(partial(_empty_rows, len(some)))
+            rows = rows.of_examples(partial(_written, start), part)
+            start += len(shard)
+            del part  # before the next is read: memory holds the rows and one part
+        return jax.device_put(rows)
 
     def buckets(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Bucket, ...]:
         return tuple(
@@ -352,6 +357,23 @@ def training_set(
         if streamed
         else (buckets(where[0], groups[0]), buckets(where[1], groups[1])),
     )
+
+
+def _empty_rows(n_rows: int, part: np.ndarray) -> np.ndarray:
+    return np.empty((len(part), n_rows, *part.shape[2:]), part.dtype)
+
+
+def _written(start: int, rows: np.ndarray, part: np.ndarray) -> np.ndarray:
+    rows[:, start : start + part.shape[1]] = part
+    return rows
+
+
+def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
+    """Check labels and memory by shapes alone, before a row of the store is read."""
+    where = rows.where("train"), rows.where("validation")
+    _check_classes(rows, where)
+    shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
+    check_rows(Sizes.of(config, *shapes), config.device_memory)
 
 
 def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:

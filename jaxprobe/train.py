@@ -85,7 +85,14 @@ from beatrice.jaxprobe.linear import (
 )
 from beatrice.jaxprobe.loop import FitInfo, fit
 from beatrice.jaxprobe.memory import Sizes, choose, step_flops
-from beatrice.jaxprobe.rows import Rows, TrainingSet, read_sweep, rows_of, training_set
+from beatrice.jaxprobe.rows import (
+    Rows,
+    TrainingSet,
+    check_plan,
+    read_sweep,
+    rows_of,
+    training_set,
+)
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
@@ -122,6 +129,7 @@ def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
 def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
     """Return a setting's rows as a configuration trains encoders on them."""
     store, rows = open_rows(run, setting)
+    check_plan(store, rows, config)
     return training_set(
         store,
         rows,
@@ -572,6 +580,9 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     if (torch := sys.modules.get("torch")) is not None:
         torch.cuda.empty_cache()  # what stages before this one held of a GPU
     config, settings = config.seeded(run.seed), settings_of(run)
+    for setting in settings:  # rather than after hours of another
+        if _n_missing(run, config, setting):
+            check_plan(*open_rows(run, setting), config)
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
         _train_setting(run, config, progress.note, setting, tick)

@@ -141,6 +141,10 @@ SMALLEST = dataclasses.replace(
 def test_rows_or_one_row_of_one_member_that_do_not_fit_are_named_in_a_sentence():
     with pytest.raises(ValueError, match="rows that training holds .*streamed=true"):
         memory.choose(SIZES, memory.rows_bytes(SIZES, 2048))
+    rows = SIZES.resident + memory.rows_bytes(SIZES, 2048)
+    with pytest.raises(ValueError, match="the host's .*streamed=true"):
+        memory.check_rows(SIZES, host_memory=rows)
+    memory.check_rows(SIZES, host_memory=2 * rows)
     rows = memory.rows_bytes(SMALLEST, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
         memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))

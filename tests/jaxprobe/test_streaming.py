@@ -24,7 +24,7 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
-from beatrice.jaxprobe.rows import training_set
+from beatrice.jaxprobe.rows import check_plan, training_set
 from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens, empty_span, split_families, zero_span
 from beatrice.jaxprobe.train import (
@@ -180,6 +180,29 @@ def test_rows_that_are_held_are_standardised_a_few_at_a_time(read_many):
     # Of the stored training rows: 2.6 times, of which 2 are copies for the device.
     # Standardised all at once they took 6.6 times.
     assert n_bytes < 4 * (4096 * 2 * 32 * 4)
+
+
+def test_rows_are_read_into_one_array_a_part_at_a_time(read_many):
+    data, n_stored = read_many(streamed=True), 12288 * 2 * 32 * 4
+    tracemalloc.start()
+    rows = data.read(np.arange(12288))
+    n_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    parts = [data.read(part) for part in np.split(np.arange(12288), 12)]
+    each = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+    assert_same_leaves(rows, each)
+    # Beside them a part, a twelfth, and what it is padded from.
+    assert n_bytes < 1.5 * n_stored
+
+
+def test_a_plan_that_memory_does_not_hold_is_refused_before_a_row_is_read():
+    rows, spans = rows_of(np.arange(48) % 3 == 0), [[(0, 0), (0, 2), (2, 5)]] * 48
+    store = store_like("memory://unread/", {"a": Family(shape=(4096,))}, spans)
+    unread = dataclasses.replace(store, arrays={})  # nothing can be read of it
+    small = GridConfig(device_memory=1 << 20)
+    with pytest.raises(ValueError, match="the device's 1.0 MiB .*streamed=true"):
+        check_plan(unread, rows, small)
+    check_plan(unread, rows, dataclasses.replace(small, device_memory=1 << 30))
 
 
 def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
