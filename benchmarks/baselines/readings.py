@@ -130,24 +130,28 @@ def cached_readings(
     tick: Callable[[], None] = lambda: None,
 ) -> CachedReadings:
     """Return readings of rows, of now or of an earlier start; a tick for each chunk."""
-    values: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
+    values: dict[str, np.ndarray] = {}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
+    n_there, n_read = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
     for chunk in chunks_of(n_rows):
         cached, missing = load_chunk(wanted, caches, chunk)
         for name, arrays in _read_chunk(reader, missing).items():
             caches[name].save(_file(chunk), arrays)
             cached[name] = arrays
         for name, arrays in cached.items():
-            values[name] |= zip(arrays["rows"].tolist(), arrays["values"], strict=True)
+            values[name] = _lay_out(values.get(name), arrays, n_rows)
+            is_finite = np.isfinite(arrays["values"])
+            is_read = is_finite.any(axis=tuple(range(1, is_finite.ndim)))
+            n_read[name] += int(is_read.sum())
+            n_there[name] += len(is_finite)
             seconds[name] += arrays["seconds"].item()
             peaks[name] = max(peaks[name], arrays["peak_bytes"].item())
         tick()
-    for name, by_row in values.items():
+    for name in wanted:
         # Where nothing was drawn there is nothing to read, and it takes no time.
-        n_read = sum(bool(np.isfinite(x).any()) for x in by_row.values())
-        seconds[name] *= n_rows / max(1, n_read or len(by_row))
-    laid_out = {name: _lay_out(by_row, n_rows) for name, by_row in values.items()}
-    return CachedReadings(laid_out, seconds, peaks)
+        seconds[name] *= n_rows / max(1, n_read[name] or n_there[name])
+        values.setdefault(name, np.full(n_rows, np.nan, np.float32))
+    return CachedReadings(values, seconds, peaks)
 
 
 def load_chunk(
@@ -197,11 +201,22 @@ def _read_chunk(
     }
 
 
-def _lay_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
-    """Return the values of all rows, NaN where a row was not read."""
-    n_axes = np.ndim(next(iter(values.values()), np.nan))
-    nothing = np.full((0,) * n_axes, np.nan)
-    return stacked([values.get(row, nothing) for row in range(n_rows)])
+def _lay_out(laid_out: np.ndarray | None, arrays: _Arrays, n_rows: int) -> np.ndarray:
+    """Write a chunk among the values of all rows, NaN where a row was not read.
+
+    They grow where a chunk has more samples than those before; all chunks apart and
+    together would be in memory twice.
+    """
+    values = arrays["values"]
+    before = values.shape[1:] if laid_out is None else laid_out.shape[1:]
+    shape = tuple(map(max, before, values.shape[1:]))
+    if laid_out is None or shape != before:
+        grown = np.full((n_rows, *shape), np.nan, np.float32)
+        if laid_out is not None:
+            grown[(slice(None), *map(slice, before))] = laid_out
+        laid_out = grown
+    laid_out[(arrays["rows"], *map(slice, values.shape[1:]))] = values
+    return laid_out
 
 
 def chunks_of(n_rows: int) -> list[slice]:

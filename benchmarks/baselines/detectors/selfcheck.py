@@ -173,8 +173,8 @@ def _eigenscores(
 ) -> DetectorOutput:
     """Return minus the score of every row; NaN of fewer than two states."""
     values = []
-    for states in reading(inputs, "sample_states", 3):
-        states = states[~np.isnan(states).any(axis=1)]
+    for states in reading(inputs, "sample_states", 3, dtype=None):
+        states = states[~np.isnan(states).any(axis=1)].astype(np.float64)
         values.append(-eigenscore(states) if len(states) > 1 else math.nan)
     return DetectorOutput(np.array([values]))
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -655,6 +656,38 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     assert unread(wanted, caches, 300)["p_true"] == list(range(256, 300))
     with pytest.raises(AssertionError, match="nothing was to be read"):
         cached_readings(reading, wanted, 300, caches)
+
+
+def test_readings_are_in_memory_once(tmp_path):
+    n_rows, cache = 2000, Cache(tmp_path, "key")
+    states = np.arange(1000 * n_rows, dtype=np.float32).reshape(n_rows, 10, 100)
+    keep(cache, states)
+    few = np.arange(256, 300)  # a chunk of fewer samples, and others not read at all
+    keep(Cache(tmp_path / "few", "key"), states[few, :2], few)
+    caches = {"p_true": cache, "sample_states": Cache(tmp_path / "few", "key")}
+    wanted = {"p_true": np.arange(n_rows), "sample_states": few}
+    reader = AnswerReader(None, no_model)
+    tracemalloc.start()
+    values = cached_readings(reader, wanted, n_rows, caches).values
+    n_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(values["p_true"], states)
+    np.testing.assert_array_equal(values["sample_states"][few], states[few, :2])
+    # Beside them a chunk, an eighth, as it is loaded and checked.
+    assert n_bytes < 1.5 * sum(x.nbytes for x in values.values())
+
+
+def test_a_later_chunk_of_more_samples_widens_those_before(tmp_path):
+    states, caches = (
+        np.ones((300, 3, 2), np.float32),
+        {"p_true": Cache(tmp_path, "key")},
+    )
+    keep(caches["p_true"], states)
+    keep(caches["p_true"], states[:256, :1])
+    wanted = {"p_true": np.arange(300)}
+    read = cached_readings(AnswerReader(None, no_model), wanted, 300, caches)
+    expected = np.where((np.arange(300) < 256)[:, None] & (np.arange(3) > 0), np.nan, 1)
+    np.testing.assert_array_equal(read.values["p_true"][..., 1], expected)
 
 
 def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
