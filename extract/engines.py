@@ -29,8 +29,13 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.signals.extract import EXTRACT_PRESETS, ExtractConfig, extract
-from beatrice.extract.signals.sequence import Reader, TokenSequence
+from beatrice.extract.signals.extract import (
+    EXTRACT_PRESETS,
+    ExtractConfig,
+    check_room,
+    extract,
+)
+from beatrice.extract.signals.sequence import Reader, TokenSequence, first_read
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -62,6 +67,17 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
         return engine._replace(why_alone=reason)
 
     def reading(requests: Sequence[Request]) -> Generator:
+        prompts = {request.prompt.ids: request.prompt for request in requests}.values()
+        check_room(
+            run,
+            run.written,
+            reader.shapes,
+            config_of_store,
+            n_tokens=sum(len(p.ids) - first_read(p.context_span[0]) for p in prompts),
+            n_answer=0,  # not known yet
+            advice="answer with --no-read, or make the run with --hidden-layers or "
+            "--set hidden_spans=answer",
+        )
         return ReadingGenerator(
             backbone=reader.backbone,
             tokens_per_batch=config.generation.tokens_per_batch,

@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json
 from beatrice.extract.run.process import Share
-from beatrice.extract.run.stages import Forecast, Stage
+from beatrice.extract.run.stages import Forecast, Stage, bytes_in_words
 from beatrice.extract.signals.sequence import (
     Reader,
     TokenSequence,
@@ -464,6 +465,33 @@ def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
     return SignalReader.for_config(backbone, config)
 
 
+def check_room(
+    run: RunDir,
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ExtractConfig,
+    *,
+    n_tokens: int,
+    n_answer: int,
+    advice: str,
+) -> None:
+    """Check that the disk has room for signals, before hours of reading them.
+
+    They go into a folder, whose files are some of them; shapes are the reader's, and
+    tokens at least those that are read.
+    """
+    families = stored_families(shapes, config)
+    sizes = family_bytes(families, n_tokens=n_tokens, n_answer=n_answer)
+    files = (file for file in folder.rglob("*") if file.is_file())
+    missing = sum(sizes.values()) - sum(file.stat().st_size for file in files)
+    free = shutil.disk_usage(run.path).free
+    if missing > free:
+        raise ValueError(
+            f"{config.describe()} take {bytes_in_words(missing)} at least, and "
+            f"{bytes_in_words(free)} are free at {run.path}; keep less: {advice}"
+        )
+
+
 def _extract(
     open_reader: Callable[[RunDir, ExtractConfig], Reader],
     run: RunDir,
@@ -486,9 +514,13 @@ def _extract(
         )
     reader = open_reader(run, config)
     every = [answer for rows in answers.values() for answer in rows]
+    sequences = [sequence_of(a, answer_span=config.answer_span) for a in every]
+    features = run.features(next(iter(answers))).parent
+    advice = "extract with --hidden-layers or --set hidden_spans=answer"
+    counts = _n_read(sequences)
+    check_room(run, features, reader.shapes, config, **counts, advice=advice)
     if hasattr(reader, "is_written") or run.written.exists():
         is_written = getattr(reader, "is_written", lambda sequence: False)
-        sequences = (sequence_of(a, answer_span=config.answer_span) for a in every)
         n_waiting = sum(map(is_written, sequences))
         progress.note(
             f"extract: {n_waiting} of {len(every)} answers were read while they were "
@@ -503,6 +535,13 @@ def _extract(
     # Counted behind the last setting: of two workers one may be ahead in the first and
     # the other in the second, and each would have left it to the other to join them.
     return sum(_n_missing(open_store(run.features(setting))) for setting in answers)
+
+
+def _n_read(sequences: Sequence[TokenSequence]) -> dict[str, int]:
+    """Count the tokens of answers that are read, and those of their answer spans."""
+    n_tokens = sum(len(s.ids) - first_read(s.spans[0, 0]) for s in sequences)
+    n_answer = sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences)
+    return {"n_tokens": int(n_tokens), "n_answer": int(n_answer)}
 
 
 def _show(
@@ -536,14 +575,12 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     shapes = outline_shapes(load_outline(backbone.path), backbone.attention_layers)
     span = config.answer_span
     sequences = [sequence_of(a, answer_span=span) for a in read_answers(run)]
-    n_tokens = sum(len(sequence.ids) for sequence in sequences)
-    n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
-    n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
-    stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
+    counts = _n_read(sequences)
+    stored = stored_bytes(shapes, config, **counts)
     return Forecast(
         stage="extract",
-        n_rows=n_read,
-        n_prompt_tokens=n_tokens,
+        n_rows=counts["n_tokens"],
+        n_prompt_tokens=sum(len(sequence.ids) for sequence in sequences),
         disk_bytes=sum(stored.values()),
         basis=f"rows are tokens read of {len(sequences)} answers",
     )

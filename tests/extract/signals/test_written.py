@@ -13,13 +13,18 @@ import safetensors.numpy
 from beatrice.extract import engines
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_stage
-from beatrice.extract.generate.prompts import ANSWER_PRESETS, GenerationConfig
+from beatrice.extract.generate.prompts import (
+    ANSWER_PRESETS,
+    GenerationConfig,
+    make_requests,
+)
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
+from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
-from beatrice.extract.signals.extract import EXTRACT_PRESETS
+from beatrice.extract.signals.extract import EXTRACT_PRESETS, extract_stage
 from beatrice.extract.signals.written import WrittenSignals, save_batch
 from beatrice.extract.store.store import open_store, read_family, verify
 from tests.extract import small_run
@@ -108,6 +113,25 @@ def test_answers_of_a_run_killed_in_batches_have_the_signals_of_one_that_was_not
     beatrice("extract", path)
     for folder in ("answers", "features"):
         assert files_under(path / folder) == files_under(whole / folder)
+
+
+def test_signals_larger_than_the_free_disk_are_refused_before_the_first_answer(
+    unanswered, run
+):
+    opened = RunDir(unanswered)
+    engine = engines.open_reading(opened, SMALL_BATCHES)
+    listed = make_requests(
+        read_examples(opened), engine.model, SMALL_BATCHES.prompt, 10, SETTINGS
+    )
+    engine.reading(listed.requests)
+    prompt = dataclasses.replace(listed.requests[0].prompt, ids=range(1 << 50))
+    huge = dataclasses.replace(listed.requests[0], prompt=prompt)
+    with pytest.raises(ValueError, match=r"are free at .* --no-read, or make the run"):
+        engine.reading([huge])
+    shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
+    reader = SimpleNamespace(shapes=shapes | {"hidden": (1 << 20, 1 << 30)})
+    with RunDir.open(run) as opened, pytest.raises(ValueError, match="keep less: extr"):
+        run_stage(extract_stage(lambda *_: reader), opened, Progress())
 
 
 def families(path, setting):
