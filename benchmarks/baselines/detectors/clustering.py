@@ -201,9 +201,9 @@ class Entailment:
             truncation=True,
             max_length=self.max_tokens,
             return_tensors="pt",
-        )
+        ).to(self.model.device)
         with torch.inference_mode():
-            logits = self.model(**read).logits.to(torch.float64).numpy()
+            logits = self.model(**read).logits.cpu().to(torch.float64).numpy()
         if not np.isfinite(logits).all():
             raise ValueError(
                 f"the NLI model gives logits that are not finite for {pairs[0]!r} or "
@@ -267,7 +267,9 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
 def load_entailment(
     path: Path, progress: Update = lambda done, total: None
 ) -> Entailment:
-    """Load an NLI model in float32, on the processor."""
+    """Load an NLI model in float32, on the GPU if Torch has one."""
+    import torch
+
     kind = "AutoModelForSequenceClassification"
     tokenizer, model, missing = load_pretrained(path, kind, "an NLI model")
     columns = columns_of(model.config.id2label, path)
@@ -279,8 +281,10 @@ def load_entailment(
     # RoBERTa counts positions from two; a tokenizer without a limit has a huge one.
     n_positions = getattr(model.config, "max_position_embeddings", 512) - 2
     is_limited = tokenizer.model_max_length < 1 << 20
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    device = torch.device("cuda", *gpus) if gpus else torch.device("cpu")
     return Entailment(
-        model=model.eval(),
+        model=model.eval().to(device),
         tokenizer=tokenizer,
         columns=columns,
         max_tokens=tokenizer.model_max_length if is_limited else n_positions,

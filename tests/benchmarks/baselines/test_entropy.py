@@ -46,6 +46,7 @@ from tests.benchmarks.baselines.planted import (
     sample,
     scores,
 )
+from tests.pretended_gpu import PretendedGpu
 from tests.records import a_sample
 
 
@@ -403,6 +404,14 @@ def test_the_order_of_labels_is_that_of_the_config(tmp_path, labels, order, colu
     expected = [alone(path, pair, order) for pair in PAIRS]
     np.testing.assert_allclose(result[:, columns], expected, atol=1e-5)
     assert not np.delete(result, columns, axis=1).any()
+
+
+def test_on_a_gpu_weights_and_pairs_are_there_and_relations_are_the_same(saved):
+    expected = load_entailment(saved)(PAIRS)
+    with PretendedGpu():
+        model = load_entailment(saved)
+        assert all(x.is_cuda for x in model.model.parameters())
+        np.testing.assert_allclose(model(PAIRS), expected, atol=1e-6)
 
 
 def test_no_pair_is_read_twice(saved):
