@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ from beatrice.extras import missing_extra
 
 if TYPE_CHECKING:
     from beatrice.jaxprobe.detector import Detector
+    from beatrice.pgir.score_files import PageRows, Shown
     from beatrice.probe import Probe
 
-Results = Sequence[tuple[str | None, Sequence[str], Mapping[str, Any]]]
 # The module in which a verb lives, under the headings and in the order of the help.
 HEADINGS = {
     "Begin here": {
@@ -403,7 +403,9 @@ def _check_different(files: Mapping[str, Path | None]) -> None:
             )
 
 
-def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
+def _write_page(
+    html: Path, title: str, summary: str, results: "Iterable[Shown] | PageRows"
+) -> None:
     """Write the page of some results."""
     from beatrice.pgir.score_files import page
 
@@ -437,9 +439,9 @@ def _score_file(
     as_json: bool,
 ) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
-    from beatrice.pgir.score_files import Tally, read_rows, score_rows
+    from beatrice.pgir.score_files import PageRows, Tally, read_rows, score_rows
 
-    progress, tally, shown = Progress(), Tally(), []
+    progress, tally, shown = Progress(), Tally(), PageRows()
     with _held(how.out), progress.stage("score") as update:
         lines = JsonLines.open(how.out) if how.out else None
         if lines and lines.truncated:
@@ -459,7 +461,7 @@ def _score_file(
                 arguments = (getattr(row.given, name, None) for name in names)
                 passages = getattr(row.given, "context", None) or ()
                 texts = [getattr(passage, "text", passage) for passage in passages]
-                shown.append((next(filter(None, arguments), None), texts, result))
+                shown.add((next(filter(None, arguments), None), texts, result))
 
         score_rows(
             lambda rows: probe.score_many(rows, how.batch_size),

@@ -366,12 +366,10 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
     )
 
 
-def _bars(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def _bars(
+    counts: collections.Counter[tuple[int, str]],
+) -> tuple[list[dict[str, Any]], int]:
     """Return the rectangles of a histogram of P, and the tallest bar's number."""
-    counts: collections.Counter[tuple[int, str]] = collections.Counter()
-    for result in results:
-        if (p := result.get("p_correct")) is not None:
-            counts[min(int(p * N_BARS), N_BARS - 1), result["decision"]] += 1
     heights = collections.Counter(bar for bar, _ in counts.elements())
     most, bars = max(heights.values(), default=0), []
     tops = collections.Counter[int]()
@@ -397,16 +395,36 @@ _OFTEN = 3  # rows from which on a note is written once, and named by its number
 Shown = tuple[str | None, Sequence[str], Mapping[str, Any]]
 
 
-def page(title: str, summary: str, results: Iterable[Shown]) -> str:
+class PageRows:
+    """What a page shows and counts; rows beyond `MOST_SHOWN` are not kept."""
+
+    def __init__(self, rows: Iterable[Shown] = ()) -> None:
+        """Begin with some rows."""
+        self.shown: list[Shown] = []
+        self.kinds = collections.Counter[str]()
+        # By bar of the histogram of P, and decision.
+        self.bars = collections.Counter[tuple[int, str]]()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Shown) -> None:
+        """Count a row, and keep one of the first."""
+        result = row[2]
+        self.kinds["bad" if "error" in result else result["decision"]] += 1
+        if (p := result.get("p_correct")) is not None:
+            self.bars[min(int(p * N_BARS), N_BARS - 1), result["decision"]] += 1
+        if len(self.shown) < MOST_SHOWN:
+            self.shown.append(row)
+
+
+def page(title: str, summary: str, results: Iterable[Shown] | PageRows) -> str:
     """Return the page of scored answers; beyond `MOST_SHOWN` they are counted alone."""
-    shown = list(results)
-    entries = [_entry(each) for each in shown[:MOST_SHOWN]]
+    rows = results if isinstance(results, PageRows) else PageRows(results)
+    kinds = rows.kinds
+    entries = [_entry(each) for each in rows.shown]
     counts = collections.Counter(note for each in entries for note in each["notes"])
     shared = [note for note, n in counts.most_common() if n >= _OFTEN]
-    bars, most = _bars([result for _, _, result in shown])
-    kinds = collections.Counter(
-        "bad" if "error" in result else result["decision"] for _, _, result in shown
-    )
+    bars, most = _bars(rows.bars)
     decisions = [
         (name, sign, kinds[name]) for name, sign in SIGNS.items() if kinds[name]
     ]
@@ -420,7 +438,7 @@ def page(title: str, summary: str, results: Iterable[Shown]) -> str:
         summary=summary,
         rows=entries,
         shared=shared,
-        n_left_out=len(shown) - len(entries),
+        n_left_out=kinds.total() - len(entries),
         bars=bars,
         most=most,
         n_scored=sum(n for name, _, n in decisions if name != "bad"),

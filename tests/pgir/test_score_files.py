@@ -5,6 +5,7 @@ import json
 import os
 import re
 import threading
+import tracemalloc
 
 import pandas as pd
 import pytest
@@ -17,6 +18,7 @@ from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.own_model import read_labelled
+from beatrice.pgir import score_files
 from beatrice.pgir.asking import Score
 from beatrice.pgir.given import AnswerToScore
 from beatrice.pgir.score_files import Tally, page, read_rows, score_html, score_rows
@@ -314,6 +316,21 @@ def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
     assert "? unknown (1501)" in text and "✓ trust (499 of 1499)" in text
     # A browser that keeps boxes unticked over a reload would hide no row by them.
     assert '<form autocomplete="off">' in text
+
+
+def test_rows_that_the_page_does_not_show_are_not_kept():
+    def n_kept(n_rows):
+        tracemalloc.start()
+        rows = score_files.PageRows()
+        for i in range(n_rows):
+            result = {"line": i, "p_correct": i % 10 / 10, "decision": "unknown"}
+            rows.add(("where?", (), {**result, "tokens": [f"token {i}"] * 20}))
+        n_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert f"{n_rows - 2000} more" in page("A page", "", rows) or n_rows == 2000
+        return n_bytes
+
+    assert n_kept(20_000) < n_kept(2000) + 18_000 * 20
 
 
 def save_run(path, detector, **backbone):
