@@ -51,15 +51,14 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import (
-    Rows,
-    check_plan,
-    check_whole,
-    training_set,
-    without_number,
-)
+from beatrice.jaxprobe.rows import Rows, check_whole, training_set, without_number
 from beatrice.jaxprobe.tokens import stored_dtypes
-from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
+from beatrice.jaxprobe.train import (
+    LINEAR_ONLY,
+    check_plan,
+    train_encoders,
+    train_regression,
+)
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,

@@ -16,9 +16,8 @@ from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting,
 from beatrice.extract.run.files import read_json
 from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.config import GridConfig, usual_jax
+from beatrice.jaxprobe.config import usual_jax
 from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
-from beatrice.jaxprobe.memory import Sizes, check_rows
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
     empty_span,
@@ -308,7 +307,7 @@ def training_set(
     """
     dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")
-    _check_classes(rows, where)
+    check_classes(rows, where)
     longest = widths_of(lengths)
     groups = [width_groups(lengths[split], n_batch) for split in where]
     # Widened they take many times what they take as stored: a few at a time.
@@ -368,15 +367,8 @@ def _written(start: int, rows: np.ndarray, part: np.ndarray) -> np.ndarray:
     return rows
 
 
-def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
-    """Check labels and memory by shapes alone, before a row of the store is read."""
-    where = rows.where("train"), rows.where("validation")
-    _check_classes(rows, where)
-    shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
-    check_rows(Sizes.of(config, *shapes), config.device_memory)
-
-
-def _check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+def check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+    """Check that the training and the validation rows `where` are of both classes."""
     for split, indices in zip(("training", "validation"), where, strict=True):
         if not len(indices):
             raise ValueError(

@@ -84,17 +84,22 @@ from beatrice.jaxprobe.linear import (
     with_linear_parts,
 )
 from beatrice.jaxprobe.loop import FitInfo, fit
-from beatrice.jaxprobe.memory import Sizes, choose, step_flops
+from beatrice.jaxprobe.memory import Sizes, check_rows, choose, step_flops
 from beatrice.jaxprobe.rows import (
     Rows,
     TrainingSet,
-    check_plan,
+    check_classes,
     read_sweep,
     rows_of,
     training_set,
 )
 from beatrice.jaxprobe.stored import use_one_blas_thread
-from beatrice.jaxprobe.tokens import FamilyTokens
+from beatrice.jaxprobe.tokens import (
+    FamilyTokens,
+    family_dims,
+    stored_dtypes,
+    stored_lengths,
+)
 
 EVERY_FAMILY = subset_index("HPRA")
 
@@ -124,6 +129,14 @@ def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
     """Return the outputs of every trained encoder of a setting on its rows."""
     tree, _ = checkpoint.restore(run.encoders(setting))
     return MemberOutputs(**tree["outputs"])
+
+
+def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
+    """Check labels and memory by shapes alone, before a row of the store is read."""
+    where = rows.where("train"), rows.where("validation")
+    check_classes(rows, where)
+    shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
+    check_rows(Sizes.of(config, *shapes), config.device_memory)
 
 
 def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:

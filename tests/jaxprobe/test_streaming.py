@@ -24,11 +24,12 @@ from beatrice.jaxprobe.config import (
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
-from beatrice.jaxprobe.rows import check_plan, training_set
+from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens, empty_span, split_families, zero_span
 from beatrice.jaxprobe.train import (
     Streamed,
+    check_plan,
     epoch_groups,
     fit_streamed,
     prefetched,
