@@ -139,6 +139,13 @@ def test_one_process_takes_what_a_share_has_trained_as_it_is_saved(run):
     assert 0 < (tree["info"]["best_epoch"] < 0).sum() == len(names)
 
 
+def test_rows_that_memory_cannot_hold_are_refused_before_any_is_read(run):
+    for chunks in (run / "features" / "closed_book").glob("*/c"):
+        shutil.rmtree(chunks)
+    message = beatrice("train", run, "--set", "device_memory=99", code=1).stderr
+    assert "the rows that training holds take" in message
+
+
 @pytest.mark.slow
 def test_who_was_first_in_one_setting_and_last_in_all_finds_no_member_missing(tmp_path):
     path = complete_run(tmp_path / "run", "mixed", SETTINGS)
