@@ -173,8 +173,7 @@ class LanguageModel:
     ) -> "list[Answer] | tuple[list[Answer], Signals]":
         r"""Answer questions greedily, in batches of similar length.
 
-        The likeliest token is taken as it is: what a generation config says of
-        penalties or suppressed tokens has no part in it.
+        The likeliest token is taken, whatever a generation config says of penalties.
 
         Args:
           questions: texts, whose ids are digests, or `Example`s, whose ids the answers

@@ -136,14 +136,7 @@ class Signals:
         rows = {name: _end_to_end(name, x, counts) for name, x in families.items()}
         n_tokens = _equal_lengths({name: n for name, (_, n) in rows.items()})
         values = {name: x for name, (x, _) in rows.items()}
-        answer_spans = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
-        answer_spans[:, 2, 1] = n_tokens
-        spans = answer_spans if spans is None else _whole_numbers(spans, "spans", 3)
-        if spans.shape != answer_spans.shape:
-            raise ValueError(
-                f"spans: expected [n_answers, 3, 2], here {answer_spans.shape}, found "
-                f"{spans.shape}"
-            )
+        spans = _spans_of(spans, n_tokens)
         hidden_layers = _layers_of(values, layers)
         by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
@@ -153,9 +146,8 @@ class Signals:
                 name: zlib.crc32(x.data) for name, x in values.items()
             }
         setting: Setting = "with_context" if has_context else "closed_book"
-        names: Sequence[Any] = range(len(n_tokens))
-        if ids is not None:
-            names = one_each(ids, "ids", "names", len(names))
+        n = len(n_tokens)
+        names = range(n) if ids is None else one_each(ids, "ids", "names", n)
         spec = StoreSpec(
             families={
                 name: Family(shape=x.shape[1:], by_layer=name in by_layer)
@@ -273,6 +265,19 @@ def _reopened(
             memory.write(key, content).result()
         store = open_store(url)
     return Signals(store, model=model)[indices]
+
+
+def _spans_of(spans: Any, n_tokens: np.ndarray) -> np.ndarray:
+    """Return where spans lie; by default every token is of the answer."""
+    of_answers = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
+    of_answers[:, 2, 1] = n_tokens
+    spans = of_answers if spans is None else _whole_numbers(spans, "spans", 3)
+    if spans.shape != of_answers.shape:
+        raise ValueError(
+            f"spans: expected [n_answers, 3, 2], here {of_answers.shape}, found "
+            f"{spans.shape}"
+        )
+    return spans
 
 
 def _check_names(families: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
+import dataclasses
 from functools import partial
 
 import numpy as np
 import pytest
 
 from beatrice.extract.signals.sequence import sequence_of
-from beatrice.extract.store.spec import Family, encode, scale_family
+from beatrice.extract.store.spec import Family, encode
 from beatrice.extract.store.store import read_family
 from beatrice.jaxprobe.families import (
     FLOATS,
@@ -82,7 +83,10 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     encoded = encode(every["hidden"], dtype)
     every["hidden"] = encoded.codes
     if encoded.scales is not None:
-        families["hidden_scale"] = scale_family(families["hidden"])
+        hidden = families["hidden"]
+        families["hidden_scale"] = dataclasses.replace(
+            hidden, shape=hidden.shape[:-1], dtype="float32"
+        )
         every["hidden_scale"] = encoded.scales
     return store_like(
         f"memory://reading-{hidden_spans}-{is_spared}-{dtype}-{len(used)}",

@@ -12,6 +12,7 @@ from beatrice.extract.label.labels import (
     consensus,
     delimit,
     escape,
+    exact_match,
     judge_answers,
     judge_prompt,
     parse_verdict,
@@ -83,9 +84,11 @@ def test_no_injection_leaves_its_field_or_flips_a_fair_judge(rubric, around):
 
 def test_no_injection_in_another_field_flips_a_fair_judge():
     for injection in INJECTIONS:
-        for fields in ((injection, GOLDS), (QUESTION, (injection, *GOLDS))):
-            for text, verdict in (("Paris", "Correct"), ("Lyon", "Incorrect")):
-                assert fair_verdict(judge_prompt(RUBRICS[0], *fields, text)) == verdict
+        for question, golds in ((injection, GOLDS), (QUESTION, (injection, *GOLDS))):
+            for text in ("Paris", "Lyon"):  # right where "Lyon" has invisible letters
+                verdict = "Correct" if exact_match(text, golds) else "Incorrect"
+                prompt = judge_prompt(RUBRICS[0], question, golds, text)
+                assert fair_verdict(prompt) == verdict
 
 
 @pytest.mark.parametrize("marker", FORESEEN)
