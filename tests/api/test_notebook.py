@@ -296,8 +296,8 @@ def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
     every = beatrice.LanguageModel(tiny, tokenizer, **options)
     loaded = beatrice.load(tmp_path / "probe", model=every)
     scores = loaded.answer([e.question for e in examples[:3]], max_new_tokens=3)
-    found = [score.p_correct for score in scores]
-    assert found == pytest.approx(probe.predict(signals[:3]).tolist(), abs=1e-4)
+    values = [score.p_correct for score in scores]
+    assert values == pytest.approx(probe.predict(signals[:3]).tolist(), abs=1e-4)
     with pytest.raises(ValueError, match="attn"):
         loaded.predict(every.read(answers[:3]))
     passages = [PASSAGE] * len(examples)

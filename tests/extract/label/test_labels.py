@@ -422,12 +422,12 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
 
 def test_labels_by_what_was_punctuation_once_are_given_anew(run):
     beatrice("label", run.path)
-    made = run.stage_record("label")
-    of_once = {k: v for k, v in made.inputs.items() if k != "format"}
+    record = run.stage_record("label")
+    of_once = {k: v for k, v in record.inputs.items() if k != "format"}
     run.mark_stage("label", of_once, 0.0, [run.labels])
     output = beatrice("label", run.path).output
     assert "replaces the labels of before: an earlier exact match" in output
-    assert run.stage_record("label").inputs == made.inputs
+    assert run.stage_record("label").inputs == record.inputs
     assert "already done" in beatrice("label", run.path).output
 
 
