@@ -165,17 +165,30 @@ def as_range(value: Any, name: str) -> tuple[int, int]:
 
 
 def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
-    """Return chat messages, at least one, each with texts `role` and `content`."""
+    """Return chat messages, at least one, each with texts `role` and `content`.
+
+    A content may also be a list of a single text part, as servers take it; several
+    parts every server joins in another way.
+    """
     if not isinstance(value, (list, tuple)) or not value:
         raise argument_error(name, "a list of at least one message", value)
-    for i, message in enumerate(value):
+    messages = [_with_text(message) for message in value]
+    for i, message in enumerate(messages):
         is_message = isinstance(message, Mapping) and all(
             isinstance(message.get(field), str) for field in ("role", "content")
         )
         if not is_message:
             expected = "a mapping with texts role and content"
             raise argument_error(f"{name}[{i}]", expected, message)
-    return tuple(value)
+    return tuple(messages)
+
+
+def _with_text(message: Any) -> Any:
+    """Return a message whose content is a single text part with the text itself."""
+    match message:
+        case {"content": [{"type": "text", "text": text}]}:
+            return {**message, "content": text}
+    return message
 
 
 def from_document(contents: str) -> Passage:

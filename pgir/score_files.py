@@ -32,7 +32,7 @@ from beatrice.extract.datasets.rows import read_raw, recognise
 from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
-from beatrice.pgir.arguments import as_passages, as_text
+from beatrice.pgir.arguments import as_messages, as_passages, as_text
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore, token_texts
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             pass
     if _is_messages(prompt):
+        prompt = as_messages(prompt, "messages")
         text = _text_of(prompt)
         return {"messages": prompt, "context": [p for p in passages if p.text in text]}
     if isinstance(prompt, str) and prompt:
@@ -79,8 +80,8 @@ def _is_messages(value: Any) -> bool:
     return is_list and all(isinstance(x, Mapping) and "role" in x for x in value)
 
 
-def _text_of(messages: Iterable[Any]) -> str:
-    return "\n".join(str(message.get("content")) for message in messages)
+def _text_of(messages: Iterable[Mapping[str, str]]) -> str:
+    return "\n".join(message["content"] for message in messages)
 
 
 def _of_log(record: Record, question: Question) -> dict[str, Any]:

@@ -85,11 +85,15 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
             "short, few-shot or a file of your own"
         ) from error
     expected = 'a worked example is {"question": …, "answer": …, "context": … or none}'
-    shots = [
-        from_json(Shot, line, f"{path}, line {number}", expected)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    shots = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        shots.append(from_json(Shot, line, where, expected))
+        if unknown := json.loads(line).keys() - vars(shots[-1]).keys():
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise ValueError(f"{where}: unknown field {names}; {expected}")
     if not shots:
         raise ValueError(f"{path}: expected at least one worked example, found none")
     return tuple(shots)

@@ -130,6 +130,14 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
     newer = {"gen_args_0": {"arg_0": [json.dumps([turn])], "arg_1": {}}}
     result = given({**lm_eval(3), "arguments": newer}, tmp_path)
     assert result.messages == (turn,) and result.question == "who did thing 3"
+    parts = [{"type": "text", "text": turn["content"]}]  # as servers take a content
+    newer["gen_args_0"]["arg_0"] = [json.dumps([{**turn, "content": parts}])]
+    assert given({**lm_eval(3), "arguments": newer}, tmp_path) == result
+    newer["gen_args_0"]["arg_0"] = [json.dumps([{**turn, "content": 2 * parts}])]
+    (row,) = read_rows(
+        write_lines(tmp_path / "two.json", [{**lm_eval(3), "arguments": newer}])
+    )
+    assert "texts role and content" in row.given
     plain = {k: v for k, v in lm_eval(3).items() if k != "arguments"}
     for record in (plain, {**plain, "arguments": []}):
         assert given(record, tmp_path).uses_template

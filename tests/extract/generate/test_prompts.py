@@ -427,6 +427,10 @@ def test_a_line_feed_ends_answers_to_worked_examples_unless_told_otherwise():
         ('{"question": "Who?", "answer": " "}', "needs a question and an answer"),
         ('\n{"question": "Who?", "answer": "A\\nB"}', "line 2.*several lines"),
         ("nothing", "line 1: not a JSON object.*; a worked example is"),
+        (
+            '{"question": "Who?", "answer": "A", "contxt": "B"}',
+            "line 1: unknown field 'contxt'; a worked example is",
+        ),
     ],
 )
 def test_a_file_of_examples_that_cannot_be_used_is_refused(tmp_path, text, message):
