@@ -106,6 +106,7 @@ def test_text_is_split_into_sentences(text, sentences):
         ("1,000.5 km.", ["1,000.5", "km", "."]),
         ("Well-known 'x'", ["well", "-", "known", "'", "x", "'"]),
         ("Gu\u0308n", ["g\u00fcn"]),
+        ("東京です。", ["東", "京", "で", "す", "。"]),
     ],
 )
 def test_text_is_split_into_tokens(text, tokens):
