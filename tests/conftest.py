@@ -1,6 +1,5 @@
 import gc
 import os
-import resource
 import shutil
 import sys
 
@@ -92,12 +91,3 @@ def working_folder(tmp_path, monkeypatch):
     before = list(sys.path)
     yield tmp_path
     sys.path[:] = before
-
-
-@pytest.fixture
-def little_room():
-    """Let no file grow beyond 4 KiB, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,17 @@ ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+
+
+@contextlib.contextmanager
+def little_room():
+    """Let no file grow beyond 4 KiB, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        yield
+    finally:  # before pytest writes its own line
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def run_line(*words, code=0, **environ) -> subprocess.CompletedProcess[str]:

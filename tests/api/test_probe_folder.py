@@ -40,7 +40,15 @@ from beatrice.pgir.scorer import Scorer
 from beatrice.probe import published
 from tests.extract.small_run import beatrice as begin
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
-from tests.process import ROOT, call, forked, on_disk, run_line, run_python
+from tests.process import (
+    ROOT,
+    call,
+    forked,
+    little_room,
+    on_disk,
+    run_line,
+    run_python,
+)
 from tests.records import flip_bit
 
 TRAINING_ALONE = (
@@ -441,10 +449,8 @@ def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
     assert "busy" in done.stderr and os.listdir(tmp_path) == ["disk"]
 
 
-def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(
-    probe, tmp_path, little_room
-):
-    with pytest.raises(OSError, match="too large"):
+def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp_path):
+    with pytest.raises(OSError, match="too large"), little_room():
         probe.save(tmp_path / "probe", untrustworthy=True)
     assert not any(tmp_path.iterdir())
 

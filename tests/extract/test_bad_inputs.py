@@ -29,7 +29,7 @@ from beatrice.extract.store.store import as_url
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.rows import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
-from tests.process import BEATRICE, on_disk, unshare
+from tests.process import BEATRICE, little_room, on_disk, unshare
 from tests.records import a_label, an_answer
 
 
@@ -101,28 +101,28 @@ def test_a_literal_that_would_fill_the_memory_is_not_parsed():
         unfold("[" + "'a', " * 300_000 + "]", "golds")
 
 
-def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, little_room):
-    done = beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", code=1)
+def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path):
+    with little_room():
+        words = ("data", tmp_path / "run", "--world", "--preset", "smoke")
+        done = beatrice(*words, code=1)
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("Error: a file cannot grow, as on a full disk (")
     assert last.endswith("make room and run the same line again: it continues")
 
 
-def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path, little_room):
+def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path):
     spec = {"driver": "zarr3", "kvstore": as_url(tmp_path / "x")}
     spec["metadata"] = {"shape": [1 << 16], "data_type": "float32"}
     array = tensorstore.open(spec, create=True).result()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as caught, little_room():
         array.write(np.ones(1 << 16, np.float32)).result()
     output = in_one_sentence(caught.value)
     assert output.startswith("a file cannot grow, as on a full disk (")
     assert "tensorstore_spec" not in output and "[" not in output
 
 
-def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(
-    tmp_path, little_room, capfd
-):
-    with pytest.raises(OSError, match="File too large"):
+def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(tmp_path, capfd):
+    with pytest.raises(OSError, match="File too large"), little_room():
         checkpoint.save(tmp_path / "x", {"w": np.ones((99, 99, 9))}, {})
     assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
 
