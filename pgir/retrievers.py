@@ -63,7 +63,7 @@ PLUGS = "beatrice.retrievers"  # the group of entry points
 # Their value; it was not tuned.
 RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
-_BM25 = "bm25, marks and single characters in words"  # part of a ranking's identity
+_BM25 = "bm25, characters of scripts without blanks"  # part of a ranking's identity
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
 _KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token

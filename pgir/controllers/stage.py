@@ -690,11 +690,8 @@ def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
 
 
 def _outside(run: RunDir) -> dict[str, str | NotNamed]:
-    """Return the identity of a search that is not over the run's own passages."""
-    config = retrieval_config(run)
-    if config == RetrievalConfig():
-        return {}
-    identity = partial(retrieval_identity, config, run.passages)
+    """Return the identity of the run's search."""
+    identity = partial(retrieval_identity, retrieval_config(run), run.passages)
     return {"retrieval": identity_or_error(identity)}
 
 
