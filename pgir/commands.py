@@ -271,9 +271,10 @@ def _index(
 def _recall(
     corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
 ) -> None:
+    from beatrice.pgir.bm25 import Bm25Retriever
     from beatrice.pgir.corpus import DEPTHS, agreement, measure, recall_table
     from beatrice.pgir.index import DenseRetriever
-    from beatrice.pgir.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
+    from beatrice.pgir.retrievers import LEAST_DEPTH, fuse_all
 
     golds = corpus.golds()
     if not golds:

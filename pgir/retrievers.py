@@ -1,4 +1,4 @@
-"""Retrievers: BM25, rankings fused, a server, a person's own.
+"""Retrievers: rankings fused, a server, a person's own; which a run has chosen.
 
 A retriever behind HTTP speaks one of two protocols, told apart by the path of its URL.
 Search-R1: `POST /retrieve {"queries", "topk", "return_scores"}` answers `{"result":
@@ -10,14 +10,12 @@ What a server or a person's own retriever returned is kept on disk, so that a pa
 keeps its index over restarts and nothing is searched twice.
 """
 
-import array
 import concurrent.futures
 import dataclasses
 import functools
 import http.client
 import inspect
 import json
-import logging
 import os
 import re
 import threading
@@ -33,7 +31,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.plugs import load_plug
-from beatrice.extract.records import Passage, read_records, spaced, word_pattern
+from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
 from beatrice.pgir.arguments import (
@@ -43,6 +41,7 @@ from beatrice.pgir.arguments import (
     from_document,
     is_passage,
 )
+from beatrice.pgir.bm25 import WORDS, Bm25Retriever
 from beatrice.pgir.corpus import Corpus, as_served, read_facts
 from beatrice.pgir.index import (
     DenseRetriever,
@@ -63,12 +62,10 @@ PLUGS = "beatrice.retrievers"  # the group of entry points
 # Their value; it was not tuned.
 RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
-_BM25 = "bm25, characters of scripts without blanks"  # part of a ranking's identity
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
 _KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token
 _BATCH = 32  # questions in a request
-_PASSAGES_SPLIT = 1024  # whose words are in memory as texts
 _N_TRIED = 3  # questions of a batch that failed, where none was answered before
 _MOST_REPLY_BYTES = 64 << 20
 Note = Callable[[str], None]
@@ -85,75 +82,6 @@ class Retriever(Protocol):
     ) -> Sequence[Sequence[int] | np.ndarray] | np.ndarray:
         """Return the indices of at most `depth` passages of each query, best first."""
         ...
-
-
-class Bm25Retriever:
-    """BM25 (Lucene's variant) by `bm25s`; see `_words` for what is a word."""
-
-    def __init__(self, passages: Sequence[Passage]) -> None:
-        """Index the corpus."""
-        import bm25s  # runs a JAX function when imported, which fixes JAX's options
-
-        # It sets its logger to the lowest level when imported.
-        logging.getLogger("bm25s").setLevel(logging.WARNING)
-        self._n = len(passages)
-        # SciPy sorts by counting; the other way packs and sorts all words as int64.
-        self._index = bm25s.BM25(method="lucene", csc_backend="scipy")
-        ids, numbers = _word_ids(passages)
-        if not numbers:
-            raise ValueError("BM25 needs at least one passage with a word, found none")
-        self._index.index(
-            bm25s.tokenization.Tokenized(ids, numbers), show_progress=False
-        )
-
-    def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
-        """Return at most `depth` indices of each query, best first.
-
-        Fewer where fewer passages share a word with it: every word that they share
-        adds to the score, which is 0 without.
-        """
-        rankings, scores = self._index.retrieve(
-            _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0
-        )
-        pairs = zip(np.asarray(rankings), np.asarray(scores), strict=True)
-        return [ranking[gains > 0] for ranking, gains in pairs]
-
-
-def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
-    """Return the words of passages as numbers, and the number of each word.
-
-    A passage's are an array of 4 bytes a word: as lists, of all passages at once, they
-    would take more memory than the index.
-    """
-    ids: list[Any] = []
-    numbers: dict[str, int] = {}
-    for start in range(0, len(passages), _PASSAGES_SPLIT):
-        some = passages[start : start + _PASSAGES_SPLIT]
-        for words in _words([f"{passage.title} {passage.text}" for passage in some]):
-            of_passage = [numbers.setdefault(word, len(numbers)) for word in words]
-            ids.append(array.array("I", of_passage))
-    return ids, numbers
-
-
-def _words(texts: Sequence[str]) -> list[list[str]]:
-    """Return the words of texts, lower-cased; no stemming.
-
-    A word is a letter or digit and those that follow with their marks (vowel signs,
-    points, accents), in NFC; see `spaced` for scripts without blanks. It may be one
-    character, but neither the article "a" nor what an apostrophe leaves, "s" and "t";
-    there are no other stop words.
-    """
-    import bm25s
-
-    words = bm25s.tokenize(
-        [spaced(text) for text in texts],
-        token_pattern=word_pattern(),
-        stopwords=["a", "s", "t"],
-        return_ids=False,
-        show_progress=False,
-    )
-    assert isinstance(words, list)  # of `return_ids=False`
-    return words
 
 
 class FusedRetriever:
@@ -716,11 +644,11 @@ def retrieval_identity(config: RetrievalConfig, passages: Path) -> str:
     if config.url is not None:
         return sha256_json(["served", config.url])
     if config.corpus is None:
-        return sha256_json([_BM25, sha256_file(passages)])
+        return sha256_json([WORDS, sha256_file(passages)])
     facts = read_facts(Path(config.corpus))
     identities = [config.retriever, facts["files"]["passages.jsonl"]]
     if config.retriever != "dense":
-        identities.append(_BM25)
+        identities.append(WORDS)
     if (encoder := _encoder_config(config)) is not None:
         identities += [encoder_identity(encoder), config.form]
     return sha256_json(identities)

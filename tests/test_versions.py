@@ -7,7 +7,7 @@ program would have written the same.
 import pytest
 
 from beatrice.extract.run.files import sha256_json
-from beatrice.pgir import retrievers
+from beatrice.pgir import bm25
 
 # Of each script, with marks, blanks and hyphens that nobody sees.
 TEXTS = [
@@ -18,7 +18,7 @@ TEXTS = [
 ]
 
 STANDS_FOR = {
-    "words of BM25": (retrievers._BM25, lambda: retrievers._words(TEXTS)),
+    "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
 EXPECTED = {
     "words of BM25": ("bm25, characters of scripts without blanks", "6547c2df0567"),

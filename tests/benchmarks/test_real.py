@@ -100,8 +100,9 @@ from beatrice.jaxprobe.families import SUBSET_NAMES, SUBSETS, paper_dims
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import grid_config
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.retrieval_server import RetrievalServer
-from beatrice.pgir.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
+from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import (
     assert_error_sentence,

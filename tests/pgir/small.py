@@ -17,11 +17,11 @@ from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import paper_dims
 from beatrice.jaxprobe.fusion import FusionHead, head_inputs
 from beatrice.jaxprobe.tokens import FamilyTokens
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.controllers.loop import Reply
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
 from beatrice.pgir.retrieval_server import RetrievalServer
-from beatrice.pgir.retrievers import Bm25Retriever
 from tests.jaxprobe.samples import KNOWN, identity_of, wide_scope
 
 LAYER = 3

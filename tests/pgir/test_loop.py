@@ -17,6 +17,7 @@ from beatrice.extract.run.stages import settle_again
 from beatrice.jaxprobe.calibrate import N_FOLDS
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
@@ -47,7 +48,6 @@ from beatrice.pgir.controllers.stage import (
     control_rows,
     frontier,
 )
-from beatrice.pgir.retrievers import Bm25Retriever
 from tests.pgir.small import played, reply
 from tests.records import an_example
 

@@ -18,9 +18,10 @@ import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.pgir.arguments import from_document
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrieval_server import RetrievalServer
-from beatrice.pgir.retrievers import Bm25Retriever, read_reply
+from beatrice.pgir.retrievers import read_reply
 from tests.pgir.small import CORPUS, Ranked, corpus_server, make_corpus, serving
 from tests.process import ROOT
 

@@ -21,6 +21,7 @@ from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import InUse, RunDir
 from beatrice.extract.run.stages import run_stage
 from beatrice.pgir.arguments import from_document
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.commands import (
     ControlOptions,
     CorpusOptions,
@@ -48,7 +49,6 @@ from beatrice.pgir.corpus import (
     measure,
 )
 from beatrice.pgir.retrievers import (
-    Bm25Retriever,
     FusedRetriever,
     RetrievalConfig,
     RetrievalFailed,
@@ -292,7 +292,7 @@ RANKINGS = """
 import tracemalloc
 import bm25s, numpy as np
 from beatrice.extract.records import Passage
-from beatrice.pgir.retrievers import Bm25Retriever
+from beatrice.pgir.bm25 import Bm25Retriever
 drawn = np.random.default_rng(0).zipf(1.3, (2000, 100)) % 5000
 words = [[f"w{i}" for i in row] for row in drawn]
 passages = [Passage(title="", text=" ".join(row)) for row in words]

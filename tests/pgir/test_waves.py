@@ -15,6 +15,7 @@ from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import loop
 from beatrice.pgir.controllers.session import (
@@ -32,7 +33,6 @@ from beatrice.pgir.controllers.waves import (
     open_services,
     written_tokens,
 )
-from beatrice.pgir.retrievers import Bm25Retriever
 from tests.pgir.small import PASSAGE, QUESTION, Ranked, make_detector, played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
