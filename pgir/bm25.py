@@ -1,37 +1,34 @@
-"""BM25 (Lucene's variant) by `bm25s`: the words of passages, indexed and searched."""
+"""BM25 (Lucene's variant) by `bm25s`: the words of passages, indexed and searched.
+
+The index of a corpus lies in its folder: indexing 50,000 passages of 100 words took
+4.7 s, which is half an hour for Wikipedia's 21 million, and loading .03 s.
+"""
 
 import array
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from beatrice.extract.records import Passage, spaced, word_pattern
+from beatrice.extract.run.files import replaced_folder, sha256_json, verify_checksums
+from beatrice.pgir.corpus import Corpus
 
 # What `_words` takes for a word: part of a ranking's identity.
 WORDS = "bm25, characters of scripts without blanks"
+_IDENTITY = "identity"  # a file: what an index was made of
 _PASSAGES_SPLIT = 1024  # whose words are in memory as texts
 
 
 class Bm25Retriever:
     """BM25 (Lucene's variant) by `bm25s`; see `_words` for what is a word."""
 
-    def __init__(self, passages: Sequence[Passage]) -> None:
-        """Index the corpus."""
-        import bm25s  # runs a JAX function when imported, which fixes JAX's options
-
-        # It sets its logger to the lowest level when imported.
-        logging.getLogger("bm25s").setLevel(logging.WARNING)
+    def __init__(self, passages: Sequence[Passage], index: Any = None) -> None:
+        """Index passages, or take the index that was made of them."""
         self._n = len(passages)
-        # SciPy sorts by counting; the other way packs and sorts all words as int64.
-        self._index = bm25s.BM25(method="lucene", csc_backend="scipy")
-        ids, numbers = _word_ids(passages)
-        if not numbers:
-            raise ValueError("BM25 needs at least one passage with a word, found none")
-        self._index.index(
-            bm25s.tokenization.Tokenized(ids, numbers), show_progress=False
-        )
+        self.index = _index(passages) if index is None else index
 
     def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
         """Return at most `depth` indices of each query, best first.
@@ -39,11 +36,64 @@ class Bm25Retriever:
         Fewer where fewer passages share a word with it: every word that they share
         adds to the score, which is 0 without.
         """
-        rankings, scores = self._index.retrieve(
+        rankings, scores = self.index.retrieve(
             _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0
         )
         pairs = zip(np.asarray(rankings), np.asarray(scores), strict=True)
         return [ranking[gains > 0] for ranking, gains in pairs]
+
+
+def open_bm25(corpus: Corpus, note: Callable[[str], None]) -> Bm25Retriever:
+    """Return the retriever of a corpus, by the index in its folder.
+
+    One is written where there is none of these passages, words and library; where it
+    cannot be, the index is in memory alone, and a note says why.
+    """
+    folder, bm25s = corpus.folder / "bm25", _library()
+    identity = sha256_json([WORDS, corpus.identity, bm25s.__version__])
+    if (index := _load(folder, identity, note)) is not None:
+        return Bm25Retriever(corpus, index)
+    retriever = Bm25Retriever(corpus)
+    try:
+        with replaced_folder(folder) as work:
+            retriever.index.save(work, show_progress=False)
+            (work / _IDENTITY).write_text(identity)
+    except OSError as error:
+        note(f"the index of words is in memory alone: {error}")
+    return retriever
+
+
+def _load(folder: Path, identity: str, note: Callable[[str], None]) -> Any:
+    """Return the index in a folder, its arrays mapped; None where it is no such one."""
+    if not folder.exists():
+        return None
+    try:
+        verify_checksums(folder)
+    except ValueError as error:
+        note(f"the index of words is made again: {error}")
+        return None
+    if (folder / _IDENTITY).read_text() != identity:
+        return None
+    return _library().BM25.load(folder, mmap=True, show_progress=False)
+
+
+def _library() -> Any:
+    import bm25s  # runs a JAX function when imported, which fixes JAX's options
+
+    # It sets its logger to the lowest level when imported.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
+
+
+def _index(passages: Sequence[Passage]) -> Any:
+    bm25s = _library()
+    # SciPy sorts by counting; the other way packs and sorts all words as int64.
+    index = bm25s.BM25(method="lucene", csc_backend="scipy")
+    ids, numbers = _word_ids(passages)
+    if not numbers:
+        raise ValueError("BM25 needs at least one passage with a word, found none")
+    index.index(bm25s.tokenization.Tokenized(ids, numbers), show_progress=False)
+    return index
 
 
 def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:

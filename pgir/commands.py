@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -225,10 +226,11 @@ def _search(
     from beatrice.pgir.retrievers import open_corpus_retrieval
 
     form = how.index[0] if how.index else "flat"
+    note = Progress().note
     if how.recall:
-        _recall(corpus, encoder, form, as_json)
+        _recall(corpus, encoder, form, note, as_json)
         return
-    retriever = open_corpus_retrieval(corpus, how.retriever, encoder, form)
+    retriever = open_corpus_retrieval(corpus, how.retriever, encoder, form, note)
     if how.serve:
         _serve(retriever, corpus, how.host, how.port, how.depth)
         return
@@ -269,9 +271,13 @@ def _index(
 
 
 def _recall(
-    corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
+    corpus: "Corpus",
+    encoder: "TextEncoder | None",
+    form: Any,
+    note: Callable[[str], None],
+    as_json: bool,
 ) -> None:
-    from beatrice.pgir.bm25 import Bm25Retriever
+    from beatrice.pgir.bm25 import open_bm25
     from beatrice.pgir.corpus import DEPTHS, agreement, measure, recall_table
     from beatrice.pgir.index import DenseRetriever
     from beatrice.pgir.retrievers import LEAST_DEPTH, fuse_all
@@ -283,7 +289,7 @@ def _recall(
             "--source of questions too"
         )
     questions = [gold.question for gold in golds]
-    rankings = {"BM25": Bm25Retriever(corpus).search(questions, LEAST_DEPTH)}
+    rankings = {"BM25": open_bm25(corpus, note).search(questions, LEAST_DEPTH)}
     lost: dict[int, float] = {}
     if encoder is not None:
         queries = encoder.encode(questions, "query")

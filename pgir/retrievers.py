@@ -41,7 +41,7 @@ from beatrice.pgir.arguments import (
     from_document,
     is_passage,
 )
-from beatrice.pgir.bm25 import WORDS, Bm25Retriever
+from beatrice.pgir.bm25 import WORDS, Bm25Retriever, open_bm25
 from beatrice.pgir.corpus import Corpus, as_served, read_facts
 from beatrice.pgir.index import (
     DenseRetriever,
@@ -600,16 +600,17 @@ def open_corpus_retrieval(
     retriever: str,
     encoder: TextEncoder | None = None,
     form: Form = "flat",
+    note: Note = _no_note,
 ) -> Retriever:
     """Return a retriever over a corpus."""
     if retriever == "bm25":
-        return Bm25Retriever(corpus)
+        return open_bm25(corpus, note)
     if encoder is None:
         raise ValueError(f"the {retriever} retriever needs an encoder (--encoder)")
     dense = DenseRetriever(corpus, encoder, form)
     if retriever == "dense":
         return dense
-    return FusedRetriever([Bm25Retriever(corpus), dense])
+    return FusedRetriever([open_bm25(corpus, note), dense])
 
 
 def check_retrieval(config: RetrievalConfig) -> None:
@@ -677,5 +678,6 @@ def open_retrieval(
     corpus = Corpus(Path(config.corpus))
     chosen = _encoder_config(config)
     encoder = None if chosen is None else TextEncoder(chosen)
-    retriever = open_corpus_retrieval(corpus, config.retriever, encoder, config.form)
+    how = config.retriever, encoder, config.form
+    retriever = open_corpus_retrieval(corpus, *how, note)
     return Retrieval(retriever, corpus, identity)

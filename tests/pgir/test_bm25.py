@@ -1,0 +1,57 @@
+"""The index of words that a corpus keeps in its folder."""
+
+import os
+
+import numpy as np
+import pytest
+
+from beatrice.pgir.bm25 import Bm25Retriever, open_bm25
+from tests.pgir.small import make_corpus
+from tests.process import little_room
+from tests.records import flip_bit
+
+QUERIES = ["w37 n37", "title 3", "nothing of it", ""]
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return make_corpus(tmp_path / "corpus", 40)
+
+
+def search(corpus, notes):
+    return [*map(list, open_bm25(corpus, notes.append).search(QUERIES, 5))]
+
+
+def test_the_index_in_the_folder_finds_what_one_in_memory_does(corpus):
+    notes, folder = [], corpus.folder / "bm25"
+    expected = [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
+    assert search(corpus, notes) == expected and not any(expected[2:])
+    before, arrays = files_of(folder), open_bm25(corpus, notes.append).index.scores
+    assert isinstance(arrays["data"], np.memmap)  # loaded, and not made again
+    assert search(corpus, notes) == expected
+    assert files_of(folder) == before and notes == []
+
+
+def test_an_index_that_is_damaged_or_of_others_is_made_again(corpus, tmp_path):
+    notes, folder = [], corpus.folder / "bm25"
+    expected, before = search(corpus, notes), files_of(folder)
+    flip_bit(folder / "data.csc.index.npy")
+    assert search(corpus, notes) == expected and files_of(folder) == before
+    assert "is made again" in notes[0] and "SHA-256" in notes[0]
+    other = make_corpus(tmp_path / "other", 20)
+    os.rename(folder, other.folder / "bm25")
+    again = search(other, notes)
+    assert again == [*map(list, Bm25Retriever(other).search(QUERIES, 5))] != expected
+    assert len(notes) == 1
+
+
+def test_where_no_index_can_be_written_it_is_in_memory_and_a_note_says_so(tmp_path):
+    corpus, notes = make_corpus(tmp_path, 400), []
+    with little_room():
+        ranking = search(corpus, notes)
+    assert ranking == [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
+    assert "in memory alone" in notes[0] and not (corpus.folder / "bm25").exists()
