@@ -5,6 +5,7 @@ stream until they do not, or until the answer has ended before them.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from beatrice.extract.generate.prompts import (
     apply_template,
 )
 from beatrice.extract.records import SETTINGS, Answer, Passage, Setting
+from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import batches_of
@@ -371,9 +373,21 @@ class Scorer(AnswerScorer):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
                     batch_inputs = [inputs[i] for i in chosen]
-                    done = self._score_batch(setting, batch_inputs, is_alone=is_alone)
+                    done = self._score_fitting(setting, batch_inputs, is_alone)
                     scores |= zip(chosen, done, strict=True)
         return [scores[i] for i in range(len(inputs))]
+
+    def _score_fitting(
+        self, setting: Setting, inputs: Sequence[ScoringInput], is_alone: bool
+    ) -> list[Score]:
+        """Score a batch; an answer that the device cannot hold has no P."""
+        try:
+            return [*self._score_batch(setting, inputs, is_alone=is_alone)]
+        except DoesNotFit as error:
+            if len(inputs) == 1:
+                return [_unknown(inputs[0], str(error), self._warn_before(inputs[0]))]
+        singles = [self._score_fitting(setting, [x], is_alone) for x in inputs]
+        return list(itertools.chain.from_iterable(singles))
 
     def _score_batch(
         self,

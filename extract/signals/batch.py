@@ -53,12 +53,16 @@ class ModelLock(ForkLock):
             )
 
 
+class DoesNotFit(ValueError):
+    """The device cannot hold one text by itself."""
+
+
 @dataclasses.dataclass(eq=False)
 class Halves:
     """Does batches of rows, in halves where the device cannot hold them whole.
 
-    A batch as large as one that did not fit is not tried again. What a batch contains
-    moves values by rounding alone.
+    A batch as large as one that did not fit is not tried again, unless one text did not
+    fit either. What a batch contains moves values by rounding alone.
     """
 
     # Of the model that does them: hooks see every pass of it, whoever runs it, and its
@@ -79,7 +83,7 @@ class Halves:
         """Yield the parts of a batch in order, and what was done of each."""
         rows = list(rows)
         longest = max(map(n_tokens_of, rows))
-        n_tokens = len(rows) * longest
+        n_tokens, before = len(rows) * longest, self._too_many
         if n_tokens < self._too_many or len(rows) == 1:
             try:
                 with self.lock, exact_products():
@@ -87,7 +91,7 @@ class Halves:
             except torch.OutOfMemoryError as error:
                 reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
                 if len(rows) == 1:
-                    raise ValueError(
+                    raise DoesNotFit(
                         f"one text of {longest} tokens does not fit in the device's "
                         f"memory ({reason}); end what else is there, hold the model in "
                         "bfloat16, give shorter passages, or use a device with more"
@@ -105,8 +109,14 @@ class Halves:
                 return
             gc.collect()  # what the pass held when it failed
         middle = (len(rows) + 1) // 2
-        for part in (rows[:middle], rows[middle:]):
-            yield from self.do(work, part, n_tokens_of)
+        try:
+            for part in (rows[:middle], rows[middle:]):
+                yield from self.do(work, part, n_tokens_of)
+        except DoesNotFit:
+            # Not the batch was too large: a text of it is, or something else filled
+            # the device for a moment.
+            self._too_many = before
+            raise
 
 
 def budget_for(device: torch.device) -> ReadingBudget:

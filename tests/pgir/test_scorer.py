@@ -24,6 +24,7 @@ from beatrice.pgir.given import AnswerToScore, prepare
 from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.extract.generate.test_local import byte_fallback
+from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import KNOWN, wide_scope
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -446,6 +447,21 @@ def test_a_bad_row_of_many_is_an_error_in_its_place(scorer):
     assert scores[2].error == scores[2].reason and "is empty" in scores[2].error
     assert scores[3].raw == pytest.approx(scores[0].raw, abs=1e-5)
     assert "error" in scores[2].as_json() and "error" not in scores[0].as_json()
+
+
+def test_a_row_that_the_device_cannot_hold_costs_no_other_its_score(probed, scorer):
+    rows = [*mixed_rows(3), {"question": QUESTION, "answer": ANSWER}]
+    rows[1] = {**rows[1], "context": [PASSAGE] * 9}
+    expected = scorer.score_many(rows)
+    assert all(score.p_correct is not None for score in expected)
+    with room_for(probed.backbone, n_tokens=60):
+        scores = scorer.score_many(rows)
+        assert scorer.score(**rows[1]) == scores[1]
+    assert (scores[1].p_correct, scores[1].decision) == (None, "unknown")
+    assert "does not fit in the device's memory" in scores[1].reason
+    for score, whole in zip(scores, expected, strict=True):
+        if score is not scores[1]:
+            assert score.raw == pytest.approx(whole.raw, abs=1e-5)
 
 
 def test_eight_threads_get_the_numbers_of_one(scorer):

@@ -1,6 +1,7 @@
 """A batch that a device cannot hold is done in halves, and a text in no way."""
 
 import contextlib
+import math
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -11,6 +12,7 @@ from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import read
 from beatrice.extract.run.console import in_one_sentence, is_of_machine
+from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import generate_and_read
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
@@ -24,13 +26,14 @@ FULL = (
 
 
 @contextlib.contextmanager
-def room_for(backbone, n_rows):
-    """Let the decoder hold so many rows; yields the batches that were too large."""
+def room_for(backbone, n_rows=math.inf, n_tokens=math.inf):
+    """Let the decoder hold so many rows, so long; yields the rows of larger batches."""
     refused = []
 
     def check(module, args, kwargs):
-        rows = len(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
-        if rows > n_rows:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        rows, tokens = ids.shape
+        if rows > n_rows or tokens > n_tokens:
             refused.append(rows)
             raise torch.OutOfMemoryError(FULL)
 
@@ -92,6 +95,16 @@ def test_a_text_that_does_not_fit_is_an_error_with_its_length(is_written):
             generate(backbone, requests, CONFIG, SamplingConfig(max_new_tokens=3))
         else:
             reader.read([sequence_of(answer) for answer in answers])
+
+
+def test_batches_are_whole_again_after_a_moment_in_which_no_text_did_fit():
+    backbone, requests = backbone_of("llama"), requests_of()
+    expected = generate(backbone, requests, CONFIG)
+    with room_for(backbone, 0), pytest.raises(DoesNotFit):
+        generate(backbone, requests, CONFIG)
+    with room_for(backbone, len(requests) - 1) as refused:
+        assert generate(backbone, requests, CONFIG) == expected
+    assert refused[0] == len(requests)
 
 
 @pytest.mark.parametrize(
