@@ -27,7 +27,7 @@ from beatrice.pgir.arguments import (
     as_text,
     as_texts,
 )
-from beatrice.pgir.asking import AnswerScorer, QuestionBatch, Score
+from beatrice.pgir.asking import AnswerScorer, Score
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.loop import (
     Accept,
@@ -68,8 +68,8 @@ class Draft:
       p_correct: in [0, 1]; None where the detector cannot read the answer.
       decision: "trust" from the gate's threshold on, "distrust" below it, "unknown"
         without a probability; that of the score where the gate has no threshold.
-      reason: why there is no P: the answer could not be read, or the question is too
-        long for the model and has none; else None.
+      reason: why there is no P: the answer could not be read, or the model cannot be
+        asked the question (see `Gate.draft`) and it has none; else None.
       warnings: of the answer's score.
     """
 
@@ -181,19 +181,17 @@ class Gate:
     def draft(self, questions: Sequence[str]) -> list[Draft]:
         """Answer questions closed-book, and say of each whether to retrieve.
 
-        One that is too long for the model has no answer, and is to be retrieved for.
+        One that the model cannot be asked (it is too long or empty, or holds a control
+        token) has no answer, and is to be retrieved for.
         """
         questions = as_texts(questions, "questions")
         if not questions:
             return []
-        batch = QuestionBatch(texts=questions)
-        overlong = self.scorer.load_scorer().why_too_long(batch)
-        fitting = [q for i, q in enumerate(questions) if i not in overlong]
+        reasons = self.scorer.load_scorer().why_unasked(questions)
+        fitting = [q for i, q in enumerate(questions) if i not in reasons]
         answered = iter(self.scorer.answer(fitting) if fitting else ())
         scores = [
-            Score(reason=f"the question {overlong[i]}")
-            if i in overlong
-            else next(answered)
+            Score(reason=reasons[i]) if i in reasons else next(answered)
             for i in range(len(questions))
         ]
         return [
@@ -434,7 +432,8 @@ class RagAnswer:
       n_generations: drafts that were written.
       reason: why the detector cannot read the draft, as of a `Draft`.
       error: why no further draft was written or judged: a search or a judge failed, or
-        a prompt does not fit the model's window.
+        a prompt does not fit the model's window or memory, or no prompt can hold the
+        question.
     """
 
     question: str

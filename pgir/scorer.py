@@ -189,9 +189,19 @@ class Scorer(AnswerScorer):
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
         ]
 
-    def why_too_long(self, questions: QuestionBatch) -> dict[int, str]:
-        """Return of questions, by place, why no answer to them fits the window."""
-        return self._overlong(questions, self._requests(questions)[1])
+    def why_unasked(self, questions: Sequence[str]) -> dict[int, str]:
+        """Return of questions, by place, why the model cannot be asked them alone."""
+        self.probed.backbone.require_unchanged()
+        self._require_head("closed_book")
+        reasons: dict[int, str] = {}
+        for i, text in enumerate(questions):
+            try:
+                batch = QuestionBatch(texts=[text])
+                for why in self._overlong(batch, self._requests(batch)[1]).values():
+                    reasons[i] = f"the question {why}"
+            except ValueError as error:
+                reasons[i] = str(error)
+        return reasons
 
     def _overlong(
         self, questions: QuestionBatch, requests: Sequence[Request]
@@ -255,20 +265,23 @@ class Scorer(AnswerScorer):
         probed.backbone.require_unchanged()
         tokenizer = probed.backbone.tokenizer
         texts = [None] if questions.texts is None else questions.texts
+        prompts: list[PromptTokens] = []
         with probed.lock:
-            prompts = [
-                prompt_tokens(
-                    tokenizer,
-                    probed.template,
-                    AnswerToScore(
-                        question=text,
-                        context=context,
-                        messages=questions.messages,
-                        answer_ids=(),
-                    ),
+            for text, context in zip(texts, questions.contexts, strict=True):
+                given = AnswerToScore(
+                    question=text,
+                    context=context,
+                    messages=questions.messages,
+                    answer_ids=(),
                 )
-                for text, context in zip(texts, questions.contexts, strict=True)
-            ]
+                try:
+                    prompt = prompt_tokens(tokenizer, probed.template, given)
+                except ValueError as error:
+                    if len(texts) == 1:
+                        raise
+                    name = questions.name_of(len(prompts), len(texts))
+                    raise ValueError(f"{name}: {error}") from error
+                prompts.append(prompt)
         for prompt in prompts[:1]:
             self._require_head(prompt.setting)
         return prompts, [

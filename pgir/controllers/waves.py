@@ -38,6 +38,7 @@ from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, open_unlinked, sha256_json
+from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import sequence_of
@@ -458,7 +459,7 @@ class Answering(Service):
         )
 
     def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
-        """Yield batches of answers; see `Service`. A prompt that is too long fails."""
+        """Yield batches of answers; see `Service`. A call that has no prompt fails."""
         self._trim()
         yield from self._write(calls, done)
 
@@ -468,30 +469,57 @@ class Answering(Service):
 
     def _write(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield batches of answers, whose signals are kept where they can be read."""
-        requests = [self.request(call) for call in calls]
-        pairs = zip(calls, requests, strict=True)
-        self._lasting = {r.prompt.ids for c, (r, _) in pairs if self._is_first(c)}
-        reasons = [self._why_too_long(request) for request, _ in requests]
-        if failed := [(i, Failed(why)) for i, why in enumerate(reasons) if why]:
-            yield failed
-        places = [i for i, why in enumerate(reasons) if why is None]
+        requests: dict[int, tuple[Request, int]] = {}
+        failed: dict[int, Failed] = {}
+        for i, call in enumerate(calls):
+            try:
+                requests[i] = self.request(call)
+                reason = self._why_too_long(requests[i][0])
+            except ValueError as error:  # no prompt can hold the question
+                reason = str(error)
+            if reason is not None:
+                failed[i] = Failed(reason)
+        if failed:
+            yield list(failed.items())
+        self._lasting = {
+            r.prompt.ids for i, (r, _) in requests.items() if self._is_first(calls[i])
+        }
+        places = [i for i in requests if i not in failed]
         finished = {at for at, i in enumerate(places) if i in done}
+        generator = self.generator
+        if self.is_read_at_once:
+            generator = ReadingGenerator(
+                backbone=self.probed.backbone,
+                tokens_per_batch=generator.tokens_per_batch,
+                reader=self._reader,
+                requests={r.prompt.ids: r for r, _ in requests.values()},
+                on_batch=self._keep,
+                answer_span=self.probed.answer_span,
+            )
         ids = (requests[i][0].prompt.ids for i in places)
         prompts = [GeneratorPrompt(text="", ids=x) for x in ids]
-        with self.probed.lock:
-            generator = self.generator
-            if self.is_read_at_once:
-                generator = ReadingGenerator(
-                    backbone=self.probed.backbone,
-                    tokens_per_batch=generator.tokens_per_batch,
-                    reader=self._reader,
-                    requests={r.prompt.ids: r for r, _ in requests},
-                    on_batch=self._keep,
-                    answer_span=self.probed.answer_span,
-                )
+        for batch in self._texts(generator, prompts, finished):
+            written = [(places[at], text) for at, text in batch]
+            yield [(i, self._reply(text, *requests[i])) for i, text in written]
+
+    def _texts(
+        self,
+        generator: TransformersGenerator,
+        prompts: Sequence[GeneratorPrompt],
+        finished: Collection[int],
+    ) -> Batches:
+        """Yield texts in batches; if the device cannot hold one, the rest by itself."""
+        left = {at for at in range(len(prompts)) if at not in finished}
+        with contextlib.suppress(DoesNotFit):
             for batch in generator.batches(prompts, self._sampling, finished):
-                written = [(places[at], text) for at, text in batch]
-                yield [(i, self._reply(text, *requests[i])) for i, text in written]
+                yield batch
+                left -= {at for at, _ in batch}
+        for at in sorted(left):
+            try:
+                ((_, text),) = generator.stream([prompts[at]], self._sampling)
+            except DoesNotFit as error:
+                text = Failed(str(error))
+            yield [(at, text)]
 
     def _is_first(self, call: Call) -> bool:
         """Return whether an answer is closed-book, or has what its question finds.
@@ -539,8 +567,10 @@ class Answering(Service):
         while lost:
             wave = self.journal.wave_of(lost[0])
             done = {i for i, call in enumerate(wave) if call not in lost}
-            for _ in self._write(wave, done):
-                pass
+            for batch in self._write(wave, done):
+                for _, reply in batch:
+                    if isinstance(reply, Failed):
+                        raise ValueError(reply.reason)
             lost = [call for call in lost if call not in wave]
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:
@@ -586,8 +616,12 @@ class Answering(Service):
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
 
-    def _reply(self, generated: Generated, request: Request, n_shown: int) -> Reply:
+    def _reply(
+        self, generated: Generated | Failed, request: Request, n_shown: int
+    ) -> Reply | Failed:
         """Return the reply of a model in memory, which knows its ids."""
+        if isinstance(generated, Failed):
+            return generated
         assert generated.token_ids is not None and generated.log_probs is not None
         assert generated.n_prompt_tokens is not None
         entropies: tuple[float, ...] | None = None

@@ -51,6 +51,7 @@ from beatrice.pgir.retrievers import (
     load_retriever,
 )
 from beatrice.pgir.scorer import Scorer
+from tests.extract.signals.test_full_device import room_for
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
 from tests.process import ROOT, forked
@@ -91,6 +92,41 @@ def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(s
         scorer.answer([QUESTION, long])
     with pytest.raises(ValueError, match="^the question needs .* shorter passages$"):
         scorer.answer(QUESTION, [PASSAGE * 90])
+
+
+def test_a_question_that_no_prompt_can_hold_is_retrieved_for_and_costs_no_other(scorer):
+    gate, control = (
+        lenient(scorer),
+        f"what is {scorer.probed.backbone.tokenizer.bos_token}?",
+    )
+    first, empty, spelled, last = gate.draft([QUESTION, "", control, OTHER])
+    assert [first, last] == gate.draft([QUESTION, OTHER])
+    for draft, reason in ((empty, "is empty"), (spelled, "take it out")):
+        assert draft.retrieve and (draft.answer, draft.p_correct) == ("", None)
+        assert reason in draft.reason
+    with pytest.raises(ValueError, match="^question 2 of 2: the text holds '<s>'"):
+        scorer.answer([QUESTION, control])
+
+
+@pytest.mark.parametrize("bad", ["", "what is <s>?", "who is " * 600])
+def test_a_question_that_no_prompt_can_hold_is_an_error_in_its_place(scorer, bad):
+    questions = [QUESTION, bad, OTHER]
+    first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
+    expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
+    assert [first, last] == expected and first.error is None
+    assert (wrong.question, wrong.answer, wrong.n_generations) == (bad, None, 0)
+    assert re.search("is empty|take it out|has a window", wrong.error)
+
+
+def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
+    questions = [QUESTION, "who is " * 30, OTHER]
+    with room_for(scorer.probed.backbone, n_tokens=60):
+        first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
+    expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
+    assert [(x.answer, x.error) for x in (first, last)] == [
+        (x.answer, None) for x in expected
+    ]
+    assert wrong.answer is None and "does not fit in the device" in wrong.error
 
 
 def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
