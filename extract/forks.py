@@ -13,6 +13,9 @@ from typing import ClassVar
 class ForkLock:
     """One thread at a time, and again by the one that has it; a fork waits for it.
 
+    Threads get it in the order in which they ask: without that, one that works batch
+    after batch would have it again before a thread that waits has woken.
+
     A fork waits until no thread has any of these locks, and none gets one meanwhile
     that has none: a pass ends first, however long it takes. A thread that has one
     itself forks at once, since whoever it waited for may wait for it.
@@ -22,6 +25,8 @@ class ForkLock:
     _changed: ClassVar = threading.Condition()
     _n_held: ClassVar[collections.Counter[int]] = collections.Counter()  # by thread
     _n_forks: ClassVar = 0  # that wait, or are under way
+    # Threads that wait, in the order in which they asked, each with its lock.
+    _waiting: ClassVar[list[tuple["ForkLock", int]]] = []
 
     def __init__(self) -> None:
         """Begin free."""
@@ -36,16 +41,27 @@ class ForkLock:
 
     def _is_free_for(self, thread: int) -> bool:
         held = ForkLock._n_held
-        if ForkLock._n_forks and thread not in held:
-            return False
-        # An owner that has nothing is not of this process.
-        return self._owner == thread or self._owner not in held
+        if self._owner in held:  # an owner that has nothing is not of this process
+            return self._owner == thread
+        may_have = (
+            waiting
+            for lock, waiting in ForkLock._waiting
+            if lock is self and (not ForkLock._n_forks or waiting in held)
+        )
+        return next(may_have, None) == thread
 
     def __enter__(self) -> None:
         """Wait until no other thread of this process has it."""
         thread = threading.get_ident()
         with ForkLock._changed:
-            ForkLock._changed.wait_for(lambda: self._is_free_for(thread))
+            ForkLock._waiting.append((self, thread))
+            try:
+                ForkLock._changed.wait_for(lambda: self._is_free_for(thread))
+            except BaseException:
+                ForkLock._changed.notify_all()  # of whom one may be the next now
+                raise
+            finally:
+                ForkLock._waiting.remove((self, thread))
             self._depth = self._depth + 1 if self._owner == thread else 1
             self._owner = thread
             ForkLock._n_held[thread] += 1
@@ -78,6 +94,7 @@ class ForkLock:
     @classmethod
     def _after_in_child(cls) -> None:
         ForkLock._changed, ForkLock._n_forks = threading.Condition(), 0
+        ForkLock._waiting = []
         for thread in [*cls._n_held]:
             if thread != threading.get_ident():
                 del cls._n_held[thread]

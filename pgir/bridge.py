@@ -131,8 +131,7 @@ class ProbedBackbone:
         """Return answers in the order of the requests; greedy ones without sampling."""
         from beatrice.extract.generate.local import generate
 
-        with self.lock:
-            return generate(self.backbone, requests, self.config, sampling)
+        return generate(self.backbone, requests, self.config, sampling)
 
     @functools.cached_property
     def why_read_again(self) -> str | None:
@@ -151,15 +150,14 @@ class ProbedBackbone:
         if self.why_read_again is not None:
             answers, signals = self.answer(requests, sampling), None
         else:
-            with self.lock:
-                answers, signals = generate_and_read(
-                    self.reader,
-                    requests,
-                    self.config,
-                    answer_span=self.answer_span,
-                    sampling=sampling,
-                    runs_last=False,  # it is in no span
-                )
+            answers, signals = generate_and_read(
+                self.reader,
+                requests,
+                self.config,
+                answer_span=self.answer_span,
+                sampling=sampling,
+                runs_last=False,  # it is in no span
+            )
         sequences = list(map(self.sequence, requests, answers))
         if signals is None:
             return answers, self.read_sequences(sequences)

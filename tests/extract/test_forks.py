@@ -1,8 +1,11 @@
 """What a fork finds: locks that are free, and what stood under them done."""
 
 import contextlib
+import signal
 import threading
 import time
+
+import pytest
 
 from beatrice.extract.forks import ForkLock
 from tests.process import forked
@@ -43,6 +46,45 @@ def test_a_fork_waits_until_what_stands_under_a_lock_is_done():
     with thread_of(work):
         assert forked(look) == 0
     take(first, second)
+
+
+def test_a_thread_that_asks_has_a_lock_before_who_takes_it_again_and_again():
+    lock, turns = ForkLock(), []
+
+    def work(there):
+        for turn in range(50):
+            with lock:
+                turns.append(turn)
+                there.set()
+                time.sleep(0.01)
+
+    with thread_of(work):
+        n_before = len(turns)
+        with lock:
+            n_waited = len(turns) - n_before
+    assert n_waited <= 3 and len(turns) == 50
+
+
+def test_a_thread_that_was_interrupted_while_it_waited_keeps_nobody_waiting():
+    lock, leave = ForkLock(), threading.Event()
+
+    def work(there):
+        with lock:
+            there.set()
+            leave.wait(30)
+
+    def ask(there):
+        take(lock)
+        there.set()
+
+    with thread_of(work):
+        me = threading.get_ident()
+        threading.Timer(0.2, signal.pthread_kill, [me, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            take(lock)
+        leave.set()
+    with thread_of(ask):
+        pass
 
 
 def test_a_fork_is_not_kept_waiting_by_threads_that_begin_again_and_again():
