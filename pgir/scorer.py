@@ -58,6 +58,8 @@ from beatrice.pgir.warnings import (
     why_unreadable,
 )
 
+_TOGETHER = 256  # questions whose answers' signals are in memory at once
+
 
 class Scorer(AnswerScorer):
     """A backbone and its detector; may be called from several threads.
@@ -173,17 +175,33 @@ class Scorer(AnswerScorer):
             return []
         for i, reason in self._overlong(questions, requests).items():
             raise ValueError(f"{questions.name_of(i, len(requests))} {reason}")
-        probed, setting = self.probed, requests[0].setting
+        is_alone = len(requests) == 1
+        scores: list[Score] = []
+        for first in range(0, len(requests), _TOGETHER):
+            rows = slice(first, first + _TOGETHER)
+            pairs = list(zip(prompts[rows], requests[rows], strict=True))
+            scores += self._answer_group(pairs, self._sampling(questions), is_alone)
+        return scores
+
+    def _answer_group(
+        self,
+        pairs: Sequence[tuple[PromptTokens, Request]],
+        sampling: SamplingConfig,
+        is_alone: bool,
+    ) -> list[Score]:
+        """Answer questions of one setting whose signals are in memory together."""
+        probed, setting = self.probed, pairs[0][1].setting
+        answers, reading = probed.answer_and_read([r for _, r in pairs], sampling)
         with probed.lock:
-            answers, reading = probed.answer_and_read(
-                requests, self._sampling(questions)
-            )
-            inputs = list(map(self._written, prompts, requests, answers))
+            inputs = [
+                self._written(*pair, answer)
+                for pair, answer in zip(pairs, answers, strict=True)
+            ]
         scores: list[Score] = []
         n = min(BATCH_SIZE, probed.rows_at_once(setting))
         for first in range(0, len(inputs), n):
             batch, rows = inputs[first : first + n], reading.rows(first, n)
-            scores += self._score_batch(setting, batch, rows, is_alone=len(inputs) == 1)
+            scores += self._score_batch(setting, batch, rows, is_alone=is_alone)
         return [
             dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)

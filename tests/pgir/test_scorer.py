@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import multiprocessing
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,9 @@ from tokenizers import AddedToken, normalizers
 from tokenizers.decoders import Sequence, Strip
 
 import beatrice
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
+from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.families import Features
@@ -462,6 +465,24 @@ def test_a_row_that_the_device_cannot_hold_costs_no_other_its_score(probed, scor
     for score, whole in zip(scores, expected, strict=True):
         if score is not scores[1]:
             assert score.raw == pytest.approx(whole.raw, abs=1e-5)
+
+
+def test_of_many_questions_no_more_signals_are_in_memory_than_of_a_group(probed):
+    config = GenerationConfig(max_new_tokens=1, tokens_per_batch=1024)
+    scorer = Scorer(probed.backbone, probed.detector, config)
+    questions = [f"where was Skiband Rugrond {i} born?" for i in range(600)]
+    n_alive = []
+
+    def count(*_):
+        n_alive.append(sum(type(x) is AnswerSignals for x in gc.get_objects()))
+
+    with probed.backbone.layout.decoder.register_forward_pre_hook(count):
+        scores = scorer.answer(questions)
+    assert len(scores) == 600 and 0 < max(n_alive) <= 256
+    for i in (0, 300, 599):
+        alone = scorer.answer(questions[i])
+        assert scores[i].text == alone.text
+        assert scores[i].raw == pytest.approx(alone.raw, abs=1e-5)
 
 
 def test_eight_threads_get_the_numbers_of_one(scorer):
