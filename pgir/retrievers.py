@@ -66,7 +66,7 @@ _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
 _KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token
 _BATCH = 32  # questions in a request
-_N_TRIED = 3  # questions of a batch that failed, where none was answered before
+_N_TRIED = 3  # questions of a batch that failed; if these fail too, no more are asked
 _MOST_REPLY_BYTES = 64 << 20
 Note = Callable[[str], None]
 
@@ -192,6 +192,7 @@ class CachedRetriever:
         self.passages: list[Passage] = []
         self.n_empty = 0
         self._has_answered = False  # any request of this process
+        self._n_failed = 0  # requests of a search since the last that was answered
         self._places: dict[str, int] = {}
         self._rankings: dict[tuple[str, int], tuple[int, ...]] = {}
         self._journal: Journal[tuple[str, int], _CachedRanking] | None = None
@@ -222,6 +223,7 @@ class CachedRetriever:
             q for q in dict.fromkeys(queries) if (q, depth) not in self._rankings
         ]
         reasons: dict[str, str] = {}
+        self._n_failed = 0
         try:
             for start in range(0, len(missing), _BATCH):
                 self._search_batch(missing[start : start + _BATCH], depth, reasons)
@@ -243,24 +245,25 @@ class CachedRetriever:
     ) -> None:
         """Search for some questions; those of a request that fails, one by one.
 
-        Unless no request was ever answered and the first few fail alone, too.
+        Unless the first few of these fail too: a server may end after it has answered.
         """
         try:
             self._save(queries, depth, self._fetch(queries, depth))
         except _RequestFailed as error:
+            self._n_failed += 1
+            if self._n_failed > _N_TRIED:
+                nothing = f"none of {self._n_failed} requests in a row was answered"
+                raise _ServerFails(f"{error}; {nothing}, no more is sent") from None
             if len(queries) == 1:
                 reasons[queries[0]] = str(error)
                 return
             # One of them may be what the server stumbles over, several in a row rarely.
             apart = queries[:: max(1, len(queries) // _N_TRIED)]
-            for n_asked, query in enumerate(dict.fromkeys([*apart, *queries]), start=1):
+            for query in dict.fromkeys([*apart, *queries]):
                 self._search_batch([query], depth, reasons)
-                if n_asked == _N_TRIED and not self._has_answered:
-                    nothing = "none of the first requests was answered, no more is sent"
-                    raise _ServerFails(f"{reasons[query]}; {nothing}") from None
 
     def _save(self, queries: list[str], depth: int, replies: list[list[str]]) -> None:
-        self._has_answered = True
+        self._has_answered, self._n_failed = True, 0
         lines: dict[tuple[str, int], str] = {}
         for query, documents in zip(queries, replies, strict=True):
             new = [d for d in dict.fromkeys(documents) if d not in self._places]

@@ -207,6 +207,19 @@ def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, rea
         assert asking.search(queries, 2)[99] == (0, 1)
 
 
+def test_a_server_that_stops_answering_is_soon_asked_no_more(tmp_path):
+    queries = [f"q{i}" for i in range(100)]
+    server = Moody(dict.fromkeys(queries, "broken"))
+    with serving(server) as url:
+        asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl")
+        assert asking.search(["fine"], 2) == [(0, 1)]
+        with pytest.raises(RetrievalFailed, match="101 questions") as failed:
+            asking.search(["fine", *queries], 2)
+        assert len(failed.value.reasons) == 100
+        assert "4 requests in a row" in failed.value.reasons[100]
+        assert len(server.queries) == 1 + 2 * (1 + 3)
+
+
 @pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
 def test_a_damaged_cache_is_refused_by_its_line_and_a_cut_one_is_asked_again(
     tmp_path, line
