@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import msgspec
 import numpy as np
 
 from beatrice.extract.datasets.fields import (
@@ -172,13 +173,15 @@ def read_rows(path: Path) -> Iterator[Row]:
                 given = AnswerToScore(**arguments)
             except ValueError as error:
                 given = str(error)
+        # Columns that are not read may hold what is no JSON: bytes, decimals.
+        record = msgspec.to_builtins([raw.value, raw.problem], enc_hook=str)
         yield Row(
             line=raw.number if raw.line is None else raw.line,
             at=raw.at,
             id=name,
             given=given,
             unread=unread,
-            digest=sha256_json([raw.value, raw.problem]),
+            digest=sha256_json(record),
         )
 
 

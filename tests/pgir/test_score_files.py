@@ -1,5 +1,6 @@
 """A file of answers: its layouts, its bad rows, its results, and the page of them."""
 
+import decimal
 import fcntl
 import json
 import os
@@ -111,6 +112,18 @@ def test_a_result_has_the_id_of_its_row(tmp_path):
     ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # a table with gaps has 7.0 for 7
     rows = read_rows(write_lines(tmp_path / "a.jsonl", [{**ROW, "id": x} for x in ids]))
     assert [row.id for row in rows] == ["a", 7, 7.5, None, None, None]
+
+
+def test_a_column_that_is_not_read_may_hold_bytes_and_decimals(tmp_path):
+    image = {"bytes": b"\xff", "path": "a.png"}
+    odd = {"price": decimal.Decimal("1.50"), "image": image}
+    table = pd.DataFrame([{**ROW, **odd, "scan": x} for x in (b"a", b"b")])
+    table.to_parquet(tmp_path / "a.parquet")
+    first, second = read_rows(tmp_path / "a.parquet")
+    (row,) = read_rows(write_lines(tmp_path / "a.jsonl", [ROW]))
+    assert first.given == second.given == row.given
+    assert first.unread == ("price", "image", "scan")
+    assert first.digest != second.digest
 
 
 def given(record, tmp_path, write=write_lines):
