@@ -234,7 +234,11 @@ class Gate:
                 reason="every passage is empty; give one with a word, or none"
             )
             if shown or not context:  # else it would be read as a closed-book answer
-                score = self.scorer.score(draft.question, grounded, shown)
+                setting = "with_context" if shown else "closed_book"
+                self.scorer.load_scorer().require_head(setting)
+                # `score` raises where an answer cannot be read; the draft can stand.
+                row = (draft.question, grounded, shown)
+                (score,) = self.scorer.score_many([row])
         decision = self._decide(score)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
         if not draft.answer.strip():  # not written, or without a word

@@ -210,7 +210,7 @@ class Scorer(AnswerScorer):
     def why_unasked(self, questions: Sequence[str]) -> dict[int, str]:
         """Return of questions, by place, why the model cannot be asked them alone."""
         self.probed.backbone.require_unchanged()
-        self._require_head("closed_book")
+        self.require_head("closed_book")
         reasons: dict[int, str] = {}
         for i, text in enumerate(questions):
             try:
@@ -301,7 +301,7 @@ class Scorer(AnswerScorer):
                     raise ValueError(f"{name}: {error}") from error
                 prompts.append(prompt)
         for prompt in prompts[:1]:
-            self._require_head(prompt.setting)
+            self.require_head(prompt.setting)
         return prompts, [
             Request(str(i), prompt.setting, "original", prompt)
             for i, prompt in enumerate(prompts)
@@ -371,10 +371,11 @@ class Scorer(AnswerScorer):
                 answer_span=probed.answer_span,
                 stop_id=probed.trained.stop_id,
             )
-        self._require_head(prepared.prompt.setting)
+        self.require_head(prepared.prompt.setting)
         return prepared
 
-    def _require_head(self, setting: Setting) -> None:
+    def require_head(self, setting: Setting) -> None:
+        """Check that the probe was fitted on answers of a setting."""
         heads = self.probed.detector.heads
         if OWN_PASS_HEADS[setting] not in heads:
             known = next(name for name, head in OWN_PASS_HEADS.items() if head in heads)

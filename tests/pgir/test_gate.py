@@ -212,6 +212,18 @@ def test_a_grounded_answer_that_is_worse_is_told_from_one_that_could_not_be_read
     assert worse.warnings == score.warnings != ()
 
 
+@pytest.mark.parametrize(
+    ("grounded", "reason"),
+    [(f"{ANSWER}</s>", "'</s>'"), (f"{ANSWER}\ud800", "lone surrogate")],
+)
+def test_a_grounded_answer_that_no_score_is_given_leaves_the_draft(
+    scorer, grounded, reason
+):
+    kept = strict(scorer).keep(draft(0.1), grounded, [PASSAGE])
+    assert (kept.answer, kept.p_correct, kept.is_grounded) == ("own", 0.1, False)
+    assert reason in kept.reason
+
+
 def test_passages_that_no_prompt_holds_cost_no_grounded_answer(scorer):
     gate, plain = strict(scorer), "Guzolt Falls is < /s> a place."
     expected = gate.keep(draft(0.0), ANSWER, [plain])
@@ -587,6 +599,8 @@ def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
     alone = Scorer(probed.backbone, detector, probed.config)
     with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
         run_pgir(alone, [QUESTION], finding(), threshold=0.5)
+    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+        strict(alone).keep(draft(0.1), ANSWER, [PASSAGE])
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: 0.1}
     (result,) = run_pgir(alone, [QUESTION], finding(), **options)
     assert result.n_generations == 2 and result.error is None
