@@ -17,6 +17,7 @@ import msgspec
 from beatrice.extract.records import SETTINGS, Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
+from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     argument_error,
@@ -181,15 +182,15 @@ class Gate:
     def draft(self, questions: Sequence[str]) -> list[Draft]:
         """Answer questions closed-book, and say of each whether to retrieve.
 
-        One that the model cannot be asked (it is too long or empty, or holds a control
-        token) has no answer, and is to be retrieved for.
+        One that the model cannot be asked (it is empty, too long for the window or the
+        memory, or holds a control token) has no answer, and is to be retrieved for.
         """
         questions = as_texts(questions, "questions")
         if not questions:
             return []
         reasons = self.scorer.load_scorer().why_unasked(questions)
         fitting = [q for i, q in enumerate(questions) if i not in reasons]
-        answered = iter(self.scorer.answer(fitting) if fitting else ())
+        answered = iter(self._answer(fitting) if fitting else ())
         scores = [
             Score(reason=reasons[i]) if i in reasons else next(answered)
             for i in range(len(questions))
@@ -205,6 +206,15 @@ class Gate:
             )
             for question, score in zip(questions, scores, strict=True)
         ]
+
+    def _answer(self, questions: Sequence[str]) -> list[Score]:
+        """Answer questions; one that the device cannot hold has no answer."""
+        try:
+            return self.scorer.answer(questions)
+        except DoesNotFit as error:
+            if len(questions) == 1:
+                return [Score(reason=str(error))]
+        return [self._answer([question])[0] for question in questions]
 
     def should_retrieve(self, question: str) -> bool:
         """Return whether the closed-book answer to a question may not stand."""

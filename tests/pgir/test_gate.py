@@ -122,6 +122,9 @@ def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
     questions = [QUESTION, "who is " * 30, OTHER]
     with room_for(scorer.probed.backbone, n_tokens=60):
         first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
+        drafts = strict(scorer).draft(questions)
+    reasons = [d.reason and "does not fit in the device" in d.reason for d in drafts]
+    assert reasons == [None, True, None] and drafts[1].retrieve
     expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
     assert [(x.answer, x.error) for x in (first, last)] == [
         (x.answer, None) for x in expected
