@@ -380,7 +380,7 @@ def published(detector: Detector) -> Detector:
 
 def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str, Any]]:
     """Return examples with their P, as they stand in a probe's folder."""
-    from beatrice.pgir.given import ARGUMENTS, as_answer
+    from beatrice.pgir.given import ARGUMENTS, READING, as_answer
 
     rows = as_rows(examples, ARGUMENTS)
     if len(rows) > MOST_EXAMPLES:
@@ -395,7 +395,7 @@ def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str
         given = as_answer(row)
         context = [{"title": p.title, "text": p.text} for p in given.context]
         fields = {**vars(given), "context": context or None}
-        fields |= {"p_correct": score.p_correct, "raw": score.raw}
+        fields |= {"p_correct": score.p_correct, "raw": score.raw, "reading": READING}
         stored.append({k: v for k, v in fields.items() if v is not None})
     return stored
 
@@ -404,8 +404,10 @@ def _check_examples(
     scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
 ) -> None:
     """Check that examples come out as they were saved, on each machine once."""
+    from beatrice.pgir.given import READING
+
     answers = [
-        {k: v for k, v in row.items() if k not in ("p_correct", "raw")}
+        {k: v for k, v in row.items() if k not in ("p_correct", "raw", "reading")}
         for row in examples
     ]
     dtype = str(scorer.probed.backbone.dtype).removeprefix("torch.")
@@ -414,11 +416,16 @@ def _check_examples(
         for row, score in zip(examples, scorer.score_many(answers), strict=True):
             # Before the map: steps of isotonic regression make much of rounding.
             if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
+                remedy = "look whether the model is the one of its card"
+                if row.get("reading", 1) != READING:
+                    remedy = (
+                        "an earlier version saved it, which read answers given as "
+                        "texts otherwise (answer_ids score as before): fit it again"
+                    )
                 raise ValueError(
                     f"the probe's example {row.get('question')!r} has P "
                     f"{score.p_correct} here, and had {row['p_correct']} when the "
-                    "probe was saved; look whether the model is the one of its card, "
-                    "or in Python load with strict=False"
+                    f"probe was saved; {remedy}, or in Python load with strict=False"
                 )
         return True
 

@@ -38,6 +38,8 @@ from beatrice.pgir.arguments import (
 
 Range = tuple[int, int]
 _PROMPTS = ("prompt", "messages", "prompt_ids")
+# Of texts as ids; until 2 an answer began with a blank whatever stands before it.
+READING = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

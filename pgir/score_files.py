@@ -34,7 +34,7 @@ from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_messages, as_passages, as_text
-from beatrice.pgir.given import ARGUMENTS, AnswerToScore, token_texts
+from beatrice.pgir.given import ARGUMENTS, READING, AnswerToScore, token_texts
 
 if TYPE_CHECKING:
     from beatrice.pgir.asking import Score
@@ -263,8 +263,9 @@ def score_rows(
         row = next(stream, None)
         if row is None or result.get("key") != _key(row, identity):
             raise ValueError(
-                f"{where}, line {number}: is of another row, detector or precision; "
-                "give a new --out, or delete it to score all again"
+                f"{where}, line {number}: is of another row, detector or precision, or "
+                "of an earlier version; give a new --out, or delete it to score all "
+                "again"
             )
         if result.pop("check", None) != _check(result):
             raise ValueError(
@@ -289,8 +290,8 @@ def score_rows(
 
 
 def _key(row: Row, identity: str) -> str:
-    """Identity of a result: the record and the detector."""
-    return sha256_json([row.digest, identity])[:16]
+    """Identity of a result: the record, the detector, and how texts are read."""
+    return sha256_json([row.digest, identity, READING])[:16]
 
 
 def _check(result: Mapping[str, Any]) -> str:

@@ -6,8 +6,11 @@ program would have written the same.
 
 import pytest
 
+from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.run.files import sha256_json
-from beatrice.pgir import bm25
+from beatrice.pgir import bm25, given
+from tests.extract.generate.test_local import byte_fallback
+from tests.pgir.test_scorer import REPLY, TURNS, prepending
 
 # Of each script, with marks, blanks and hyphens that nobody sees.
 TEXTS = [
@@ -17,10 +20,30 @@ TEXTS = [
     "hy\u00adphen zero\u200bwidth one\ufefftwo",
 ]
 
+
+def read_ids():
+    """What is read of an answer under prompts that end in each way."""
+    words = [
+        Words(closed_book="{question}" + x) for x in (":", "\n", " 「", "答", " (")
+    ]
+    asked = [PromptConfig(template=x) for x in words]
+    chat = [PromptConfig(template="short", chat=True)] * 2
+    for make in (byte_fallback, prepending):
+        templates = [None] * len(asked) + [TURNS, REPLY]
+        for config, chat_template in zip(asked + chat, templates, strict=True):
+            tokenizer = make()
+            tokenizer.chat_template = chat_template
+            answer = given.AnswerToScore(question="who?", answer="Paris")
+            read = given.prepare(tokenizer, config.prompt_template(), answer)
+            yield read.prompt.ids, read.answer.token_ids
+
+
 STANDS_FOR = {
+    "ids of texts": (given.READING, lambda: list(read_ids())),
     "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
 EXPECTED = {
+    "ids of texts": (2, "ac630f9a73ea"),
     "words of BM25": ("bm25, characters of scripts without blanks", "6547c2df0567"),
 }
 

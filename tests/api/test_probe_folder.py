@@ -35,7 +35,7 @@ from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
 from beatrice.jaxprobe.detector import CONFIG, OWN_PASS_HEADS, Detector
 from beatrice.jaxprobe.scope import PRECISIONS, Evidence
-from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.given import READING, AnswerToScore
 from beatrice.pgir.scorer import Scorer
 from beatrice.probe import published
 from tests.extract.small_run import beatrice as begin
@@ -309,13 +309,20 @@ def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
     assert n_refused > 150
 
 
-def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(folder):
+@pytest.mark.parametrize(
+    ("reading", "remedy"),
+    [(READING, "look whether the model"), (1, "an earlier version saved it.*again")],
+)
+def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(
+    folder, reading, remedy
+):
     lines = (folder / "examples.jsonl").read_text().splitlines()
     row = json.loads(lines[0])
-    row |= {"raw": row["raw"] - 0.02, "p_correct": 0.12345}
+    assert row["reading"] == READING
+    row |= {"raw": row["raw"] - 0.02, "p_correct": 0.12345, "reading": reading}
     (folder / "examples.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
     write_checksums(folder)
-    with pytest.raises(ValueError, match=r"P 0\.\d+ here, and had 0\.12345"):
+    with pytest.raises(ValueError, match=rf"P 0\.\d+ here, and had 0\.12345.*{remedy}"):
         beatrice.load(folder).score(**ROWS[0])
     beatrice.load(folder, strict=False).score(**ROWS[0])
 

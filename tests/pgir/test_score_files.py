@@ -17,7 +17,7 @@ from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.own_model import read_labelled
 from beatrice.pgir import score_files
 from beatrice.pgir.asking import Score
@@ -241,6 +241,19 @@ def test_results_are_of_one_precision(tmp_path, precision, decision):
     assert result["decision"] == decision
     other = beatrice(*line, 0.7, code=1)
     assert "another row, detector or precision" in other.output
+
+
+def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
+    scorer, tmp_path
+):
+    path = write_lines(tmp_path / "answers.jsonl", [ROW])
+    (row,), (result,) = read_rows(path), score_lines(scorer, path)[0]
+    result |= {"key": sha256_json([row.digest, "d"])[:16]}
+    del result["check"]
+    result |= {"check": sha256_json(result)[:16]}
+    out = write_lines(tmp_path / "out.jsonl", [result])
+    with pytest.raises(ValueError, match="line 1: .* or of an earlier version"):
+        score_lines(scorer, path, JsonLines(out))
 
 
 @pytest.mark.parametrize(
