@@ -23,6 +23,7 @@ from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
     N_FIRST,
     SPLITS_OF,
+    VERSION,
     BuildConfig,
     Candidate,
     Context,
@@ -202,7 +203,7 @@ def _read_pools(
 
 class _Row(NamedTuple):
     line: str
-    text_key: bytes
+    question: str
     passages: list[str]
 
 
@@ -224,8 +225,8 @@ def _drawn_rows(
                 continue
             example = question.as_example(order[name], question.context(context))
             bare = [Passage(title=p.title, text=p.text) for p in question.passages]
-            key = text_key(question.question)
-            rows[name] = _Row(to_json(example), key, list(map(to_json, bare)))
+            text = question.question
+            rows[name] = _Row(to_json(example), text, list(map(to_json, bare)))
     if missing := [name for name in order if name not in rows]:
         raise ValueError(
             f"{dataset}: {len(missing)} questions of the splits are not in the files "
@@ -263,8 +264,8 @@ def _write_examples(
                         written.add(key)
                         passages.write(f"{line}\n".encode())
             for split, ids in names.items():
-                keys = ((name, rows[name].text_key) for name in ids)
-                digests.setdefault(split, {})[dataset] = questions_digest(keys)
+                texts = ((name, rows[name].question) for name in ids)
+                digests.setdefault(split, {})[dataset] = questions_digest(texts)
         if config.fixed is not None:
             _check_texts(config.fixed, digests)
     return digests
@@ -288,11 +289,19 @@ def build_examples(
         return before
     pools, reports = _read_pools(config, note)
     drawn = _drawn(pools, config)
+    before = {} if config.fixed is None else read_splits(config.fixed)
+    if before.get("version") == 1:
+        known = before["config"]["sources"]
+        if any(source not in known for source in settings["sources"]):
+            note(
+                f"{config.fixed} was drawn by an earlier version, from other files: "
+                "whether the questions are the same is seen by their ids alone"
+            )
     digests = _write_examples(folder, drawn.splits, config)
     manifest = seal(
         {
             "format": "beatrice-splits",
-            "version": 1,
+            "version": VERSION,
             "config": settings,
             "sources": reports,
             "splits": drawn.splits,
@@ -355,7 +364,9 @@ def _drawn(pools: Pools, config: BuildConfig) -> DrawnSplits:
 
 
 def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
-    expected = read_splits(fixed)["questions_sha256"]
+    manifest = read_splits(fixed)
+    # Of version 1 they are of texts as one of several versions folded them.
+    expected = manifest["questions_sha256"] if manifest["version"] == VERSION else {}
     for split, sets in digests.items():
         for dataset, digest in sets.items():
             if expected.get(split, {}).get(dataset, digest) != digest:

@@ -400,6 +400,29 @@ def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
     assert not list((tmp_path / "c").iterdir())
 
 
+def test_splits_of_an_earlier_version_are_of_its_files_and_of_others_by_ids_alone(
+    sources, tmp_path
+):
+    drawn, notes = build(tmp_path / "a", sources), []
+    digests = {
+        split: dict.fromkeys(sets, "") for split, sets in drawn["splits"].items()
+    }
+    fields = {k: v for k, v in drawn.items() if k != "sha256"}
+    fields |= {"version": 1, "questions_sha256": digests}
+    fixed = tmp_path / "splits.json"
+    fixed.write_text(json.dumps(seal(fields)))
+    config = BuildConfig(sources=tuple(sources), fixed=fixed, splits=small())
+    (tmp_path / "b").mkdir()
+    again = build_examples(tmp_path / "b", config, notes.append)
+    assert again["splits"] == drawn["splits"] and "earlier" not in "".join(notes)
+    assert again["questions_sha256"] == drawn["questions_sha256"]
+    records = json.loads(sources[1].path.read_text())
+    pub.write_lines(sources[1].path, records)
+    (tmp_path / "c").mkdir()
+    build_examples(tmp_path / "c", config, notes.append)
+    assert "drawn by an earlier version" in notes[-1]
+
+
 def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
     records = json.loads(sources[0].path.read_text())
     del records[4]["answer"]
