@@ -1,6 +1,7 @@
 """What lies in a run directory, read without Torch: questions, answers, labels."""
 
 import collections
+import warnings
 from pathlib import Path
 
 from beatrice.extract.records import (
@@ -16,6 +17,7 @@ from beatrice.extract.records import (
     with_rewrites,
 )
 from beatrice.extract.run.directory import MAKE_A_RUN, RunDir, read_manifest
+from beatrice.extract.run.files import sha256_file
 
 
 def question_files(run: RunDir) -> list[Path]:
@@ -91,7 +93,8 @@ def read_questions(run: RunDir) -> list[Example]:
     """Return the run's questions as they came, before any rewriting.
 
     No id is there twice, and no question is in two splits: what was learned of it in
-    one would be tested in the other.
+    one would be tested in the other. Of questions that an earlier version drew, which
+    told apart more of them, that is a warning.
     """
     examples = list(read_records(run.examples, Example))
     if not examples:
@@ -107,13 +110,27 @@ def read_questions(run: RunDir) -> list[Example]:
             )
         first = first_of.setdefault(text_key(example.question), example)
         if first.split != example.split:
-            raise ValueError(
+            text = (
                 f"{where} question {example.question[:80]!r} is in the split "
                 f"{example.split}, and as {first.id!r} in {first.split} too (without "
-                "case, marks and articles); leave one of the two out, or let the "
-                f"splits be drawn: {MAKE_A_RUN}"
+                "case, marks and articles)"
             )
+            if not _is_drawn(run):
+                raise ValueError(
+                    f"{text}; leave one of the two out, or let the splits be drawn: "
+                    f"{MAKE_A_RUN}"
+                )
+            # The marks of an earlier version were fewer, and all else rests on these.
+            warnings.warn(f"{text}, as an earlier version drew them", stacklevel=2)
     return examples
+
+
+def _is_drawn(run: RunDir) -> bool:
+    """Tell whether the questions are as a stage wrote them, and nobody else."""
+    name = run.examples.name
+    records = filter(None, run.stage_records().values())
+    written = {record.outputs[name] for record in records if name in record.outputs}
+    return sha256_file(run.examples) in written
 
 
 def read_examples(run: RunDir) -> list[Example]:
