@@ -4,13 +4,23 @@ By them a file that is continued, a cache and the record of a stage know whether
 program would have written the same.
 """
 
+import itertools
+
 import pytest
 
+from beatrice.benchmarks.baselines import judge, plain
+from beatrice.benchmarks.baselines.detectors import selfcheck
 from beatrice.extract.generate.templates import PromptConfig, Words
+from beatrice.extract.label import labels, stage
+from beatrice.extract.records import Passage
 from beatrice.extract.run.files import sha256_json
 from beatrice.pgir import bm25, given
+from beatrice.pgir.controllers import dragin
+from beatrice.pgir.controllers import stage as control
+from beatrice.selection import anatomy
 from tests.extract.generate.test_local import byte_fallback
 from tests.pgir.test_scorer import REPLY, TURNS, prepending
+from tests.records import an_answer, an_example
 
 # Of each script, with marks, blanks and hyphens that nobody sees.
 TEXTS = [
@@ -19,6 +29,38 @@ TEXTS = [
     "首都是北京。「東京」は？ ภาษาไทย",
     "hy\u00adphen zero\u200bwidth one\ufefftwo",
 ]
+ANSWERS = ["1979-80", "Darc", "C", "Кто", "北京", "thai", "hyphen", "dwidth"]
+
+
+def verdicts():
+    """Whether answers are words of texts, and stand in them."""
+    for text, answer in itertools.product(TEXTS, ANSWERS):
+        yield labels.contains_gold(text, [answer]), labels.token_f1(text, [answer])
+        yield [labels.exact_match(answer, [word]) for word in text.split()]
+
+
+def grounded():
+    """Whether answers stand in a context."""
+    for text, answer in itertools.product(TEXTS, ANSWERS):
+        example = an_example(passages=(Passage(title="", text=text),))
+        yield labels.stands_in_context(example, an_answer(text=answer))
+
+
+def words_and_sentences():
+    """What published detectors split a text into."""
+    pairs = plain.word_pairs().build_analyzer()
+    return [
+        (pairs(x), selfcheck.sentences_of(x), selfcheck.tokens_of(x)) for x in TEXTS
+    ]
+
+
+def owners():
+    """Of which words tokens are, where their characters come in parts."""
+    ends = list(range(1, 12)), [1, 2, 3, 1, 3, 5], [2, 5, 6, 12]
+    for text in ("Guzolt Fall", "🦇 a b", *TEXTS):
+        for stops in ends:
+            words, places = dragin.word_owners(stops, text)
+            yield words, places.tolist()
 
 
 def read_ids():
@@ -39,10 +81,18 @@ def read_ids():
 
 
 STANDS_FOR = {
+    "verdicts": (stage._FORMAT, lambda: list(verdicts())),
+    "scores of detectors": (judge.SCORE_FORMAT, words_and_sentences),
+    "analyses": (anatomy.FORMAT, lambda: list(grounded())),
+    "calls of controllers": (control._SERVED, lambda: list(owners())),
     "ids of texts": (given.READING, lambda: list(read_ids())),
     "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
 EXPECTED = {
+    "verdicts": ("2", "896d69e11dd1"),
+    "scores of detectors": ("5", "8ccfa1260864"),
+    "analyses": (6, "d13653d5f4ed"),
+    "calls of controllers": (2, "6f9305327dd2"),
     "ids of texts": (2, "ac630f9a73ea"),
     "words of BM25": ("bm25, characters of scripts without blanks", "6547c2df0567"),
 }

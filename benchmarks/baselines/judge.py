@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
     from beatrice.extract.generate.templates import PromptTemplate
 
-SCORE_FORMAT = "4"  # of cached scores: 4 holds the rows of what was chosen too
+SCORE_FORMAT = "5"  # of cached scores: 5 has the words and sentences of every script
 _MODELS = "baselines/models.json"  # in the run: those beside the backbone
 
 
@@ -106,8 +106,8 @@ class ScoreCache:
     """The scores of detectors on one setting, a file a detector.
 
     The key of a file covers all rows, the layer of the sweep and the readings. Scores
-    of the catalogue are valid until their detector's `variant` changes, those of a
-    person's own until its file changes.
+    of the catalogue are valid until their detector's `variant` or `SCORE_FORMAT`
+    changes, those of a person's own until its file changes.
     """
 
     folder: Path  # of the files

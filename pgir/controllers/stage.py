@@ -439,6 +439,9 @@ class ControlConfig:
             )
 
 
+# Of what is served from `calls.jsonl`; until 2 "words" were of an answer's ids, and
+# "attended" of its text.
+_SERVED = 2
 # SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
 _SMALL = ControlConfig(
     n_questions=250,
@@ -510,6 +513,7 @@ def _open_answering(
         answer_config(run).generation,
     )
     parts = [*run.hash_inputs(run.passages, run.detector).values(), retrieval.identity]
+    parts.append(f"served {_SERVED}")
     if (window := probed.trained.prompt.window) is not None:
         parts.append(f"window {window}")  # which earlier versions did not heed
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
