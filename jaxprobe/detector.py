@@ -157,13 +157,22 @@ class Provenance:
     stop: tuple[str, ...] | None = None  # that ended answers; None: `prompt.usual_stop`
 
 
+FORMAT = 9  # of what is saved; in 8 answers of one P lie in the order of their file
+
+
+class _Format(msgspec.Struct):
+    """What is read first, since all else may be another version's."""
+
+    format: int
+
+
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8, 9]  # 8: answers of one P lie in the order of their file
+    format: Literal[8, 9]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
-    provenance: Provenance | None
+    provenance: dict[str, Any] | None
 
 
 _ARRAYS = {
@@ -180,12 +189,30 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
     tree = {
         name: x if isinstance(x, dict) else x._asdict() for name, x in arrays.items()
     }
+    # Field by field: of what was read, `to_builtins` leaves the defaults out.
+    for name, x in fields.items():
+        fields[name] = dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x
     return tree, msgspec.to_builtins(fields)
 
 
 def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kind:
     arrays = {name: _ARRAYS[name](**arrays) for name, arrays in tree.items()}
-    return msgspec.convert({**fields, **arrays}, kind)
+    value = msgspec.convert({**fields, **arrays}, kind)
+    if names := _names(fields) ^ _names(_split_arrays(value)[1]):
+        raise ValueError(f"fields that are unknown or missing: {', '.join(names)}")
+    return value
+
+
+def _names(fields: Mapping[str, Any]) -> set[str]:
+    return {name for name, _ in leaves(fields)}
+
+
+def _read_provenance(fields: dict[str, Any] | None) -> Provenance | None:
+    """Return where a detector is from; what it lacks is as of before there was any."""
+    value = msgspec.convert(fields, Provenance | None)
+    if fields and (names := _names(fields) - _names(msgspec.to_builtins(value))):
+        raise ValueError(f"fields that are unknown: {', '.join(names)}")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,7 +299,7 @@ class Detector:
         """Write the two files of a detector into a folder: structure and arrays."""
         tree: dict[str, Any] = {}
         saved: dict[str, Any] = {
-            "format": 9,
+            "format": FORMAT,
             "provenance": msgspec.to_builtins(self.provenance),
         }
         for name, values in (("banks", self.banks), ("heads", self.heads)):
@@ -289,8 +316,14 @@ class Detector:
         folder = Path(path)
         verify_checksums(folder)
         again = "fit the probe, or run `beatrice calibrate`, again"
+        if (saved_as := read_json(folder / CONFIG, _Format, again).format) > FORMAT:
+            raise ValueError(
+                f"{folder / CONFIG}: a newer version of beatrice-probe wrote it, of "
+                f"format {saved_as} (this one reads {FORMAT}); install that version"
+            )
         saved = read_json(folder / CONFIG, _Saved, again)
         try:
+            provenance = _read_provenance(saved.provenance)
             tree = _nested(load_file(folder / ARRAYS))
             banks: dict[Setting, EncoderBank] = {
                 setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)
@@ -315,7 +348,7 @@ class Detector:
             raise ValueError(
                 f"{path} is no detector of this version ({error}); {again}"
             ) from error
-        return cls(banks=banks, heads=heads, provenance=saved.provenance)
+        return cls(banks=banks, heads=heads, provenance=provenance)
 
 
 class _Row(msgspec.Struct):

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
+import operator
 import os
 import random
 import re
@@ -276,8 +278,39 @@ def test_another_format_and_an_edited_config_are_refused(folder):
     with pytest.raises(ValueError, match=r"config\.json does not match its SHA-256"):
         beatrice.load(folder)
     write_checksums(folder)
+    with pytest.raises(ValueError, match=f"{folder}.*newer.*format 99.*install that"):
+        beatrice.load(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "format": 7}))
+    write_checksums(folder)
     with pytest.raises(ValueError, match=f"{folder}.*format.*again"):
         beatrice.load(folder)
+
+
+def objects_of(value, at=()):
+    """Where the objects of a config are."""
+    if isinstance(value, dict):
+        yield at
+        for name, part in value.items():
+            yield from objects_of(part, (*at, name))
+
+
+def test_a_config_with_a_field_more_or_in_a_head_or_bank_one_fewer_is_refused(folder):
+    file, n_refused = folder / "config.json", 0
+    text = file.read_text()
+    for at in objects_of(json.loads(text)):
+        names = functools.reduce(operator.getitem, at, json.loads(text))
+        is_whole = len(at) > 1 and at[0] != "provenance"
+        for name in ["new", *(names if is_whole else ())]:
+            config = json.loads(text)
+            fields = functools.reduce(operator.getitem, at, config)
+            if fields.pop(name, fields) is fields:
+                fields[name] = 1
+            file.write_text(json.dumps(config))
+            write_checksums(folder)
+            with pytest.raises(ValueError):
+                beatrice.load(folder)
+            n_refused += 1
+    assert n_refused > 50
 
 
 def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
