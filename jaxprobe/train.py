@@ -46,6 +46,7 @@ from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
+    PROTOCOL,
     EncoderConfig,
     GridConfig,
     StreamConfig,
@@ -129,6 +130,17 @@ def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
     """Return the outputs of every trained encoder of a setting on its rows."""
     tree, _ = checkpoint.restore(run.encoders(setting))
     return MemberOutputs(**tree["outputs"])
+
+
+def check_protocol(run: RunDir, what: str) -> None:
+    """Check that a run's encoders are trained as this version trains others."""
+    record = run.stage_record("train")
+    if record is None or record.inputs.get("protocol") != str(PROTOCOL):
+        raise ValueError(
+            f"{what} are compared with encoders that are trained alike, and another "
+            f"version trained those of {run.path}: run `beatrice train` again, and "
+            "the verbs behind it"
+        )
 
 
 def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
@@ -501,7 +513,7 @@ def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
     """Return the identity of all that a setting's members depend on."""
     sources = (*question_files(run), run.labels, run.sweep)
     config = dataclasses.replace(config, device_memory=None)  # changes no result
-    text = json.dumps(dataclasses.asdict(config))
+    text = json.dumps([PROTOCOL, dataclasses.asdict(config)])
     protocol = hashlib.sha256(text.encode()).hexdigest()
     return " ".join((*map(sha256_file, sources), store_id, protocol))
 
@@ -615,6 +627,7 @@ TRAIN = Stage(
     outputs=encoder_folders,
     work=_train,
     parts="encoders",
+    identity=lambda config: {"protocol": str(PROTOCOL)},
     presets=GRID_PRESETS,
     is_open=True,
 )

@@ -45,6 +45,7 @@ from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, TrainingSet
 from beatrice.jaxprobe.train import (
+    check_protocol,
     encoder_folders,
     grid_config,
     open_rows,
@@ -310,6 +311,7 @@ def _summary(run: RunDir, cache: Cache) -> dict[str, dict[str, list[str]]]:
 def _ablate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
+    check_protocol(run, "encoders without a span")
     set_compiler(run.preset)
     settings, grid, cache = settings_of(run), grid_config(run), _cache(run)
     ablation = Ablation(

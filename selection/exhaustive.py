@@ -31,7 +31,12 @@ from beatrice.jaxprobe.calibrate import (
     run_selection,
 )
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
+from beatrice.jaxprobe.config import (
+    PROTOCOL,
+    SELECT_PRESETS,
+    SelectConfig,
+    set_compiler,
+)
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.jaxprobe.metrics import BootstrapConfig
@@ -104,7 +109,7 @@ class Enumeration:
     def cache(self) -> Cache:
         """Finished calls, by the SHA-256 of everything a head depends on."""
         pool, config = self.heads.pool, self.heads.config
-        shapes = f"{config.head} {config.train} {SET_SIZE}"
+        shapes = f"{PROTOCOL} {config.head} {config.train} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
         for value in (*pool.train, *pool.valid):
             array = np.ascontiguousarray(value)

@@ -40,6 +40,7 @@ from beatrice.jaxprobe.calibrate import (
 )
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
+    PROTOCOL,
     SELECT_PRESETS,
     FusionConfig,
     SelectConfig,
@@ -452,7 +453,7 @@ def _measure(
     set_compiler(run.preset)
     config = config.seeded(run.seed)
     hashes = run.hash_inputs(*_optimism_inputs(run)).values()
-    cache = Cache(_optimism_folder(run), f"{' '.join(hashes)} {config}")
+    cache = Cache(_optimism_folder(run), f"{PROTOCOL} {' '.join(hashes)} {config}")
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from scipy.stats import rankdata
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import GridConfig
+from beatrice.jaxprobe.config import PROTOCOL, GridConfig
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
 from beatrice.jaxprobe.metrics import (
@@ -132,7 +132,9 @@ class SmallSampleTrainer:
     def cache(self, taken: np.ndarray) -> Cache:
         """Return the cache of members that are trained and scored on rows `[n]`."""
         source = self.deployed
-        text = f"{source.store.id} {source.layer} {self.n_most} {self._config}"
+        text = (
+            f"{PROTOCOL} {source.store.id} {source.layer} {self.n_most} {self._config}"
+        )
         labels = source.rows.labels[taken]
         digest = hashlib.sha256(text.encode() + taken.tobytes() + labels.tobytes())
         return Cache(self.folder / digest.hexdigest()[:16], digest.hexdigest())

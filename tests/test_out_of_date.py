@@ -12,6 +12,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_result_rows
 from beatrice.extract.run.stages import is_done
 from beatrice.jaxprobe.calibrate import select_config
+from beatrice.jaxprobe.train import TRAIN
 from beatrice.selection.anatomy import ANATOMY
 from beatrice.selection.exhaustive import EXHAUSTIVE
 from tests.extract.label.test_audit import fill
@@ -80,6 +81,16 @@ def test_the_anatomy_is_not_done_of_another_format_ranking_or_other_run(
     assert is_done(run.path, ANATOMY)
     beatrice("label", other, "--match", "containment")
     assert not is_done(run.path, ANATOMY)
+
+
+def test_encoders_of_another_protocol_are_trained_again_and_compared_with_none(run):
+    assert is_done(run.path, TRAIN)
+    inputs, outputs = run.stage_record("train").inputs, TRAIN.outputs(run)
+    earlier = {name: sha for name, sha in inputs.items() if name != "protocol"}
+    run.mark_stage("train", earlier, 1.0, outputs)
+    assert not is_done(run.path, TRAIN)
+    done = beatrice("evaluate", run.path, "--ablations", code=1)
+    assert_error_sentence(done, "another version trained", "`beatrice train` again")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ program would have written the same.
 
 import itertools
 
+import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines import judge, plain
@@ -14,11 +15,16 @@ from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.label import labels, stage
 from beatrice.extract.records import Passage
 from beatrice.extract.run.files import sha256_json
+from beatrice.jaxprobe.config import PROTOCOL
+from beatrice.jaxprobe.families import width_groups
+from beatrice.jaxprobe.grid import fit_blocks
+from beatrice.jaxprobe.linear import block_scale
 from beatrice.pgir import bm25, given
 from beatrice.pgir.controllers import dragin
 from beatrice.pgir.controllers import stage as control
 from beatrice.selection import anatomy
 from tests.extract.generate.test_local import byte_fallback
+from tests.jaxprobe.test_grid import BLOCK, ENCODER, TRAIN, planted_parts
 from tests.pgir.test_scorer import REPLY, TURNS, prepending
 from tests.records import an_answer, an_example
 
@@ -63,6 +69,19 @@ def owners():
             yield words, places.tolist()
 
 
+def fits():
+    """Scales of a feature that is constant, groups of lengths, and a few steps."""
+    rows = np.full((50, 2), 0.1, np.float32)
+    yield [x.tolist() for x in block_scale(rows)]
+    lengths = np.random.default_rng(0).integers(1, 9, (300, 2))
+    for n in (40, 70, 110, 230, 300):
+        yield [group.tolist() for group in width_groups(lengths[:n], 32)]
+    groups = ([part] for part in planted_parts())
+    (trained,) = fit_blocks([BLOCK], *groups, encoder=ENCODER, config=TRAIN)
+    # Two digits: machines add in other orders.
+    yield [round(float(np.mean(x)), 2) for x in trained.info[:2]]
+
+
 def read_ids():
     """What is read of an answer under prompts that end in each way."""
     words = [
@@ -81,6 +100,7 @@ def read_ids():
 
 
 STANDS_FOR = {
+    "fits": (PROTOCOL, lambda: list(fits())),
     "verdicts": (stage._FORMAT, lambda: list(verdicts())),
     "scores of detectors": (judge.SCORE_FORMAT, words_and_sentences),
     "analyses": (anatomy.FORMAT, lambda: list(grounded())),
@@ -89,6 +109,7 @@ STANDS_FOR = {
     "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
 EXPECTED = {
+    "fits": (2, "98e1eaca3726"),
     "verdicts": ("2", "896d69e11dd1"),
     "scores of detectors": ("5", "8ccfa1260864"),
     "analyses": (6, "d13653d5f4ed"),
