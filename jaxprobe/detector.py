@@ -33,7 +33,7 @@ from beatrice.jaxprobe.scope import Evidence, Scope, Thresholds, Validation, cer
 
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"
-_Kind = TypeVar("_Kind")
+_Kind = TypeVar("_Kind", bound="EncoderBank | SettingHead")
 # Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
 # `[..., d_pooled]` of its encoders, arrays of any framework.
 Encode = Callable[[Setting, Features], tuple[Any, Any]]
@@ -191,7 +191,8 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
     }
     # Field by field: of what was read, `to_builtins` leaves the defaults out.
     for name, x in fields.items():
-        fields[name] = dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            fields[name] = dataclasses.asdict(x)
     return tree, msgspec.to_builtins(fields)
 
 
