@@ -87,8 +87,8 @@ def check_choices(settings: Any) -> None:
 
 
 def as_golds(golds: Any) -> list[str]:
-    """Return accepted answers; a text alone would be read letter by letter."""
-    is_several = isinstance(golds, Iterable) and not isinstance(golds, str)
+    """Return accepted answers as a list; refuse a text alone and a mapping."""
+    is_several = isinstance(golds, Iterable) and not isinstance(golds, str | Mapping)
     texts: list[Any] = list(golds) if is_several else [None]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
@@ -146,7 +146,9 @@ class Example(Record, frozen=True, kw_only=True):
         check_id(self.id)
         if not isinstance(self.question, str):
             raise ValueError(f"question: expected a text, found {self.question!r:.80}")
-        if not any(gold.strip() for gold in as_golds(self.golds)):
+        golds = as_golds(self.golds)  # a generator gives them once
+        msgspec.structs.force_setattr(self, "golds", tuple(golds))
+        if not any(gold.strip() for gold in golds):
             raise ValueError(
                 f"field 'golds': the question {self.id!r} has no gold answer; give at "
                 "least one"

@@ -269,6 +269,7 @@ def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, 
         ("Bamako", "Bamako", "golds: expected a list of texts.*'Bamako'"),
         ("Bamako", None, "golds: expected a list of texts"),
         ("Bamako", [1960], "golds: expected a list of texts"),
+        ("Bamako", {"text": ["Bamako"]}, "golds: expected a list of texts.*'text'"),
         (None, ["Bamako"], "answer: expected a text"),
     ],
 )

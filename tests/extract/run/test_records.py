@@ -153,6 +153,7 @@ def test_a_question_that_could_do_harm_is_refused_when_it_is_read(changes, words
     [
         ({"golds": "Lilongwe"}, "golds: expected a list of texts"),
         ({"golds": None}, "golds: expected a list of texts"),
+        ({"golds": {"text": ["Lilongwe"]}}, "golds: expected a list of texts"),
         ({"golds": ["Lilongwe", 5]}, "golds: expected a list of texts"),
         ({"question": None}, "question: expected a text"),
     ],
@@ -160,6 +161,10 @@ def test_a_question_that_could_do_harm_is_refused_when_it_is_read(changes, words
 def test_a_question_of_other_types_is_refused_when_it_is_made(changes, words):
     with pytest.raises(ValueError, match=words):
         an_example(**changes)
+
+
+def test_golds_that_can_be_read_only_once_are_there_afterwards():
+    assert an_example(golds=iter(["Lilongwe"])) == an_example(golds=("Lilongwe",))
 
 
 def test_published_names_are_safe():
