@@ -174,7 +174,7 @@ def fit(
         type.
     """
     passes = by_setting(signals)
-    as_probability(precision, "precision")
+    precision = as_probability(precision, "precision")
     seed = as_count(seed, "seed", least=0)
     set_compiler("demo")  # a process has these flags once: the next fit may be large
     if not isinstance(config, FitConfig):

@@ -508,7 +508,7 @@ def load(
         no share.
     """
     if precision is not None:
-        as_probability(precision, "precision")
+        precision = as_probability(precision, "precision")
     is_in_memory = not isinstance(model, str | Path | None)
     if is_in_memory and (device is not None or dtype is not None):
         raise ValueError(

@@ -193,7 +193,7 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
     for name, x in fields.items():
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
             fields[name] = dataclasses.asdict(x)
-    return tree, msgspec.to_builtins(fields)
+    return tree, msgspec.to_builtins(fields, enc_hook=lambda number: number.item())
 
 
 def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kind:

@@ -175,6 +175,19 @@ def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
             probe.predict(far)
 
 
+def test_a_probe_of_numpys_sizes_and_shares_is_saved_with_them(rng, tmp_path):
+    signals, labels = planted_signals(rng, 60)
+    encoder = dataclasses.replace(SMALL.encoders.encoder, projection=np.int64(4))
+    encoders = dataclasses.replace(SMALL.encoders, encoder=encoder)
+    config = dataclasses.replace(SMALL, encoders=encoders)
+    how = {"recipe": "encoder", "config": config, "progress": False}
+    probe = beatrice.fit(signals, labels, precision=np.float32(0.75), **how)
+    probe.save(tmp_path / "probe", untrustworthy=True)
+    again = beatrice.load(tmp_path / "probe").detector
+    assert again.banks["closed_book"].config == encoder
+    assert again.heads["closed_book"].precision == 0.75
+
+
 def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
     signals, _ = planted_signals(rng, 60)
     labels = np.arange(60) % 20 == 0  # 3 right: 2 to train on, 1 to calibrate on
