@@ -197,13 +197,14 @@ class LanguageModel:
           and written; with `read` also their signals.
 
         Raises:
-          ValueError: a text is empty or holds a control token, counts differ, or a
-            prompt does not fit the model's window; nothing is cut.
+          ValueError: a text is empty or holds a control token, counts differ, a prompt
+            does not fit the model's window, since nothing is cut, or an `Example` is
+            there twice with `read`.
         """
         from beatrice.extract.generate.local import generate
         from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
-        as_count(max_new_tokens, "max_new_tokens")
+        max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
         self.backbone.require_unchanged()
         is_usual = isinstance(layers, str) and layers == "middle"
         for name, is_given in (("layers", not is_usual), ("store", store is not None)):
@@ -246,6 +247,13 @@ class LanguageModel:
         store: str | Path | None,
     ) -> "tuple[list[Answer], Signals]":
         """Answer, and keep the signals of the passes that write the answers."""
+        numbers: dict[str, int] = {}
+        for number, request in enumerate(requests):  # signals are kept by id
+            if (first := numbers.setdefault(request.example_id, number)) != number:
+                raise ValueError(
+                    f"questions[{first}] and questions[{number}] have the same id "
+                    f"{request.example_id!r}; give an Example once where read=True"
+                )
         from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import check_decoding, generate_and_read

@@ -179,8 +179,10 @@ QUESTIONS = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"
 
 @pytest.mark.parametrize("contexts", [None, CONTEXTS])
 def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
-    inputs = {"questions": QUESTIONS, "contexts": contexts, "max_new_tokens": 8}
+    inputs = {"questions": QUESTIONS, "contexts": contexts}
+    inputs["max_new_tokens"] = np.int64(8)  # as of an array's largest length
     answers, signals = model.answer(**inputs, read=True, layers=[1, 3])
+    inputs["max_new_tokens"] = 8
     assert answers == model.answer(**inputs)
     again = model.read(answers, layers=[1, 3])
     assert signals.keys == again.keys and signals.layers == again.layers == (1, 3)
@@ -188,6 +190,16 @@ def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
         for name, rows in expected.items():
             # Hidden states are stored as bfloat16.
             np.testing.assert_allclose(read[name], rows, rtol=1e-2, atol=1e-3)
+
+
+def test_an_example_that_is_there_twice_is_not_read_and_nothing_is_written(
+    model, examples, tmp_path
+):
+    twice = [*examples[:2], examples[0]]
+    assert len(model.answer(twice, max_new_tokens=2)) == 3
+    with pytest.raises(ValueError, match=r"questions\[0\] and questions\[2\]"):
+        model.answer(twice, read=True, store=tmp_path / "signals")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_model_that_cannot_be_read_so_says_it_and_reads_again(model):
