@@ -110,9 +110,9 @@ class Signals:
 
         Args:
           families: by name, of every family the same answers and tokens: a list of one
-            array per answer `[n_tokens, …]`; or an array (a tensor, a data frame) of
-            all of them end to end `[n_rows, …]` with `lengths`, or, without, one row
-            per answer.
+            array per answer `[n_tokens, d, …]`; or an array (a tensor, a data frame)
+            of all of them end to end `[n_rows, …]` with `lengths`, or, without, one
+            row per answer.
           lengths: `[n_answers]` tokens of each answer.
           spans: `[n_answers, 3, 2]` where context, question and answer lie among an
             answer's tokens, absolute and half-open; an empty span has start == stop.
@@ -340,6 +340,12 @@ def _end_to_end(
             counts = np.ones(len(values), np.int64) if lengths is None else lengths
         else:
             parts = [_floats(array) for array in given]
+            if vectors := [n for n, part in enumerate(parts) if part.ndim == 1]:
+                raise ValueError(
+                    f"answer {vectors[0]} is a vector; if its entries are tokens of "
+                    "one channel, give it as [:, None]; if they are channels of one "
+                    "token, give np.stack of all answers"
+                )
             values, counts = np.concatenate(parts), [len(array) for array in parts]
     except (TypeError, ValueError, RuntimeError) as error:  # of a deleted array, too
         raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
@@ -375,7 +381,7 @@ def _is_whole(given: Any) -> bool:
     """Return whether it is one array, a tensor or a frame, and no series of arrays."""
     if not hasattr(given, "__array__"):
         return False
-    is_series = given.ndim == 1 and given.dtype == object and len(given) > 0
+    is_series = getattr(given, "ndim", 2) == 1 and len(given) > 0  # pyarrow has no ndim
     return not (is_series and np.ndim(next(iter(given))))
 
 

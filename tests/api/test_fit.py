@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import jax
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 
@@ -389,7 +390,9 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         ({"families": {"a": ROWS}, "lengths": [2.5, 3.5]}, "lengths: expected whole"),
         ({"families": {"a": ROWS}, "lengths": [-1, 7]}, "lengths: expected whole"),
         ({"families": {"a": ROWS}, "lengths": "two"}, "lengths: expected whole"),
-        ({"families": {"a": [[1, 2], [3, 4]]}, "lengths": [1, 1]}, "lengths of their"),
+        ({"families": {"a": [ROWS, ROWS]}, "lengths": [4, 8]}, "lengths of their own"),
+        ({"families": {"a": ROWS.tolist()}}, "answer 0 is a vector.*tokens.*channels"),
+        ({"families": {"a": pandas.Series([*ROWS])}}, "answer 0 is a vector"),
         ({"families": {"a": ROWS}, "spans": {}}, "spans: expected whole"),
         (
             {"families": {"a": ROWS}, "layers": [1]},
@@ -428,6 +431,7 @@ KINDS = {
     "bfloat16": lambda rows: torch.tensor(rows).bfloat16(),
     "with a gradient": lambda rows: torch.tensor(rows, requires_grad=True),
     "data frame": pandas.DataFrame,
+    "pyarrow table": lambda rows: pyarrow.table([*rows.T], ["x", "y"]),
     "float16": lambda rows: rows.astype(np.float16),
     "not contiguous": lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
     "objects": lambda rows: rows.astype(object),
