@@ -66,6 +66,7 @@ from beatrice.pgir.arguments import (
     as_list,
     as_probability,
     as_splits,
+    is_missing,
     one_each,
 )
 from beatrice.probe import Probe, scorer_of
@@ -286,10 +287,14 @@ def _train(
     return grid, outputs
 
 
-def _of(values: Any, setting: Setting, passes: Mapping[Setting, Signals]) -> Any:
+def _of(
+    values: Any, name: str, setting: Setting, passes: Mapping[Setting, Signals]
+) -> Any:
     """Return one setting's part of an argument that may be a mapping by setting."""
     if isinstance(values, Mapping) and set(values) <= {*SETTINGS}:
-        return values.get(setting)
+        if setting not in values:
+            raise ValueError(f"{name}: none for the {setting} signals; give both")
+        return values[setting]
     if values is not None and len(passes) > 1:
         raise ValueError(
             "with signals of both settings, labels, groups and splits are mappings "
@@ -317,7 +322,11 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
     """
     if groups is None:
         return np.array([without_number(name, known) for name in signals.ids])
-    return np.array([*map(str, one_each(groups, "groups", "names", len(signals)))])
+    names = one_each(groups, "groups", "names", len(signals))
+    for number, name in enumerate(names):
+        if is_missing(name):  # all of them would be one group
+            raise argument_error(f"groups[{number}]", "a name", name)
+    return np.array([*map(str, names)])
 
 
 def _rows_of(
@@ -325,11 +334,12 @@ def _rows_of(
 ) -> dict[Setting, Rows]:
     """Return what the rows of every store are; rows that no one chose have no split."""
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
-        s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()
+        s: _as_labels(_of(labels, "labels", s, passes), x) for s, x in passes.items()
     }
     known = {name for x in passes.values() for name in x.ids}
     names: dict[Setting, np.ndarray] = {
-        s: _as_groups(_of(groups, s, passes), x, known) for s, x in passes.items()
+        s: _as_groups(_of(groups, "groups", s, passes), x, known)
+        for s, x in passes.items()
     }
     chosen: dict[Setting, np.ndarray]
     if splits is None:
@@ -337,7 +347,7 @@ def _rows_of(
     else:
         parts = ("train", "validation", "test", "")
         chosen = {
-            s: as_splits(_of(splits, s, passes), len(x), parts)
+            s: as_splits(_of(splits, "splits", s, passes), len(x), parts)
             for s, x in passes.items()
         }
         check_whole(*(np.concatenate([x[s] for s in passes]) for x in (names, chosen)))

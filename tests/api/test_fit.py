@@ -360,6 +360,7 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
 ):
     closed_book, with_context = (signals[setting] for setting in SETTINGS)
     labels, right = list(read_labels(run).values()), [True] * len(closed_book)
+    both = dict.fromkeys(SETTINGS, labels)
     other = beatrice.Signals.from_arrays({"hidden": ROWS[:, None]}, layers=[99])
     assert other.layers == (99,)
     for call_it, named in (
@@ -367,6 +368,10 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         (lambda: probe.predict(closed_book, closed_book=closed_book), "beside with-co"),
         (lambda: beatrice.fit({SETTINGS[0]: with_context}, right), "with_context ans"),
         (lambda: beatrice.fit(signals, right), "settings, labels, groups and splits"),
+        (
+            lambda: beatrice.fit(signals, both, groups={SETTINGS[0]: closed_book.ids}),
+            "groups: none for the with_context signals",
+        ),
         (lambda: beatrice.fit(with_context, labels[:9]), "labels: none for the answer"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -474,6 +479,8 @@ def test_a_store_of_other_arrays_is_not_written_over(tmp_path):
         ({"splits": ["dev"] * 20}, "splits"),
         ({"splits": 3}, "splits: expected a list"),
         ({"groups": "a" * 20}, "groups: expected a list"),
+        ({"groups": ["a", None] * 10}, r"groups\[1\]: expected a name"),
+        ({"groups": [*range(19), np.nan]}, r"groups\[19\]: expected a name"),
         ({"config": "huge"}, "config"),
         ({"config": {"n_seeds": 3}}, "config: expected a FitConfig"),
         ({"recipe": "best"}, "recipe"),
