@@ -308,7 +308,14 @@ def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
     kind = "a list of True, False or None, one an answer"
     given = as_list(labels, "labels", kind)
     if given and all(isinstance(label, Label) for label in given):
-        verdicts = {label.key: label.label for label in given}
+        verdicts: dict[tuple[str, ...], bool | None] = {}
+        for label in given:
+            first = verdicts.setdefault(label.key, label.label)
+            if first != label.label:
+                raise ValueError(
+                    f"labels: the answer {label.key} has two, {first} and "
+                    f"{label.label}; give one label an answer"
+                )
         if missing := [key for key in signals.keys if key not in verdicts]:
             raise ValueError(f"labels: none for the answer {missing[0]}")
         given = [verdicts[key] for key in signals.keys]
@@ -333,6 +340,12 @@ def _rows_of(
     passes: Mapping[Setting, Signals], labels: Any, groups: Any, splits: Any, seed: int
 ) -> dict[Setting, Rows]:
     """Return what the rows of every store are; rows that no one chose have no split."""
+    for signals in passes.values():
+        if (n_answers := len({*signals.indices.tolist()})) < len(signals):
+            raise ValueError(
+                f"signals: expected each answer once, found {len(signals)} rows of "
+                f"{n_answers} answers; a fit weighs all alike, so leave copies out"
+            )
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
         s: _as_labels(_of(labels, "labels", s, passes), x) for s, x in passes.items()
     }

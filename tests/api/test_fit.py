@@ -26,7 +26,7 @@ from beatrice.own_model import clear_work, fit_own, read_labelled
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
-from tests.records import labelled_rows, passage_rows, question_row
+from tests.records import a_label, labelled_rows, passage_rows, question_row
 
 SETTINGS = ("closed_book", "with_context")
 SMALL = beatrice.FitConfig.preset("smoke")
@@ -494,6 +494,22 @@ def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
     given = {"signals": signals, "labels": labels, "config": "smoke", **change}
     with pytest.raises(ValueError, match=named):
         beatrice.fit(**given, progress=False)
+
+
+def test_two_labels_of_an_answer_or_two_rows_of_it_are_refused(rng):
+    signals, truth = planted_signals(rng, 20)
+    labels = [
+        a_label(bool(x), example_id=name)
+        for name, x in zip(signals.ids, truth, strict=True)
+    ]
+    beatrice.fit(signals, [*labels, *labels], progress=False)  # of two who agree
+    other = a_label(not truth[3], example_id="3")
+    for change, named in (
+        ({"labels": [*labels, other]}, "labels: the answer .'3'.* has two"),
+        ({"signals": signals[[*range(20), 3]]}, "expected each answer once.* 21 rows"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            beatrice.fit(**{"signals": signals, "labels": labels, **change})
 
 
 def test_a_fit_shows_how_far_it_is_unless_it_is_told_not_to(rng, capsys):
