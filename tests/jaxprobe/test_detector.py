@@ -118,6 +118,21 @@ def test_detector_comes_back_from_disk_and_scores_the_same(detector, tmp_path):
     assert after.encoder_names == ("with_context/A", "closed_book/HP")
 
 
+def test_a_detector_of_numpys_sizes_and_shares_is_saved_with_them(detector, tmp_path):
+    config, precision = dataclasses.replace(CONFIG, hidden=np.int64(8)), np.float32(0.7)
+    banks, heads = (
+        {name: dataclasses.replace(part, **fields) for name, part in parts.items()}
+        for parts, fields in (
+            (detector.banks, {"config": config}),
+            (detector.heads, {"precision": precision}),
+        )
+    )
+    dataclasses.replace(detector, banks=banks, heads=heads).save(tmp_path / "detector")
+    loaded = Detector.load(tmp_path / "detector")
+    assert all(bank.config == CONFIG for bank in loaded.banks.values())
+    assert all(head.precision == precision for head in loaded.heads.values())
+
+
 def stored(setting, questions):
     """Random signals of some questions; closed-book nobody has a context."""
     rng, dims = np.random.default_rng(len(questions)), DIMS[setting]
