@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
-from beatrice.extract.backbone.names import AttentionLayers
+from beatrice.extract.backbone.names import AttentionLayers, lasting_name
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.extras import naming_extra
@@ -89,7 +89,8 @@ class LanguageModel:
         self.backbone: Backbone = dataclasses.replace(
             opened, attention=attention_layers
         )
-        self.name: str = model if isinstance(model, str) else self.backbone.name
+        is_named = isinstance(model, str | Path)
+        self.name: str = lasting_name(str(model)) if is_named else self.backbone.name
         if prompt is None:
             prompt = default_prompt(self.backbone)
         elif not isinstance(prompt, PromptConfig):

@@ -13,7 +13,7 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.card import card
-from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
+from beatrice.extract.backbone.names import HUB_ID, IN_MEMORY, ModelHashes
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
@@ -370,9 +370,11 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
 
 
 def published(detector: Detector) -> Detector:
-    """Name a model that is a path here by its last part."""
+    """Name a model that is a path, or was where it was fitted, by its last part."""
     trained = detector.provenance
-    if trained is None or not Path(trained.model).is_absolute():
+    if trained is None:
+        return detector
+    if HUB_ID.fullmatch(trained.model) and not Path(trained.model).exists():
         return detector
     provenance = dataclasses.replace(trained, model=Path(trained.model).name)
     return dataclasses.replace(detector, provenance=provenance)

@@ -36,7 +36,7 @@ IN_MEMORY = "in memory"  # the name of a model that no path gives
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 MOST_LAYERS = 1000  # more than any model has
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _INDEX_END = ".safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -128,7 +128,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"backbone {name!r}: no such file")
     elif close := difflib.get_close_matches(name, [EMBEDDED, *MODELS], 1, 0.8):
         raise ValueError(f"backbone {name!r}: no such model; did you mean {close[0]}?")
-    elif not _HUB_ID.fullmatch(name):
+    elif not HUB_ID.fullmatch(name):
         raise ValueError(
             f"backbone {name!r}: no such directory, and not a Hub id of the form "
             "owner/model"
@@ -147,6 +147,13 @@ def model_path(name: str) -> str:
             print("\n".join(notes), file=sys.stderr)
         return str(path)
     return str(WEIGHTS) if name == EMBEDDED else name
+
+
+def lasting_name(name: str) -> str:
+    """Return the name of a model in whatever folder: the absolute one of a path."""
+    path = Path(name).expanduser()
+    is_path = path.exists() and name not in (EMBEDDED, *MODELS)
+    return os.path.abspath(path) if is_path else name
 
 
 def to_be_fetched(name: str) -> str | None:

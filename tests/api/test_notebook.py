@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import beatrice
-from beatrice.extract.backbone.names import GEMMA, fetch_model, locked
+from beatrice.extract.backbone.names import GEMMA, WEIGHTS, fetch_model, locked
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
@@ -410,6 +410,24 @@ def test_a_probe_of_a_model_in_memory_is_for_the_saved_model_too(
     own.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="another model"):
         beatrice.load(tmp_path / "probe", model=tmp_path / "model").score(*given)
+
+
+def test_a_model_of_a_relative_path_is_that_model_in_another_folder(
+    model, working_folder, monkeypatch
+):
+    shutil.copytree(WEIGHTS, "tiny")
+    (working_folder / "elsewhere").mkdir()
+    tiny = beatrice.LanguageModel("tiny", prompt=model.prompt)
+    answers, signals = tiny.answer([f"where is {n}?" for n in range(20)], read=True)
+    probe = beatrice.fit(signals, [n % 2 == 0 for n in range(20)], progress=False)
+    probe.save("probe", untrustworthy=True)
+    monkeypatch.chdir("elsewhere")
+    given, expected = ("where is 3?", answers[3].text), probe.predict(signals)[3]
+    for there in (
+        ForkingPickler.loads(ForkingPickler.dumps(probe)),
+        beatrice.load("../probe"),
+    ):
+        assert there.score(*given).p_correct == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):

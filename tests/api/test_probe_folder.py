@@ -446,10 +446,12 @@ def test_a_published_probe_names_no_folder_of_its_authors_machine(probe, tmp_pat
     trained = dataclasses.replace(probe.detector.provenance, model=model)
     detector = dataclasses.replace(probe.detector, provenance=trained)
     assert published(detector).provenance.model == "tiny"
-    for model in ("owner/name", "smollm2", "IN MEMORY"):
+    names = {name: name for name in ("owner/name", "smollm2", IN_MEMORY)}
+    paths = dict.fromkeys(("../acme/tiny", "~/acme/tiny", "./tiny", "a/b/tiny"), "tiny")
+    for model, name in (names | paths).items():
         known = dataclasses.replace(trained, model=model)
         here = dataclasses.replace(detector, provenance=known)
-        assert published(here).provenance.model == model
+        assert published(here).provenance.model == name
 
 
 def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
