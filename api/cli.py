@@ -542,6 +542,7 @@ def fit(
             param_hint="--template",
         )
     note = Progress().note
+    quiet()
     fit_own(
         model,
         read_labelled(labelled, note) if labelled else read_questions(places[0]),

@@ -501,7 +501,7 @@ def _open(
         load_backbone,
     )
     from beatrice.extract.backbone.names import ModelDtype, default_dtype, model_path
-    from beatrice.extract.run.console import quiet
+    from beatrice.extract.run.console import quietly
 
     if not isinstance(model, str | Path):
         if not isinstance(model, torch.nn.Module):
@@ -532,12 +532,12 @@ def _open(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not isinstance(device, str | torch.device):
         raise argument_error("device", "a Torch device, such as cpu or cuda:0", device)
-    quiet()
-    return load_backbone(
-        model_path(str(model)),
-        dtype=cast(ModelDtype, dtype or default_dtype(str(device))),
-        device=str(device),
-    )
+    with quietly():
+        return load_backbone(
+            model_path(str(model)),
+            dtype=cast(ModelDtype, dtype or default_dtype(str(device))),
+            device=str(device),
+        )
 
 
 def default_prompt(backbone: "Backbone") -> "PromptConfig":

@@ -46,7 +46,7 @@ from beatrice.extract.backbone.names import (
     unreachable_hub,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.run.console import no_foreign_bars, quiet
+from beatrice.extract.run.console import quiet, quietly
 from beatrice.extract.run.files import (
     read_json,
     remembered,
@@ -283,7 +283,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any, str | None
     """Load model and tokenizer of a directory or Hub id, with the latter's commit."""
     commit, packing = _check_configs(name)
     options = {} if packing is None else {"quantization_config": packing}
-    with _loading(name), no_foreign_bars():
+    with _loading(name), quietly():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,

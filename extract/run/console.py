@@ -191,7 +191,7 @@ def table_head(names: Sequence[str]) -> str:
 
 
 def quiet() -> None:
-    """Silence what other libraries print while they load."""
+    """Silence what other libraries print in this process, which is a verb's."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -220,14 +220,15 @@ def lean_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_foreign_bars() -> Iterator[None]:
-    """Draw no bar of Transformers' while this lasts; a library call draws none."""
+def quietly() -> Iterator[None]:
+    """Let Transformers print and draw nothing while this lasts, as in library calls."""
     from transformers.utils import logging
 
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    quiet()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()

@@ -22,6 +22,7 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
 )
+from transformers.utils import logging
 
 import beatrice
 from beatrice.extract.backbone.names import GEMMA, WEIGHTS, fetch_model, locked
@@ -323,6 +324,19 @@ def test_a_question_has_one_id_in_every_list_and_twice_in_a_list_it_has_two():
     first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
     again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
     assert again == first[1::-1] and first[2] == f"{first[0]}-2"
+
+
+def test_a_model_that_is_loaded_leaves_transformers_as_loud_as_it_was():
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    beatrice.LanguageModel("embedded")
+    beatrice.load("embedded").load_scorer()
+    assert logging.get_verbosity() == logging.INFO
+    assert logging.is_progress_bar_enabled()
+    logging.set_verbosity(before[0])
+    if not before[1]:
+        logging.disable_progress_bar()
 
 
 def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
