@@ -38,7 +38,7 @@ from beatrice.jaxprobe.config import (
     SELECT_PRESETS,
     GridConfig,
     SelectConfig,
-    set_compiler,
+    set_library_compiler,
     usual_jax,
 )
 from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
@@ -145,6 +145,11 @@ def fit(
 ) -> "Probe":
     """Fit a probe on the signals and labels of answers.
 
+    `fit` and `Probe.predict` set JAX for the whole process: where it has no device yet
+    and `XLA_FLAGS` none, a CPU uses one core for each product; code that is compiled,
+    the caller's too, is kept in `~/.cache/beatrice/compiled`, or in the folder that
+    `JAX_COMPILATION_CACHE_DIR` names.
+
     Args:
       signals: of answers in one setting, or of both as a mapping by setting; "paper"
         may then choose a head of with-context answers that reads the closed-book pass
@@ -177,7 +182,7 @@ def fit(
     passes = by_setting(signals)
     precision = as_probability(precision, "precision")
     seed = as_count(seed, "seed", least=0)
-    set_compiler("demo")  # a process has these flags once: the next fit may be large
+    set_library_compiler()
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
     if recipe not in get_args(Recipe):

@@ -156,12 +156,12 @@ class Probe(AnswerScorer):
         """
         with naming_extra("Probe.predict"):
             from beatrice.jaxprobe.calibrate import score_store
-            from beatrice.jaxprobe.config import set_compiler
+            from beatrice.jaxprobe.config import set_library_compiler
             from beatrice.signals import Signals, by_setting
 
         if not isinstance(signals, Signals):
             raise argument_error("signals", "Signals of one setting", signals)
-        set_compiler("demo")
+        set_library_compiler()
         passes, branch = by_setting(signals), OWN_PASS_HEADS[signals.setting]
         if closed_book is not None:
             branch = "with_context"

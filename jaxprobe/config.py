@@ -419,6 +419,21 @@ def set_compiler(preset: Preset) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def set_library_compiler() -> None:
+    """Set the compiler in a program of the user's, whose environment stays as it is.
+
+    The flags are those of whole fits, since a process has them once: the next may be
+    large. The cache stays, since JAX has no public way to close one.
+    """
+    import jax
+
+    names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
+    set_compiler("demo")
+    jax.devices()  # JAX has read them with its first device
+    for name in names & {*os.environ}:
+        del os.environ[name]
+
+
 @contextlib.contextmanager
 def usual_jax() -> Iterator[None]:
     """Run JAX with its defaults in this thread, whatever the user's own settings are.

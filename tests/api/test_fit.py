@@ -228,13 +228,15 @@ def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
         beatrice.fit(signals, labels, groups=["a"] * 400, progress=False)
 
 
-def test_a_fit_leaves_the_root_logger_to_the_user():
+def test_a_fit_leaves_the_root_logger_and_the_environment_to_the_user():
     code = (
-        "import logging, numpy as np, beatrice; y = np.arange(60) % 2 > 0;"
+        "import logging, os; del os.environ['XLA_FLAGS'];"
+        "import numpy as np, beatrice; y = np.arange(60) % 2 > 0;"
         "signals = beatrice.Signals.from_arrays({'a': y + np.random.rand(60)});"
-        "beatrice.fit(signals, y, progress=False); print(logging.root.handlers)"
+        "beatrice.fit(signals, y, progress=False).predict(signals);"
+        "print(logging.root.handlers, [x for x in os.environ if x[:3] == 'XLA'])"
     )
-    assert run_python(code).stdout == "[]\n"
+    assert run_python(code).stdout == "[] []\n"
 
 
 @pytest.fixture
