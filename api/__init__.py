@@ -12,6 +12,7 @@ a user of one side never loads the other's framework.
 """
 
 import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,9 @@ _PLACES = {
     "exact_match": "beatrice.extract.label.labels",
     "read_questions": "beatrice.extract.datasets.loading",
 }
+if not all(map(importlib.util.find_spec, ("flax", "jax", "tensorstore"))):
+    # `help` and a star load all names that are listed, and would end at these.
+    __all__[:] = [x for x in __all__ if x not in ("FitConfig", "Signals", "fit")]
 
 
 def __getattr__(name: str) -> Any:

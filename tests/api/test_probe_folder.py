@@ -573,6 +573,19 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     assert text and not heavy
 
 
+def test_a_base_installation_shows_the_names_that_it_has_and_says_what_it_lacks(bare):
+    program = """
+import inspect, pydoc, beatrice
+from beatrice import *
+assert inspect.getmembers(beatrice) and LanguageModel
+print(pydoc.plain(pydoc.render_doc(beatrice)))
+beatrice.fit
+"""
+    done = bare("-c", program, code=1)
+    assert "class LanguageModel" in done.stdout and "class Signals" not in done.stdout
+    assert "ImportError: beatrice.fit: tensorstore is not installed" in done.stderr
+
+
 def test_every_name_of_the_list_of_probes_loads_where_nobody_answers(bare, hub_cache):
     away = {"HF_HUB_CACHE": str(hub_cache), "HF_ENDPOINT": "http://127.0.0.1:9"}
     program = """
