@@ -551,13 +551,16 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
     except NotWritten as error:
         raise ValueError(f"{error}; {what_to_do(error)}") from None
 
-    def open_scorer() -> "Scorer":
-        from beatrice.pgir.scorer import Scorer
-
-        return Scorer.load(folder, **options)
-
     layer = None if detector.provenance is None else detector.provenance.layer
-    return Probe(detector, layer=layer, identity=identity, open_scorer=open_scorer)
+    opener = partial(_scorer_of_run, run.path, options)
+    return Probe(detector, layer=layer, identity=identity, open_scorer=opener)
+
+
+def _scorer_of_run(folder: Path, options: Mapping[str, Any]) -> "Scorer":
+    """Load a run's probe beside its language model, also in another process."""
+    from beatrice.pgir.scorer import Scorer
+
+    return Scorer.load(folder, **options)
 
 
 def local_probes() -> dict[str, Path]:

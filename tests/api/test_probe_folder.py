@@ -121,11 +121,18 @@ def saved(probe, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("copied", ["deep copy", "other process"])
+@pytest.mark.parametrize(
+    ("place", "copied"),
+    [
+        ("saved", "deep copy"),
+        ("saved", "other process"),
+        ("smoke_run", "other process"),
+    ],
+)
 def test_a_probe_that_has_its_model_may_be_copied_and_opens_it_again_there(
-    saved, copied
+    request, place, copied
 ):
-    probe = beatrice.load(saved)
+    probe = beatrice.load(request.getfixturevalue(place))
     expected = probe.score(**ROWS[0])
     if copied == "deep copy":
         there = copy.deepcopy(probe).score(**ROWS[0])
