@@ -137,10 +137,10 @@ def _as_float(value: Any) -> float:
 
 
 def as_path(value: Any, name: str) -> Path:
-    """Return a path."""
+    """Return a path; ~ is the user's home."""
     if not isinstance(value, (str, os.PathLike)) or value == "":
         raise argument_error(name, "a path (str or Path)", value)
-    return Path(value)
+    return Path(value).expanduser()
 
 
 def as_ids(value: Any, name: str) -> tuple[int, ...]:

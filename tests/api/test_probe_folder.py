@@ -412,6 +412,15 @@ def test_a_probe_is_not_saved_over_something_else(probe, working_folder):
     assert note.exists()
 
 
+def test_a_probe_below_home_is_saved_and_loaded_there(
+    probe, working_folder, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(working_folder / "home"))
+    probe.save("~/probe")
+    assert os.listdir() == ["home"]
+    assert beatrice.load("~/probe").rows == probe.rows
+
+
 def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
     probe, tmp_path
 ):
