@@ -117,10 +117,10 @@ def _may_have_cost(error: openai.OpenAIError) -> bool:
     """Return whether a server may charge for a request that it did not answer.
 
     Only a refusal, or a connection that was never made, is surely free: a server goes
-    on writing when its client stops listening.
+    on writing when its client stops listening, which may be a gateway before it.
     """
     if isinstance(error, openai.APIStatusError):
-        return False
+        return error.status_code == 408 or error.status_code >= 500
     return type(error.__cause__).__name__ not in _NEVER_SENT
 
 

@@ -265,6 +265,15 @@ def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
     assert refused.account.spent == absent.account.spent == 0
 
 
+def test_what_a_gateway_gives_up_counts_as_the_most_it_can_have_cost(client, server):
+    """The model behind it goes on writing, and each attempt is a text of its own."""
+    server.failures = [504, 502, 408]
+    generator = client(**UNIT_PRICES, retries=3)
+    (reply,) = texts(generator, [THREE_IDS])
+    last = reply.n_prompt_tokens + reply.n_new_tokens
+    assert generator.account.spent == 3 * (3 + GREEDY.max_new_tokens) + last
+
+
 def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_sentence(
     client, server, monkeypatch
 ):
