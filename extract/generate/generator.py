@@ -117,6 +117,23 @@ class Generated(Record, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
+# How a model's thinking begins and ends, where nobody has taken it out of its text.
+THINKING = (
+    ("<think>", "</think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+def without_thinking(text: str) -> str | None:
+    """Return what stands behind a model's thinking; None where that has no end."""
+    for begin, end in THINKING:
+        text = text.rpartition(end)[2]
+        if begin in text:
+            return None
+    return text
+
+
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return the character at which the first of the stop strings begins, or None."""
     starts = [start for string in stop if (start := text.find(string)) >= 0]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from beatrice.extract.generate.generator import Generated, SamplingConfig
+from beatrice.extract.generate.generator import THINKING, Generated, SamplingConfig
 from beatrice.extract.generate.templates import PromptConfig, PromptTemplate
 from beatrice.extract.records import (
     SETTINGS,
@@ -312,7 +312,7 @@ def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
             "the chat template changes the text of a message, so that the context "
             "cannot be told from the question in it; ask with plain prompts"
         )
-    for begin, end in ("<think>", "</think>"), ("<|channel>thought", "<channel|>"):
+    for begin, end in THINKING:
         if around[1].count(begin) > around[1].count(end):
             raise ValueError(
                 f"the chat template opens a thinking block ({begin}) although thinking "

@@ -20,6 +20,7 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
     Texts,
     TextStage,
+    without_thinking,
 )
 from beatrice.extract.generate.templates import TemplateName, Words, words_of
 from beatrice.extract.label.labels import delimit
@@ -234,14 +235,18 @@ def read_rewrite(
     """Return the rewrite of one reply.
 
     Before the cue "Normalized Context:" nothing counts; without the cue, everything
-    does. A reply that was cut fails: half a context would be taken for a whole one.
+    does but thinking, which may hold the cue too. A reply that was cut fails: half a
+    context would be taken for a whole one.
     """
     if reply.finish == "withheld":
         return _failed(example, "the server withheld the rewrite")
     if reply.finish == "length":
         return _failed(example, "the rewrite was cut at its longest length")
-    cue = _CUE.search(reply.text)
-    text = (reply.text[cue.end() :] if cue else reply.text).strip()
+    text = without_thinking(reply.text)
+    if text is None:
+        return _failed(example, "the rewriter's thinking has no end")
+    cue = _CUE.search(text)
+    text = (text[cue.end() :] if cue else text).strip()
     if not text:
         return _failed(example, "the rewrite was empty")
     source = words_of(config.template).context_text(example.passages)

@@ -1,5 +1,6 @@
 import pytest
 
+from beatrice.extract.generate.generator import THINKING
 from beatrice.extract.label.labels import escape
 from beatrice.extract.label.rewrite import (
     RewriteConfig,
@@ -115,6 +116,17 @@ def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
 )
 def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
     assert read_rewrite(example(), generated(reply)).text == "Curie won."
+
+
+@pytest.mark.parametrize(("begin", "end"), THINKING)
+@pytest.mark.parametrize("thought", ["Who? Ada.", "It asks: 'Normalized Context: x'."])
+def test_no_thinking_becomes_a_context(begin, end, thought):
+    for reply in ("Normalized Context: Curie won.", "Curie won."):
+        for opening in (begin, ""):  # which a template may have written
+            text = f"{opening}{thought}\n{end}\n\n{reply}"
+            assert read_rewrite(example(), generated(text)).text == "Curie won."
+        endless = read_rewrite(example(), generated(f"{begin}{thought} {reply}"))
+        assert endless.text is None and "thinking" in endless.reason
 
 
 def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
