@@ -478,6 +478,12 @@ class LabelOptions:
         "unanimous",
         rare=True,
     )
+    max_new_tokens: int = option(
+        "Longest verdict; more for a judge that thinks, whose server takes that out.",
+        8,
+        rare=True,
+        min=1,
+    )
     audit: bool = option("Say how far the labels can be trusted.", False)
     n_samples: int | None = option(
         "With --audit: answers for a person to judge blind.  [default: 100]", min=1
@@ -530,8 +536,11 @@ def label(
     """
     is_function = how.is_function(backend)
     model = None if is_function else how.judge
-    if model is None and (backend.server is not None or how.vote != "unanimous"):
-        raise click.UsageError("--server and --set vote are for a model as --judge")
+    how_judged = backend.server, how.vote, how.max_new_tokens
+    if model is None and how_judged != (None, "unanimous", 8):
+        raise click.UsageError(
+            "--server, --set vote and --set max_new_tokens are for a model as --judge"
+        )
     if work.dry_run and (model is None or how.audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from beatrice.extract.label import stage
@@ -544,7 +553,9 @@ def label(
         name = Path(model).name if Path(model).is_dir() else model
 
         def stage_of(run: RunDir, generator: Generator, shown: Progress) -> Any:
-            config = ConsensusConfig(vote=how.vote, seed=run.seed)
+            config = ConsensusConfig(
+                vote=how.vote, max_new_tokens=how.max_new_tokens, seed=run.seed
+            )
             return stage.judge_stage(run, generator, config, shown, name=name)
 
         _do_asking(run_dir, "label --judge", model, backend, work, stage_of)

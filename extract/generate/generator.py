@@ -311,11 +311,13 @@ class Replies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
+        check: Callable[[Generated], None] = lambda text: None,
     ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
         Equal prompts share a text. Progress is texts that are there, and texts in all.
-        None after a share of the texts; `n_missing` counts what others have to do.
+        Every new text is written down and then checked, which may raise. None after a
+        share of the texts; `n_missing` counts what others have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -338,6 +340,7 @@ class Replies:
             self.n_new += 1
             n_there += 1
             progress(n_there, len(first))
+            check(text)
         if not self.share.is_whole:
             there = self.journal.files.places()
             self.n_missing = sum(key not in there for key in first)
@@ -394,6 +397,7 @@ class CountedReplies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
+        check: Callable[[Generated], None] = lambda text: None,
     ) -> None:
         """Count what `Replies.generate` would generate; the stage ends here."""
         identity = generator.identity

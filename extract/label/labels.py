@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from beatrice.extract.generate.generator import (
+    Generated,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
@@ -442,6 +443,7 @@ def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> 
             )
 
 
+N_TRIED = 64  # a judge's first replies, some of which are verdicts if it can judge
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]
 
@@ -650,6 +652,29 @@ class Judgements:
         return [rows[group] for group in sorted(rows)]
 
 
+def _verdict(reply: Generated) -> Verdict:
+    return parse_verdict(reply.text) if reply.finish == "stop" else "unparsable"
+
+
+def _check_judge(config: ConsensusConfig) -> Callable[[Generated], None]:
+    """Return what checks a judge's replies: of the first, some are verdicts."""
+    verdicts: list[Verdict] = []
+
+    def check(reply: Generated) -> None:
+        if len(verdicts) < N_TRIED:
+            verdicts.append(_verdict(reply))
+            if verdicts == ["unparsable"] * N_TRIED:
+                raise ValueError(
+                    f"none of the first {N_TRIED} replies is a verdict, which is the "
+                    f"word Correct or Incorrect in at most {config.max_new_tokens} "
+                    f"tokens; the last is {reply.text[:60]!r}. Labels stay as they "
+                    "were. A judge that thinks first needs thinking switched off, or "
+                    "a server that takes it out of replies and a higher max_new_tokens"
+                )
+
+    return check
+
+
 def judge_answers(
     answers: Iterable[Answer],
     examples: Iterable[Example],
@@ -664,7 +689,7 @@ def judge_answers(
 
     Progress is replies that are there and replies wanted; a retry starts again from 0.
     Labels have the order of the answers. None where these replies are a share of the
-    texts.
+    texts. Raises ValueError where none of the first replies is a verdict.
     """
     pairs = pair_answers(answers, examples)
     pending = list(itertools.product(range(len(pairs)), range(len(rubrics))))
@@ -682,12 +707,12 @@ def judge_answers(
             text = judge_prompt(rubrics[r], *fields, attempt=attempt, seed=config.seed)
             about = {"name": example.id, "may_be_withheld": True}
             prompts.append(GeneratorPrompt(text=text, is_chat=True, **about))
-        texts = replies.generate(generator, prompts, sampling, progress)
+        checks = () if attempt else (_check_judge(config),)
+        texts = replies.generate(generator, prompts, sampling, progress, *checks)
         if texts is None:
             return None
         for cell, reply in zip(pending, texts, strict=True):
-            is_whole = reply.finish == "stop"
-            verdicts[cell] = parse_verdict(reply.text) if is_whole else "unparsable"
+            verdicts[cell] = _verdict(reply)
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
     labels = []
     for i, (_, answer) in enumerate(pairs):

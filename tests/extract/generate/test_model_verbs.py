@@ -211,6 +211,30 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir, counts_
         assert n_lines(replies) > 1  # control: without what was kept, the cap is whole
 
 
+class Thinking(ScriptedGenerator):
+    """Judges after some forty tokens of thinking, which its server takes out."""
+
+    def stream(self, prompts, config, done=()):
+        for i, reply in super().stream(prompts, config, done):
+            is_whole = config.max_new_tokens > 40
+            yield i, reply if is_whole else generated("", "length")
+
+
+def test_a_judge_without_any_verdict_ends_early_and_leaves_the_labels(run_dir):
+    beatrice("answer", run_dir)
+    beatrice("label", run_dir)
+    labels = run_dir / "labels.jsonl"
+    before = labels.read_bytes()
+    with served(Thinking(fair_verdict)) as server:
+        options = ("--judge", "big", "--server", server.url, "--set", "concurrency=2")
+        done = beatrice("label", run_dir, *options, code=1)
+        assert_error_sentence(done, "none of the first 64 replies is a verdict")
+        assert len(server.requests) <= 64 + 2
+        assert labels.read_bytes() == before
+        done = beatrice("label", run_dir, *options, "--set", "max_new_tokens=99")
+        assert "0 verdicts stayed unparsable" in done.stderr
+
+
 def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     arguments = ("sample", run_dir, "--n-samples", 3, "--split", "train")
     beatrice(*arguments)
