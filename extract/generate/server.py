@@ -213,7 +213,28 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     reply = msgspec.convert(fields, Generated)  # the client checks no types
     if any(n is not None and n < 0 for n in (*(ids or ()), *counts.values())):
         raise TypeError("a token id or a count of tokens is negative")
+    details = getattr(usage, "prompt_tokens_details", None)
+    n_cached = getattr(details, "cached_tokens", None) or 0  # some leave them out
+    _check_prompt_read(prompt, reply.n_prompt_tokens or 0, n_cached)
     return reply
+
+
+def _check_prompt_read(prompt: GeneratorPrompt, n_tokens: int, n_cached: int) -> None:
+    """Check that a server that counts (above 0) read all of a prompt, and no more.
+
+    Ollama puts texts into the model's chat template, and cuts what does not fit.
+    """
+    if prompt.ids is not None and n_tokens > len(prompt.ids):
+        raise ValueError(
+            f"it read {n_tokens} tokens of a prompt of {len(prompt.ids)}, so it adds "
+            "some, as of a chat template; use a server that takes token ids (vLLM)"
+        )
+    n_words = len(prompt.text.split())
+    if prompt.is_chat and 0 < n_tokens and n_tokens + n_cached < n_words:
+        raise ValueError(
+            f"it read {n_tokens} tokens of a prompt of {n_words} words, so it has cut "
+            "it; give it a longer context (for Ollama by OLLAMA_CONTEXT_LENGTH)"
+        )
 
 
 def _api_key() -> str | None:
@@ -273,7 +294,7 @@ async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
 class ServedGenerator(contextlib.AbstractContextManager):
     """Generates by asking a server."""
 
-    max_length = None  # a server refuses what does not fit
+    max_length = None  # a server refuses what does not fit, or is seen to cut it
 
     def __init__(
         self,

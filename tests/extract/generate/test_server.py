@@ -184,6 +184,29 @@ def test_a_reply_without_an_answer_is_one_sentence(client, server, reply, words)
         texts(client(), [QUESTION])
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_server_that_cuts_a_message_or_adds_to_a_text_is_refused(
+    client, server, is_chat
+):
+    more = {"is_chat": True} if is_chat else {"ids": (5,) * 30}
+    prompt = GeneratorPrompt(text="word " * 50, **more)
+    least, most = (50, 10**6) if is_chat else (1, 30)
+    generator = client(dialect="openai")
+
+    def read(n_tokens, n_cached=None):
+        choice = {"finish_reason": "stop", "text": "x", "message": {"content": "x"}}
+        usage = {"prompt_tokens": n_tokens, "completion_tokens": 1}
+        usage["prompt_tokens_details"] = {"cached_tokens": n_cached}
+        server.failures = [(200, {"choices": [choice], "usage": usage})]
+        return texts(generator, [prompt])
+
+    for n_tokens in (0, least, most):
+        assert read(n_tokens)
+    with pytest.raises(ValueError, match=r"it read \d+ tokens"):
+        read(least - 1 if is_chat else most + 1)
+    assert not is_chat or read(least - 1, n_cached=1)
+
+
 FILTER = {"message": "triggered a policy", "code": "content_filter"}
 
 
