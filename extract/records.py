@@ -231,12 +231,14 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
       label: True, False, or None where the judges do not agree.
       reason: how the label came about, in words.
       answer_sha: of the answer's text, see `answer_sha`; None in older files.
+      question_key: `text_key` of the question, in hex; None in older files.
     """
 
     verdicts: tuple[str, ...]
     label: bool | None
     reason: str
     answer_sha: str | None = None
+    question_key: str | None = None
 
 
 def answer_sha(text: str) -> str:

@@ -122,6 +122,7 @@ def stands_in_context(example: Example, answer: Answer) -> bool:
 
 
 def label_of(
+    example: Example,
     answer: Answer,
     label: bool | None,
     reason: str,
@@ -138,6 +139,7 @@ def label_of(
         label=label,
         reason=reason,
         answer_sha=answer_sha(answer.text),
+        question_key=text_key(example.question).hex(),
     )
 
 
@@ -179,8 +181,9 @@ def label_by_match(
     """
     check_choice("rule", rule, RULES)
     is_right = exact_match if rule == "exact" else contains_gold
+    reason = "unanimous of 1"
     return [
-        label_of(answer, is_right(answer.text, example.golds), "unanimous of 1")
+        label_of(example, answer, is_right(answer.text, example.golds), reason)
         for example, answer in pair_answers(answers, examples)
     ]
 
@@ -227,7 +230,7 @@ def label_with(
             )
         label = None if verdict is None else bool(verdict)
         reason = f"by {name}" if label is not None else f"{name} cannot decide"
-        labels.append(label_of(answer, label, reason))
+        labels.append(label_of(example, answer, label, reason))
         progress(number, len(pairs))
     return labels
 
@@ -251,7 +254,7 @@ class Imported:
     n_other_question: int  # lines whose question the run does not have
     n_other_answer: int  # lines whose answer the run's model did not give
     n_undecided: int  # lines on an answer of the run, without a verdict
-    n_unchecked: int  # lines of an older run, which do not say of which answer they are
+    n_unchecked: int  # lines of an older run, without the answer or the question
 
 
 def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
@@ -289,21 +292,25 @@ def import_labels(
     labels.jsonl; two that disagree, or none that fits an answer, are a ValueError.
     """
     pairs = pair_answers(answers, examples)
-    by_question: dict[bytes | str, list[Answer]] = {}
+    by_question: dict[tuple[str | None, str | None], list[Answer]] = {}
     for example, answer in pairs:
-        for key in (example.id, text_key(example.question)):
+        text = text_key(example.question).hex()
+        for key in ((example.id, text), (example.id, None), (None, text)):
             by_question.setdefault(key, []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
     n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0
     for where, row in _judged_lines(path):
         n_lines += 1
-        key = row.example_id if isinstance(row, Label) else text_key(row.question)
+        if isinstance(row, Label):
+            key = (row.example_id, row.question_key)
+        else:
+            key = (None, text_key(row.question).hex())
         to_question = by_question.get(key, [])
         judged = [answer for answer in to_question if _judges(row, answer)]
         n_other_question += not to_question
         n_other_answer += bool(to_question) and not judged
-        if isinstance(row, Label) and row.answer_sha is None:
+        if isinstance(row, Label) and None in (row.answer_sha, row.question_key):
             n_unchecked += bool(judged)
         if row.label is None:
             n_undecided += bool(judged)
@@ -325,14 +332,14 @@ def import_labels(
         )
     reason = f"imported from {path.name}"
 
-    def imported(answer: Answer) -> Label:
+    def imported(example: Example, answer: Answer) -> Label:
         if answer.key in labels:
-            return label_of(answer, labels[answer.key][0], reason)
+            return label_of(example, answer, labels[answer.key][0], reason)
         without = "undecided," if answer.key in undecided else "not"
-        return label_of(answer, None, f"{without} {reason}")
+        return label_of(example, answer, None, f"{without} {reason}")
 
     return Imported(
-        labels=tuple(imported(answer) for _, answer in pairs),
+        labels=tuple(imported(example, answer) for example, answer in pairs),
         n_lines=n_lines,
         n_other_question=n_other_question,
         n_other_answer=n_other_answer,
@@ -715,8 +722,8 @@ def judge_answers(
             verdicts[cell] = _verdict(reply)
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
     labels = []
-    for i, (_, answer) in enumerate(pairs):
+    for i, pair in enumerate(pairs):
         votes: list[Verdict] = [verdicts[i, r] for r in range(len(rubrics))]
-        labels.append(label_of(answer, *consensus(votes, config.vote), votes))
+        labels.append(label_of(*pair, *consensus(votes, config.vote), votes))
     n_lost = len(pending)
     return Judgements(labels=tuple(labels), n_retried=n_retried, n_unparsable=n_lost)

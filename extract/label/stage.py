@@ -612,8 +612,8 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
         if imported.n_unchecked:
             progress.note(
                 f"label: warning: {imported.n_unchecked} lines are of an older version "
-                "and do not say of which answer they are; they label this run's answer "
-                "to their question, whatever it is"
+                "and do not say of which question or answer they are; they label this "
+                "run's answer to the question of that id, whatever it is"
             )
         return imported.labels
 

@@ -331,11 +331,31 @@ def test_a_label_of_another_run_holds_for_the_very_answer_and_an_old_one_is_coun
     result = import_labels(path, ANSWERS, QUESTIONS)
     assert [label.label for label in result.labels] == [True, True, None]
     assert (result.n_other_answer, result.n_unchecked) == (1, 0)
-    old = [msgspec.structs.replace(label, answer_sha=None) for label in labels]
+    without = {"answer_sha": None, "question_key": None}
+    old = [msgspec.structs.replace(label, **without) for label in labels]
     path.write_text(write_lines(old))
     output = beatrice("label", run.path, "--import", path).output
     assert "warning: 3 lines are of an older version" in " ".join(output.split())
     assert [x.label for x in read_records(run.labels, Label)] == [True, True, True]
+
+
+def test_a_label_of_another_run_holds_for_no_other_question_of_the_same_id(tmp_path):
+    names = ("Mali", "Peru", "Chad")
+    questions = [example(x, f"Is {x} in Africa?") for x in names]
+    answers = [answered("yes", name=x) for x in names]
+    labels = label_with(answers, questions, lambda e, a: e.id != "Peru")
+    (path := tmp_path / "other.jsonl").write_text(write_lines(labels))
+    shifted = [
+        msgspec.structs.replace(a, question=b.question)
+        for a, b in zip(questions, questions[1:] + questions[:1], strict=True)
+    ]
+    with pytest.raises(ValueError, match="3 are about other questions"):
+        import_labels(path, answers, shifted)
+    same = import_labels(path, answers, questions)
+    assert [label.label for label in same.labels] == [True, False, True]
+    old = [msgspec.structs.replace(label, question_key=None) for label in labels]
+    path.write_text(write_lines(old))
+    assert import_labels(path, answers, shifted).n_unchecked == 3
 
 
 def test_questions_about_c_c_sharp_and_c_plus_plus_take_their_own_verdicts(tmp_path):
