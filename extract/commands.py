@@ -362,7 +362,7 @@ def sample(
         model, generator = opened
         draws = answers.DrawConfig(n_samples=draw.n_samples, sampling=sampling)
         drawing = (run, generator, model, config.prompt, draws, draw.split, progress)
-        as_text = backend.server is not None and backend.dialect == "openai"
+        as_text = backend.server is not None and backend.dialect != "vllm"
         return answers.draw_stage(*drawing, as_text=as_text)
 
     do_texts(run_dir, "sample", work, open_in, stage_of)

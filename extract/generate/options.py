@@ -28,9 +28,10 @@ class ServerOptions:
     """A server that has a model, and how it is asked."""
 
     server: str | None = option("OpenAI-compatible server, up to /v1.")
-    dialect: Literal["vllm", "openai"] = option(
+    dialect: Literal["vllm", "openai", "openai-reasoning"] = option(
         "vllm: exact token ids, top-k, thinking off; openai: standard fields only, "
-        "with which thinking cannot be switched off.",
+        "with which thinking cannot be switched off; openai-reasoning: as OpenAI's "
+        "models that reason want them, which judge and rewrite alone.",
         "vllm",
         rare=True,
     )

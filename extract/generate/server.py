@@ -452,12 +452,11 @@ class ServedGenerator(contextlib.AbstractContextManager):
         where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
             reason = " ".join(redacted(str(error.message)).split())[:300]
-            hint = (
-                " (a server other than vLLM may need the dialect 'openai')"
-                if error.status_code in (400, 422) and self._server.dialect == "vllm"
-                else ""
-            )
-            status = error.status_code
+            status, dialect, hint = error.status_code, self._server.dialect, ""
+            if status in (400, 422) and dialect == "vllm":
+                hint = " (a server other than vLLM may need the dialect 'openai')"
+            if error.param in ("max_tokens", "temperature") and dialect == "openai":
+                hint = " (a model that reasons may need the dialect 'openai-reasoning')"
             return f"{where}: refused with status {status}: {reason}{hint}"
         reason, cause = type(error).__name__, cause_of(error)
         if isinstance(error, UnreadableReply):
@@ -475,11 +474,17 @@ class ServedGenerator(contextlib.AbstractContextManager):
     ) -> dict[str, Any]:
         """Return the fields that ask for a reply, or for what follows a text or ids."""
         is_vllm = self._server.dialect == "vllm"
-        fields: dict[str, Any] = {
-            "model": self._model,
-            "temperature": config.temperature,
-            "max_tokens": config.max_new_tokens,
-        }
+        fields: dict[str, Any] = {"model": self._model}
+        if self._server.dialect != "openai-reasoning":
+            fields["temperature"] = config.temperature
+            fields["max_tokens"] = config.max_new_tokens
+        elif config.is_greedy:
+            fields["max_completion_tokens"] = config.max_new_tokens
+        else:
+            raise ValueError(
+                "models of the dialect 'openai-reasoning' take no temperature, so "
+                "nothing can be drawn from them; draw with the run's own model"
+            )
         if prompt.is_chat:
             fields["messages"] = [{"role": "user", "content": prompt.text}]
         else:

@@ -129,6 +129,25 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
         texts(client(dialect="openai"), [QUESTION], sampling)
 
 
+@pytest.mark.parametrize("param", ["max_tokens", "temperature"])
+def test_a_model_that_reasons_gets_the_fields_it_takes_and_is_not_drawn_from(
+    client, server, param
+):
+    message = GeneratorPrompt(text="who?", is_chat=True)
+    server.failures = [(400, {"error": {"message": "not supported", "param": param}})]
+    with pytest.raises(ValueError, match="need the dialect 'openai-reasoning'"):
+        texts(client(dialect="openai"), [message])
+    generator = client(dialect="openai-reasoning")
+    choice = {"finish_reason": "stop", "message": {"content": "Ada"}}
+    server.failures = [(200, {"choices": [choice]})]
+    assert texts(generator, [message])[0].text == "Ada"
+    _, body = server.requests[-1]
+    assert body.keys() == {"model", "messages", "max_completion_tokens"}
+    assert body["max_completion_tokens"] == GREEDY.max_new_tokens
+    with pytest.raises(ValueError, match="take no temperature"):
+        texts(generator, [message], SamplingConfig(temperature=1.0))
+
+
 @pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
 def test_a_failure_of_the_server_is_tried_again(client, server, status):
     server.failures = [status, status]
