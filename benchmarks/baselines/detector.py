@@ -214,7 +214,9 @@ class DetectorCost(
     # measured.
     peak_bytes: int | None = None
     n_forwards: int  # beside the pass that gave the answer, none of which generates
-    n_new_tokens: float  # generated beside the answer, mean
+    # Generated beside the answer, mean. None where draws are of a server that tells no
+    # token ids.
+    n_new_tokens: float | None
     n_rows: int  # answers that were scored
     reason: str = ""  # why there is no score at all; empty where there is
 

@@ -253,7 +253,8 @@ def cost_of(
     # What is drawn to learn from is paid once, as fitting is.
     n_paid = n_rows if detector.draws_for else max(1, len(samples))
     n_drawn = sum(map(len, samples)) / n_paid
-    n_new = sum(len(s.token_ids or ()) for row in samples for s in row)
+    ids = [draw.token_ids for row in samples for draw in row]
+    n_new = None if None in ids else sum(map(len, filter(None, ids)))
     per_draw = draw_seconds if samples else 0.0
     per_question = scores.seconds / n_rows
     # Everything of the answer behind its own prompt is read in one pass. States of
@@ -271,7 +272,7 @@ def cost_of(
         seconds=None if per_draw is None else per_question + per_draw * n_drawn,
         peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others,
-        n_new_tokens=n_new / n_paid,
+        n_new_tokens=None if n_new is None else n_new / n_paid,
         n_rows=n_rows,
         reason=scores.reason,
     )

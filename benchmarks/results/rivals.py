@@ -311,13 +311,14 @@ def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
     """Format a detector, a text for each of `COST_HEADS`."""
     needs = [*detector.needs, *(["labels"] if detector.is_trained else [])]
     seconds, peak = detector.seconds, detector.peak_bytes
+    n_new = detector.n_new_tokens
     return (
         detector.title,
         "–" if auroc is None else number(auroc),
         "–" if seconds is None else _plain(seconds, 2),
         "–" if peak is None else bytes_in_words(peak),
         str(detector.n_forwards),
-        _plain(detector.n_new_tokens, 3),
+        "–" if n_new is None else _plain(n_new, 3),
         ", ".join(NEEDS.get(need, need) for need in needs) or "nothing",
         "; ".join(filter(None, (detector.variant, detector.reason))),
     )
@@ -344,7 +345,7 @@ def costs_as_markdown(judged: Sequence[DetectorCost], results: pandas.DataFrame)
 
 def kind_of(detector: DetectorCost) -> CostKind:
     """Return how a detector is drawn; one that samples and is trained samples."""
-    if "samples" in detector.needs or detector.n_new_tokens:
+    if "samples" in detector.needs or detector.n_new_tokens != 0:
         return "sampled"
     return "trained" if detector.is_trained else "plain"
 
@@ -412,5 +413,7 @@ def cost_pictures(
             figure = cost_figure(points, setting, axis, ours, is_log=is_time)
             title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
             caption = _CAPTION + source + _TIMED * is_time
+            if not is_time and len(points) < len(known):
+                caption += " What was not counted has no point."
             pictures.append(picture(figure, f"cost-{name}-{setting}", title, caption))
     return pictures

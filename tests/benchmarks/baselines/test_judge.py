@@ -328,6 +328,11 @@ def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
     ):
         assert cost_of(detector, given, scores, per_draw).seconds == seconds
     assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
+    for ids, n_new in ((7, 8), 3), (None, None):
+        draw = a_sample("a", token_ids=ids)
+        cost = cost_of(drawn, drawn_inputs([[draw, "b"], []]), scores, 0.25)
+        assert cost.n_new_tokens == n_new
+    assert cost_of(bare, some, scores, 0.25).n_new_tokens == 0
 
 
 def test_scoring_is_charged_to_the_answers_that_have_draws():

@@ -286,13 +286,23 @@ def test_one_pass_gives_all_signals_where_no_member_reads_a_closed_book_answer(n
         assert ("with-context pass alone" in picture.svg) != is_one
 
 
-def test_what_was_not_timed_has_a_dash_and_no_point():
+@pytest.mark.parametrize(
+    ("field", "head", "word"),
+    [
+        ("seconds", "Seconds a question", "seconds"),
+        ("n_new_tokens", "Tokens more", "tokens generated"),
+    ],
+)
+def test_what_was_not_measured_has_a_dash_and_no_point(field, head, word):
     first, *others = JUDGED
-    untimed = [msgspec.structs.replace(first, seconds=None), *others]
-    assert closed_book_costs(untimed)[first.title]["Seconds a question"] == "–"
-    for picture in cost_pictures(untimed, RESULTS, SELECTION):
-        timed = "seconds" in picture.title and "Closed" in picture.title
-        assert (first.title in picture.svg) != timed
+    unmeasured = [msgspec.structs.replace(first, **{field: None}), *others]
+    assert closed_book_costs(unmeasured)[first.title][head] == "–"
+    for picture in cost_pictures(unmeasured, RESULTS, SELECTION):
+        is_without = word in picture.title and "Closed" in picture.title
+        assert (first.title in picture.svg) != is_without
+        assert ("has no point" in picture.caption) == (
+            is_without or "seconds" in picture.title
+        )
 
 
 def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
