@@ -486,7 +486,9 @@ class LabelOptions:
     )
     audit: bool = option("Say how far the labels can be trusted.", False)
     n_samples: int | None = option(
-        "With --audit: answers for a person to judge blind.  [default: 100]", min=1
+        "With --audit: answers for a person to judge blind.  [default: as drawn "
+        "before, else 100]",
+        min=1,
     )
     annotations: Path | None = option(
         "With --audit: that sample, its column 'human' filled in.", type=FILE
@@ -568,19 +570,17 @@ def label(
             else:
                 stage.label_run(run, how.match, progress)
     if how.audit:
-        _audit(run_dir, how.n_samples or 100, how.annotations, as_json)
+        _audit(run_dir, how.n_samples, how.annotations, as_json)
 
 
 def _audit(
-    run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
+    run_dir: Path, n_sample: int | None, annotations: Path | None, as_json: bool
 ) -> None:
     from beatrice.extract.label.stage import audit_labels, compare_annotations
 
     with RunDir.open(run_dir) as run:
         human = compare_annotations(run, annotations) if annotations else None
-        # A sample that is judged stays: by other labels another would be drawn.
-        is_judged = human is not None and (run.audit / "sample.csv").exists()
-        report = audit_labels(run, None if is_judged else n_sample)
+        report = audit_labels(run, n_sample)
     extra = {} if human is None else {"human": dataclasses.asdict(human)}
     text = json.dumps(report | extra) if as_json else _audit_as_text(report, human)
     click.echo(text)
@@ -609,7 +609,16 @@ def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> st
         lines += ["", f"a person, {human.n_empty} items left empty"]
         lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
         lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
-        lines += [f"  {line}" for line in noise_in_words(human.noise)]
+        if human.n_dropped:
+            lines.append(f"  {human.n_dropped} items have no label any more")
+        noise = noise_in_words(human.noise)
+        noise = noise or ["other labels drew this sample, so shares of all are unknown"]
+        lines += [f"  {line}" for line in noise]
     lines += ["", f"{report['n_disagreements']} disagreements in"]
     lines += [f"  {report['disagreements']}", "to be judged blind"]
-    return "\n".join([*lines, f"  {report['sample']}"])
+    lines.append(f"  {report['sample']}")
+    if not report["sample_is_current"]:
+        lines.append(
+            "  (of before, perhaps by other labels; move it away to draw anew)"
+        )
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ def run(smoke_run, tmp_path):
     return RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
 
 
-def test_verdicts_on_labels_of_another_rule_wait_until_they_are_read_again(
+def test_verdicts_on_labels_of_another_rule_wait_until_a_sample_by_these_is_judged(
     run, tmp_path
 ):
     def experiments():
@@ -40,6 +40,13 @@ def test_verdicts_on_labels_of_another_rule_wait_until_they_are_read_again(
     beatrice("label", run.path, "--match", "containment")
     assert run.labels.read_bytes() != before
     assert not {"label_noise", "annotated"} & experiments()
+    done = beatrice(*read)
+    assert "other labels drew this sample" in done.stdout
+    assert "move it away to draw anew" in done.stdout
+    assert not {"label_noise", "annotated"} & experiments()
+    (run.audit / "sample.csv").unlink()
+    assert "move it away" not in beatrice("label", run.path, "--audit").stdout
+    fill(shutil.copy(run.audit / "sample.csv", filled))
     beatrice(*read)
     assert {"label_noise", "annotated"} <= experiments()
 

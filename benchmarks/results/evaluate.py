@@ -493,7 +493,13 @@ def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
             why = "it is not known which answers and labels a person has judged"
         line = shell_line("label", run.path, "--audit", "--annotations", "FILE")
         progress.note(f"evaluate: {why}; read the annotations again: `{line}`")
-    return current
+    if any(not x["noise"] for x in current):
+        progress.note(
+            "evaluate: other labels drew the sample that a person has judged, so it is "
+            f"left out; move {run.audit / 'sample.csv'} away, and draw and judge anew: "
+            f"`{shell_line('label', run.path, '--audit')}`"
+        )
+    return [x for x in current if x["noise"]]
 
 
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:

@@ -294,6 +294,11 @@ def draw_sample(
     return [sample[i] for i in rng.permutation(len(sample))]
 
 
+def _drawing_of(rows: Sequence[LabelledAnswer]) -> str:
+    """Return what changes with any label: a sample is drawn evenly over these."""
+    return sha256_json([(*row.label.key, row.label.label) for row in rows])[:8]
+
+
 def _by_label(
     rows: Sequence[LabelledAnswer],
 ) -> dict[tuple[str, bool], list[LabelledAnswer]]:
@@ -317,10 +322,17 @@ def _passages(row: LabelledAnswer) -> str:
     return "\n".join(f"{passage.title}: {passage.text}" for passage in seen)
 
 
-def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
-    """Write the sample's CSV, but not over one that a person may have filled in."""
+def write_sample(
+    path: Path, sample: Sequence[LabelledAnswer], rows: Sequence[LabelledAnswer]
+) -> None:
+    """Write the CSV of a sample of the rows, but not over one that is there.
+
+    That may be filled in. A check has the answer's and, behind a hyphen, that of all
+    labels, which the person does not see.
+    """
     if path.exists():
-        if [row["check"] for row in _read_rows(path)] != [row.check for row in sample]:
+        checks = [row["check"].split("-")[0] for row in _read_rows(path)]
+        if checks != [row.check for row in sample]:
             raise ValueError(
                 f"{path} holds another sample, perhaps with annotations; move it away "
                 "to draw anew"
@@ -329,11 +341,14 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
     stream = io.StringIO()
     writer = csv.writer(stream)  # of lines in \r\n, so cells with either are quoted
     writer.writerow(COLUMNS)
+    drawing = _drawing_of(rows)
     for item, row in enumerate(sample, start=1):
         asked = (row.example.question, " | ".join(row.example.golds), _passages(row))
-        cells = (row.example.id, *row.group, *asked, row.answer.text, row.check)
+        checks = (row.answer.text, f"{row.check}-{drawing}")
+        cells = (row.example.id, *row.group, *asked, *checks)
         writer.writerow((item, *map(_cell, cells), ""))
-    write_text_atomic(path, stream.getvalue())
+    # Behind a mark by which Excel knows UTF-8: it would show "SÃ£o" for "São".
+    write_text_atomic(path, f"\ufeff{stream.getvalue()}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -405,7 +420,8 @@ class HumanAgreement:
     judge: Agreement  # of the person with the labels
     exact: Agreement  # of the person with exact match
     n_empty: int  # items that were not annotated
-    noise: tuple[LabelNoise, ...]
+    n_dropped: int  # items that have no label any more, annotated or not
+    noise: tuple[LabelNoise, ...]  # empty where other labels drew the sample
     verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and is it correct?
 
 
@@ -436,22 +452,27 @@ def read_annotations(
 ) -> HumanAgreement:
     """Compare a person's annotations, a sample's CSV filled in, with all labels.
 
-    Every item must be a labelled answer of the run as it is now, and each there once.
+    Every item must be an answer of the run as it is now, and each there once. A sample
+    that other labels drew stands for other shares of the answers, and says nothing of
+    how many of all are mislabelled.
     """
     # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
     by_key = {tuple(map(_cell, row.label.key)): row for row in rows}
     rated: list[tuple[bool, LabelledAnswer]] = []
     seen: set[tuple[str, ...]] = set()
+    drawings: set[str] = set()
+    n_dropped = 0
     for number, cells in enumerate(_read_rows(path), start=1):
         key = (cells["example_id"], cells["setting"], cells["variant"])
         row = by_key.get(key)
         verdict = parse_verdict(cells["human"]) if cells["human"].strip() else None
+        check, _, drawing = cells["check"].partition("-")
         problem = None
-        if row is None or row.label.label is None:
-            problem = f"{key} is no labelled answer of this run"
+        if row is None:
+            problem = f"{key} is no answer of this run"
         elif key in seen:
             problem = f"{key} is there twice; keep one of them"
-        elif cells["check"] != row.check:
+        elif check != row.check:
             problem = (
                 f"{key} was annotated for another question, gold or answer than the "
                 "run's; draw a new sample"
@@ -464,15 +485,22 @@ def read_annotations(
         if row is None or problem is not None:
             raise ValueError(f"{path}, row {number}: {problem}")
         seen.add(key)
-        if verdict is not None:
+        drawings.add(drawing)
+        if row.label.label is None:
+            n_dropped += 1
+        elif verdict is not None:
             rated.append((verdict == "correct", row))
     labels = [(human, bool(row.label.label)) for human, row in rated]
+    verdicts = {row.label.key: human for human, row in rated}
+    # Older files do not say which labels drew them.
+    is_of_these = not n_dropped and drawings <= {"", _drawing_of(rows)}
     return HumanAgreement(
         judge=agreement(labels, seed=seed),
         exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
-        n_empty=len(seen) - len(rated),
-        noise=label_noise(rows, {row.label.key: human for human, row in rated}),
-        verdicts=tuple((*row.label.key, human) for human, row in rated),
+        n_empty=len(seen) - len(rated) - n_dropped,
+        n_dropped=n_dropped,
+        noise=label_noise(rows, verdicts) if is_of_these else (),
+        verdicts=tuple((*key, human) for key, human in verdicts.items()),
     )
 
 
@@ -647,7 +675,7 @@ def _labelled(run: RunDir) -> list[LabelledAnswer]:
 def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
     """Write what is known about the labels' quality into `audit/`, and return it.
 
-    Without a size no sample is drawn for a person.
+    And a sample for a person; without a size one of 100, unless one is there.
     """
     rows, seed = _labelled(run), run.seed
     listed = disagreements(rows)
@@ -661,10 +689,12 @@ def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
         "sample": str(sample),
     }
     write_text_atomic(file, "".join(json.dumps(row) + "\n" for row in listed))
-    if n_sample is not None:
-        write_sample(sample, draw_sample(rows, n_sample, seed=seed))
     write_json_atomic(run.audit / "audit.json", report)
-    return report
+    if n_sample is not None or not sample.exists():
+        write_sample(sample, draw_sample(rows, n_sample or 100, seed=seed), rows)
+    # Looked for and not read, since the file may be in a person's hands.
+    is_current = _drawing_of(rows).encode() in sample.read_bytes()
+    return report | {"sample_is_current": is_current}
 
 
 def compare_annotations(run: RunDir, path: Path) -> HumanAgreement:

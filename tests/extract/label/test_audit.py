@@ -136,7 +136,8 @@ def test_a_sample_takes_evaluated_answers_with_a_label_and_fills_up_where_few_ar
 
 
 def cells_of(path):
-    return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
+    text = path.read_bytes().decode("utf-8-sig")
+    return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_path):
@@ -146,8 +147,9 @@ def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_pat
     example = msgspec.structs.replace(shown.example, passages=passages)
     answer = msgspec.structs.replace(shown.answer, dropped=(1,))
     sample = [closed, dataclasses.replace(shown, example=example, answer=answer)]
-    write_sample(path, sample)
-    write_sample(path, sample)  # which reads it again
+    write_sample(path, sample, sample)
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")  # or Excel guesses
+    write_sample(path, sample, sample)  # which reads it again
     cells = cells_of(path)
     assert [row["passages"] for row in cells] == ["", f"seen: {long}"]
     assert [row["human"] for row in cells] == ["", ""]
@@ -158,7 +160,7 @@ def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_pat
 def sample(tmp_path):
     """The rows of `many`, and a file with a hundred of them to be judged."""
     rows, path = many(), tmp_path / "sample.csv"
-    write_sample(path, draw_sample(rows, 100))
+    write_sample(path, draw_sample(rows, 100), rows)
     return rows, path
 
 
@@ -198,6 +200,39 @@ def test_planted_label_noise_is_found_and_weighted_by_how_many_have_each_label(s
     assert len(result.verdicts) == 100
 
 
+def test_a_sample_that_other_labels_drew_says_nothing_of_all_answers(tmp_path):
+    """The right answer is "yes"; unanimous judges drop what a majority mislabels."""
+    votes = [(YES, NO, SPLIT)[i % 3] for i in range(300)]
+    texts = [("yes", "no", "no")[i % 3] for i in range(300)]
+    examples, answers, labels = labelled(votes, texts)
+    path, by = tmp_path / "sample.csv", {}
+    for vote in ("unanimous", "majority"):
+        given = [
+            msgspec.structs.replace(label, label=consensus(label.verdicts, vote)[0])
+            for label in labels
+        ]
+        by[vote] = join_labels(examples, answers, given)
+
+    def drawn_and_judged(vote):
+        path.unlink(missing_ok=True)
+        write_sample(path, draw_sample(by[vote], 100), by[vote])
+        fill(path, lambda i, row: "correct" if row["answer"] == "yes" else "incorrect")
+
+    drawn_and_judged("unanimous")
+    assert not any(x.n_disputed for x in read_annotations(path, by["unanimous"]).noise)
+    result = read_annotations(path, by["majority"])
+    assert result.noise == () and result.judge.n_agree == result.judge.n == 100
+    drawn_and_judged("majority")
+    assert any(x.n_disputed for x in read_annotations(path, by["majority"]).noise)
+    result = read_annotations(path, by["unanimous"])
+    assert result.noise == () and result.n_empty == 0
+    assert result.judge.n == 100 - result.n_dropped < 100
+    # Files of an earlier version do not say by which labels they were drawn.
+    drawn_and_judged("unanimous")
+    path.write_text(re.sub(r"(c[0-9a-f]{12})-[0-9a-f]{8}", r"\1", path.read_text()))
+    assert len(read_annotations(path, by["unanimous"]).noise) == 4
+
+
 @pytest.mark.parametrize("slips", [(), (15, 50)])
 def test_a_persons_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
     rows, path = sample
@@ -222,10 +257,10 @@ def test_a_filled_sample_is_never_overwritten_and_read_as_a_spreadsheet_saves_it
     rows, path = sample
     fill(path)
     content = path.read_bytes()
-    write_sample(path, draw_sample(rows, 100))
+    write_sample(path, draw_sample(rows, 100), rows)
     assert path.read_bytes() == content
     with pytest.raises(ValueError, match="another sample"):
-        write_sample(path, draw_sample(rows, 100, seed=9))
+        write_sample(path, draw_sample(rows, 100, seed=9), rows)
     table = list(csv.reader(io.StringIO(path.read_text())))
     with path.open("w", newline="", encoding="utf-8-sig") as stream:
         csv.writer(stream, delimiter=";").writerows(table)
@@ -236,7 +271,7 @@ def test_a_filled_sample_is_never_overwritten_and_read_as_a_spreadsheet_saves_it
     ("change", "words"),
     [
         ({"human": "perhaps"}, "row 1.*correct, incorrect or empty"),
-        ({"example_id": "nobody"}, "row 1.*no labelled answer"),
+        ({"example_id": "nobody"}, "row 1.*no answer of this run"),
         ({"check": "c0"}, "row 1.*another question, gold or answer"),
         ("twice", "row 101.*twice"),
         ("columns", "found no 'item'"),
@@ -257,7 +292,7 @@ def test_a_wrong_annotation_is_refused_with_its_row(sample, change, words):
 def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):
     rows = join_labels(*labelled([YES, NO], ['=HYPERLINK("x")', "-1"]))
     path = tmp_path / "sample.csv"
-    write_sample(path, draw_sample(rows, 2))
+    write_sample(path, draw_sample(rows, 2), rows)
     assert {r["answer"] for r in cells_of(path)} == {'\'=HYPERLINK("x")', "'-1"}
     fill(path)
     assert read_annotations(path, rows).judge.n == 2
@@ -266,8 +301,8 @@ def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):
 def test_a_sample_holds_texts_with_any_line_end_as_they_are(tmp_path):
     texts, path = ["a\rb", "a\r\nb", "a\nb", 'a\u2028"b"'], tmp_path / "sample.csv"
     rows = join_labels(*labelled([YES] * len(texts), texts))
-    write_sample(path, rows)
-    write_sample(path, rows)  # which reads it again
+    write_sample(path, rows, rows)
+    write_sample(path, rows, rows)  # which reads it again
     assert [row["answer"] for row in cells_of(path)] == texts
     fill(path)
     assert read_annotations(path, rows).judge.n == len(texts)

@@ -1,5 +1,6 @@
 """Labels by comparison, by a judge in Python, and from a person's file."""
 
+import json
 import re
 import string
 import unicodedata
@@ -35,6 +36,7 @@ from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import label_rule
 from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import answered
+from tests.extract.label.test_audit import fill
 from tests.extract.small_run import beatrice, make_run
 from tests.records import an_example
 
@@ -466,6 +468,35 @@ def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_b
     ):
         assert words in beatrice("label", run.path, option, value, code=1).stderr
         assert (run.labels.read_bytes(), run.stage_record("label")) == before
+
+
+def test_an_audit_is_of_the_labels_of_now_whatever_a_sample_of_before_holds(
+    run, tmp_path
+):
+    def audit(*options):
+        output = beatrice("label", run.path, "--audit", *options).stdout
+        report = json.loads((run.audit / "audit.json").read_text())
+        listed = (run.audit / "disagreements.jsonl").read_text().splitlines()
+        assert report["label_rule"] == label_rule(run)
+        assert report["n_disagreements"] == len(listed)
+        assert f"{len(listed)} disagreements in" in output
+        return len(listed), "perhaps by other labels" in output
+
+    beatrice("label", run.path)
+    assert audit("--n-samples", 2) == (0, False)
+    sample = run.audit / "sample.csv"
+    fill(sample)
+    in_work = sample.read_bytes()
+    path = pub.write_lines(tmp_path / "mine.jsonl", [MINE])
+    beatrice("label", run.path, "--import", path)  # against exact match
+    for content in (in_work, b"a,b\n1,2\n"):
+        sample.write_bytes(content)
+        assert audit() == (3, True)  # two have no label now
+        assert sample.read_bytes() == content
+    sample.write_bytes(in_work)
+    options = ("--audit", "--n-samples", 1)
+    assert "another sample" in beatrice("label", run.path, *options, code=1).output
+    assert sample.read_bytes() == in_work
 
 
 README = Path(__file__).parents[3] / "docs" / "labels.md"
