@@ -7,6 +7,7 @@ paper compares. Nothing here loads JAX or Torch.
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import pandas
 from matplotlib.figure import Figure
 
@@ -42,6 +43,7 @@ from beatrice.benchmarks.results.tables import (
     pivot,
     place_columns,
     places_of,
+    results_of,
     subjects_in,
     where,
 )
@@ -125,14 +127,40 @@ def _drawn(
     return picture(figure, f"{name}-{setting}", title, caption)
 
 
+_BY_CHANCE = "rights_by_chance"
+
+
+def rights_by_chance(error_rate: float, right: float) -> float:
+    """Return the share of another's mistakes that a family gets right by chance.
+
+    By chance means that mistakes of both have nothing in common but the label. As many
+    answers are flagged as are wrong, so that half of a family's mistakes are right
+    answers and half wrong ones, whatever share of all answers is right.
+    """
+    return 1 - error_rate / (4 * right * (1 - right))
+
+
+def _with_chance(shown: pandas.DataFrame, results: pandas.DataFrame) -> Iterator[Any]:
+    """Yield rows of mistakes, and what each family would get right by chance."""
+    answers = rows_of(results, "flips", **POOLED, detector="answers", metric="right")
+    for row in shown["row"]:
+        yield row
+        right = find(answers, setting=row.setting)
+        if row.metric == "error_rate" and row.value and right and right.value:
+            value = rights_by_chance(row.value, right.value)
+            changes = {"value": value, "ci_low": None, "ci_high": None}
+            yield msgspec.structs.replace(row, metric=_BY_CHANCE, **changes)
+
+
 @shown(
     "Which family gets right what another gets wrong",
-    "A cell near the row's own share of right answers means mistakes that have "
-    "nothing to do with each other; near 0, that the row repeats the column's.",
+    "A cell near the row's “by chance” means mistakes that have nothing in common but "
+    "which answers are right; near 0, that the row repeats the column's.",
     "fig:complementarity",
 )
 def _complementarity(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "complementarity", **POOLED), []
+    shown = results_of(_with_chance(shown, results))
     letters = list(FAMILIES)
     for setting, here in each_setting(shown):
         errors = where(here, metric="error_rate").set_index("families")["value"]
@@ -141,6 +169,9 @@ def _complementarity(results: pandas.DataFrame) -> Content:
             continue
         rights = _matrix(where(here, metric="rights"), "families", "family")
         rights = rights.reindex(index=letters, columns=letters)
+        chance = where(here, metric=_BY_CHANCE).set_index("families")["value"]
+        if not chance.empty:
+            rights["by chance"] = chance.astype("float64")
         caption = (
             f"All in-domain test answers ({here['n'].max():,}). Every family's encoder "
             "flags as many answers as are wrong. Right: what each gets wrong itself."
@@ -152,6 +183,7 @@ def _complementarity(results: pandas.DataFrame) -> Content:
         (f"of {name}", "mistakes right", {"metric": "rights", "family": letter})
         for letter, name in FAMILIES.items()
     ]
+    columns.append(("by chance", "mistakes right", {"metric": _BY_CHANCE}))
     lines = [(name, {"families": letter}) for letter, name in FAMILIES.items()]
     table = pivot(shown, "Family", lines, by_setting(shown, columns))
     return pictures, [("Mistakes, family by family", table)]

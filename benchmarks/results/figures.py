@@ -374,12 +374,14 @@ def complementarity(
 ) -> Figure:
     """Draw which family gets right what another gets wrong, and each one's error rate.
 
-    `rights` is `[4, 4]`: row of column's mistakes, NaN on the diagonal.
+    `rights` is `[4, 4]`: row of column's mistakes, NaN on the diagonal. A fifth column
+    is what the row would get right by chance.
     """
     shares, names = rights.to_numpy(float), list(FAMILIES.values())
     figure, (heat, bars) = _figure(3.4, 1, 2, width_ratios=(3, 1), sharey=True)
     _heat(heat, shares, STRONG[setting], np.vectorize(_short)(shares))
-    heat.set_xticks(range(4), names)
+    columns = [FAMILIES.get(x, x.replace(" ", "\n")) for x in rights.columns]
+    heat.set_xticks(range(len(columns)), columns)
     heat.set_yticks(range(4), names)
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
     bars.barh(range(4), errors, height=0.6, color=SOFT[setting])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from beatrice.benchmarks.results.anatomy import rights_by_chance
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import Passage
@@ -144,15 +145,22 @@ def test_an_interval_is_that_of_resampling_questions_by_hand():
     assert row.n == 120
 
 
-def test_mistakes_of_unrelated_scores_are_righted_as_often_as_anything():
-    """Permuted, a family rights another's mistakes as often as it is right at all."""
-    rng = np.random.default_rng(2)
-    labels, names = rng.random(20_000) < 0.4, np.arange(20_000)
-    knows = mistakes(rng.normal(size=20_000) + 1.5 * labels, labels, names)
-    permuted = mistakes(rng.permutation(rng.normal(size=20_000)), labels, names)
-    righted = (knows & ~permuted).sum() / knows.sum()
-    assert righted == pytest.approx(1 - permuted.mean(), abs=0.03)
-    assert not (knows & ~knows).any()  # and never its own
+@pytest.mark.parametrize("right", [0.08, 0.4, 0.78])
+@pytest.mark.parametrize("strength", [0.0, 1.5])  # of scores that know nothing, or much
+def test_mistakes_that_share_the_label_alone_are_righted_as_often_as_by_chance(
+    right, strength
+):
+    rng, names = np.random.default_rng(2), np.arange(20_000)
+    labels = rng.random(20_000) < right
+    ours, theirs = (
+        mistakes(rng.normal(size=20_000) + x * labels, labels, names)
+        for x in (strength, 1.5)
+    )
+    righted = (theirs & ~ours).sum() / theirs.sum()
+    chance = rights_by_chance(ours.mean(), labels.mean())
+    assert righted == pytest.approx(chance, abs=0.03)
+    if right == 0.08:  # far from the share of answers that the family gets right
+        assert righted < 1 - ours.mean() - 0.1
 
 
 def test_as_many_answers_are_flagged_as_are_wrong_and_ties_fall_by_name():

@@ -9,7 +9,13 @@ import pytest
 from beatrice.benchmarks.results import anatomy
 from beatrice.benchmarks.results.names import COSTS
 from beatrice.benchmarks.results.paper import read_ledger, signs_by_table
-from beatrice.benchmarks.results.tables import POOLED, results_of, row_value, where
+from beatrice.benchmarks.results.tables import (
+    POOLED,
+    find,
+    results_of,
+    row_value,
+    where,
+)
 from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import (
     PARTS,
@@ -60,6 +66,25 @@ def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(sections):
         ("anatomy_labels", "labels"),
         ("anatomy_layers", "auroc"),  # of single and held-out sets
     }
+
+
+def test_beside_what_a_family_rights_stands_what_it_would_by_chance(sections):
+    (table,) = (t for s in sections for h, t in s.tables if h.startswith("Mistakes"))
+    results, n_columns = results_of(ROWS), len(table.columns) // 2
+    for line, letter in zip(table.lines, "HPRA", strict=True):
+        for side, setting in ((0, "closed_book"), (n_columns, "with_context")):
+            chance, at = line.cells[side + n_columns - 1][0].row, {"setting": setting}
+            error, right = (
+                find(results, experiment=x, **at, **POOLED, **key).value
+                for x, key in (
+                    ("anatomy_complementarity", {"families": letter, "family": None}),
+                    ("anatomy_flips", {"metric": "right"}),
+                )
+            )
+            assert chance.value == 1 - error / (4 * right * (1 - right))
+            assert chance.ci_low is None
+    (drawn, _) = sections[0].pictures
+    assert "chance" in drawn.svg and "by chance" in sections[0].look
 
 
 def test_the_table_of_flips_has_the_rows_rates(sections):

@@ -114,7 +114,7 @@ def boxes_along(labels):
 
 
 SETS = pandas.DataFrame(0.75, *2 * [[f"QUESTION SET {i:02}" for i in range(6)]])
-RIGHTS = pandas.DataFrame(0.4, *2 * [[*figures.FAMILIES]])
+RIGHTS = pandas.DataFrame(0.4, *2 * [[*figures.FAMILIES]]).assign(chance=0.5)
 
 
 @pytest.mark.parametrize(
