@@ -13,9 +13,9 @@ on; both are laid side by side, and a note says so.
 
 A number of the paper has a sign where it is a difference or a correlation, and where
 the paper compares it with another of its table. Ours has one where a 95 % interval
-excludes zero: that of the paired difference where the run has it, else what the two
-intervals leave for the difference. They are of the same answers, so this is more
-cautious than a paired interval would be.
+excludes zero, or the bound of what the paper has "at most": that of the paired
+difference where the run has it, else what the two intervals leave for the difference.
+They are of the same answers, so this is more cautious than a paired interval would be.
 """
 
 import collections
@@ -411,9 +411,10 @@ class Sign(NamedTuple):
     """What is larger in the paper, and in a run."""
 
     first: Beside  # the number, and the run's
-    second: Beside | None  # what it is compared with; None is zero
+    # What it is compared with; None is zero, or the paper's bound.
+    second: Beside | None
     order: Order  # of the paper
-    change: float  # the run's difference, whose interval `low` and `high` are
+    change: float  # the run's difference to it, with the interval `low` to `high`
     low: float | None
     high: float | None
     is_paired: bool  # whether the interval is of a difference on the same questions
@@ -450,7 +451,8 @@ class Sign(NamedTuple):
         verdict = VERDICTS[self.verdict]
         if self.verdict == "cannot be told":
             single = self.is_paired or second is None
-            verdict += ": our interval covers zero" if single else ": intervals overlap"
+            covered = "our interval covers " + ("the bound" if cell.below else "zero")
+            verdict += f": {covered if single else 'intervals overlap'}"
         what = f"{cell.row} ({cell.column}; {cell.backbone})"
         return what, paper, here, verdict
 
@@ -464,6 +466,8 @@ def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
     """Return what the paper says; None if nothing, or that both are equal."""
     if cell.sign is not None or cell.value is None:
         return cell.sign
+    if cell.below:  # a loss of at most so much; a p that is less says no order
+        return None if cell.metric == "p_value" else "above"
     if than is None:
         is_single = cell.metric.endswith("_difference") or cell.metric in _TO_ZERO
         change = cell.value if is_single else 0.0
@@ -501,7 +505,9 @@ def _sign(
     if order is None or value is None:
         return None
     if second is None:
-        return Sign(first, second, order, value, low, high, is_paired=True)
+        bound = (first.paper.value or 0.0) if first.paper.below else 0.0
+        ends = (None if x is None else x - bound for x in (low, high))
+        return Sign(first, second, order, value - bound, *ends, is_paired=True)
     other, other_low, other_high = second.numbers
     if other is None:
         return None

@@ -348,6 +348,24 @@ def test_a_number_has_the_papers_sign_where_its_interval_says_so(
     assert names == ABOVE_ZERO or sign.cells[2][0] in "+-"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.001, 0.001, "agrees"),
+        (-0.005, -0.002, "agrees"),  # a loss, and less than the paper's
+        (-0.18, -0.12, "differs"),
+        (-0.02, 0.01, "cannot be told"),
+    ],
+)
+def test_a_loss_of_at_most_so_much_is_compared_with_that_bound(low, high, verdict):
+    name, against = encoder("HPRA")._replace(span="context"), encoder("HPRA")
+    value = (low + high) / 2
+    row = of_run("anatomy_spans", name, "auroc", value, low, high, rival=against)
+    ((sign,),) = signs_by_table(CELLS, results_of([row])).values()
+    assert sign.verdict == verdict and sign.cells[1] == "≥ -0.6"
+    assert ("covers the bound" in sign.cells[3]) == (verdict == "cannot be told")
+
+
 def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
     rows = [
         of_run("detection", name, "auroc", value, value - 0.05, value + 0.05)
