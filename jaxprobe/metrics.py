@@ -411,6 +411,18 @@ def interval_of(draws: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share of `n` (Wilson, JASA 1927): of none or all too, a width.
+
+    Args:
+      share: in [0, 1], which may be a mean over seeds.
+      n: at least 1.
+    """
+    z2 = NormalDist().inv_cdf(0.975) ** 2 / n
+    middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
+
+
 def two_sided_p(draws: np.ndarray) -> float:
     """Two-sided p of a difference from its resamples, in (0, 1].
 

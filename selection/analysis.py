@@ -46,7 +46,12 @@ from beatrice.jaxprobe.families import (
     subset_index,
 )
 from beatrice.jaxprobe.grid import is_linear_only, member_logits
-from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
+from beatrice.jaxprobe.metrics import (
+    BootstrapConfig,
+    interval_of,
+    resamples,
+    wilson_interval,
+)
 from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.exhaustive import Ranking
@@ -480,10 +485,16 @@ class Ratio(NamedTuple):
 
     detector: Subject | str
     metric: str
-    numerator: np.ndarray  # `[..., n]`; leading axes such as seeds are summed
+    # `[..., n]`, bool where answers are counted; leading axes such as seeds are summed.
+    numerator: np.ndarray
     denominator: np.ndarray  # the same; 0 where an example does not count
     # Of the row beside those of its detector, such as `family`.
     columns: dict[str, Any] = {}
+
+    @property
+    def is_share(self) -> bool:
+        """Whether answers are counted, and nothing is weighed."""
+        return self.numerator.dtype == bool
 
 
 def ratio_rows(
@@ -495,6 +506,10 @@ def ratio_rows(
     reason: str = "no answer of this kind",
 ) -> list[ResultRow]:
     """Return ratios with 95 % intervals that resample questions.
+
+    Resamples of few answers, or of a share of 0 or 1, are all alike: of a share the
+    wider of that and Wilson's stands. It counts questions, since seeds and wordings are
+    no new evidence.
 
     Args:
       experiment: of the rows.
@@ -524,8 +539,12 @@ def ratio_rows(
         if total:
             value = float(numerator.sum(dtype=np.float64) / total)
             low, high = interval_of(ratio_draws)
+            ends = value, value
+            if ratio.is_share:
+                n_questions = len(np.unique(ids[denominator > 0]))
+                ends = wilson_interval(min(value, 1.0), n_questions)
             # Sums in single precision can leave a share of everything just beside it.
-            interval, missing = (min(low, value), max(high, value)), None
+            interval, missing = (min(low, value, *ends), max(high, value, *ends)), None
         measured = experiment, ratio.detector, ratio.metric, value
         n_counted = int(np.count_nonzero(denominator))
         columns = ratio.columns | set_fields

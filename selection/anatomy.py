@@ -57,7 +57,7 @@ from beatrice.selection.analysis import (
 )
 from beatrice.selection.exhaustive import read_ranking
 
-FORMAT = 6  # of what is saved: 6 sees answers in a context by the words of any script
+FORMAT = 7  # of what is saved: 7 has Wilson's intervals of shares
 # Which stage writes a part that there is on request, and into which folder.
 _ON_REQUEST: dict[Part, tuple[str, str]] = {
     "rankings": ("exhaustive", "exhaustive"),

@@ -310,7 +310,7 @@ def grounding_ratios(
     every, has = np.ones(len(labels)), ~np.isnan(without)
     ratios = [
         Ratio("answers", "right_with_context", labels, every),
-        Ratio("answers", "right_closed_book", np.where(has, without, 0), has),
+        Ratio("answers", "right_closed_book", without == 1, has),
         Ratio("answers", "wrong_in_passage", stands & ~labels, ~labels),
         Ratio("answers", "right_in_passage", stands & labels, labels),
     ]

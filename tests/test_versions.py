@@ -112,7 +112,7 @@ EXPECTED = {
     "fits": (2, "98e1eaca3726"),
     "verdicts": ("2", "896d69e11dd1"),
     "scores of detectors": ("5", "8ccfa1260864"),
-    "analyses": (6, "d13653d5f4ed"),
+    "analyses": (7, "d13653d5f4ed"),
     "calls of controllers": (2, "6f9305327dd2"),
     "ids of texts": (2, "ac630f9a73ea"),
     "words of BM25": ("bm25, characters of scripts without blanks", "6547c2df0567"),

@@ -66,6 +66,7 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
     weighted_metrics,
+    wilson_interval,
 )
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
@@ -310,8 +311,6 @@ def decision_rows(
       p_correct: `[n_rows]` calibrated.
       rows: what the rows are.
     """
-    from scipy.stats import binomtest
-
     originals = np.flatnonzero(rows.variants == "original")
     rows, p_correct = rows.take(originals), p_correct[originals]
     thresholds = [x for wanted in PRECISIONS for x in head.thresholds(wanted)]
@@ -332,9 +331,8 @@ def decision_rows(
             elif not n:
                 precision["reason"] = "no answer lies beyond the threshold"
             else:
-                ends = binomtest(n_right, n).proportion_ci(0.95, method="wilson")
-                precision |= {"value": n_right / n}
-                precision |= {"ci_low": ends.low, "ci_high": ends.high}
+                low, high = wilson_interval(n_right / n, n)
+                precision |= {"value": n_right / n, "ci_low": low, "ci_high": high}
             fields = rows.fields_of(dataset, split)
             fields |= {"experiment": "decision", "detector": "champion"}
             fields |= {"kind": threshold.decision, "wanted": threshold.wanted}

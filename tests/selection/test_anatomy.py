@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from beatrice.benchmarks.results.anatomy import rights_by_chance
 from beatrice.benchmarks.results.tables import find, results_of
@@ -15,7 +16,7 @@ from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import apply_member, member_logits
-from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import BootstrapConfig, wilson_interval
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.analysis import (
     TOLERANCE,
@@ -132,7 +133,7 @@ def test_of_a_set_without_a_labelled_answer_a_ratio_is_undefined_with_its_reason
 
 def test_an_interval_is_that_of_resampling_questions_by_hand():
     ids = np.repeat(np.arange(60), 2)  # two wordings of each
-    hits = np.random.default_rng(1).random((3, 120)) < 0.3
+    hits = 1.0 * (np.random.default_rng(1).random((3, 120)) < 0.3)
     ratio = Ratio("x", "share", hits, np.ones_like(hits))
     row = values([ratio], 120, ids)["share"]
     assert row.value == pytest.approx(hits.mean())
@@ -143,6 +144,18 @@ def test_an_interval_is_that_of_resampling_questions_by_hand():
     low, high = np.percentile(draws, (2.5, 97.5))
     assert (row.ci_low, row.ci_high) == pytest.approx((low, high), abs=1e-6)
     assert row.n == 120
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_no_share_has_an_interval_narrower_than_wilsons_of_its_questions(share):
+    ids = np.repeat(np.arange(60), 2)  # two wordings of each
+    hits = np.tile(ids < share * 10, (3, 1))  # three seeds that agree
+    counted = np.broadcast_to(ids < 10, hits.shape)
+    row = values([Ratio("x", "share", hits, counted)], 120, ids)["share"]
+    expected = binomtest(round(share * 10), 10).proportion_ci(0.95, method="wilson")
+    assert row.value == pytest.approx(share) and row.n == 20
+    assert row.ci_low <= expected.low + 1e-9 and row.ci_high >= expected.high - 1e-9
+    assert wilson_interval(share, 10) == pytest.approx([*expected])
 
 
 @pytest.mark.parametrize("right", [0.08, 0.4, 0.78])
