@@ -217,19 +217,19 @@ def position_ratios(
                 Ratio(subject, "share", movement, total_moved, at | {"family": letter})
             )
     length, total = moved.lengths[:, -1], moved.answer.sum(axis=1)
+    # Of an even map, weighted by how much an answer moves as the share beside it is.
+    even = total / np.maximum(length, 1)
     for k in range(min(N_POSITIONS, moved.answer.shape[1])):
         has = length > k
         if has.sum() >= _FEWEST:
             movement, at = moved.answer[:, k], {"position": k + 1}
             ratios.append(Ratio(subject, "share", movement * has, total * has, at))
-            even = has / np.maximum(length, 1)
-            ratios.append(Ratio(subject, "even_share", even, has, at))
+            ratios.append(Ratio(subject, "even_share", even * has, total * has, at))
     last = moved.answer[np.arange(len(length)), np.maximum(length, 1) - 1]
     several = length > 1
     subject = subject._replace(kind="last")
     ratios.append(Ratio(subject, "share", last * several, total * several))
-    even = several / np.maximum(length, 1)
-    ratios.append(Ratio(subject, "even_share", even, several))
+    ratios.append(Ratio(subject, "even_share", even * several, total * several))
     return ratios
 
 

@@ -255,6 +255,31 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     assert value("even_share", position=1) == pytest.approx(1 / 3)
 
 
+def test_where_every_token_moves_alike_no_position_is_above_or_below_its_even_share():
+    n, lengths = 100, np.tile([0, 3, 2], (100, 1))
+    lengths[50:, 2] = 10
+    answer = 1.0 * (np.arange(10) < lengths[:, 2:])
+    families = np.zeros((n, 3, 4))
+    families[:, :, 0] = lengths  # as many logits as tokens
+    moved = TokenAttribution(families, answer, lengths, 0.0)
+    rows = ratio_rows(
+        "x",
+        position_ratios("H", moved, ("c", "q", "a")),
+        np.arange(n),
+        SET_FIELDS,
+        CONFIG,
+    )
+    by_metric = {
+        metric: {(r.span, r.position, r.kind): r.value for r in rows if is_of(r)}
+        for metric, is_of in (
+            ("share", lambda r: r.metric == "share" and not r.family),
+            ("even", lambda r: r.metric in ("even_share", "token_share")),
+        )
+    }
+    assert by_metric["share"] == pytest.approx(by_metric["even"])
+    assert len(by_metric["share"]) == 3 + 8 + 1
+
+
 def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
     rng = np.random.default_rng(0)
     labels = rng.random(600) < 0.5
