@@ -420,6 +420,19 @@ def _heads(results: pandas.DataFrame) -> Content:
     return pictures, [("Eight heads", pivot(shown, "Encoder", lines, columns))]
 
 
+def _hidden_note(results: pandas.DataFrame) -> str:
+    """Return a note if hidden states move nothing but in the answer's span.
+
+    They are then stored of the answer alone, which so has four families, and another
+    span three: neither tokens nor a loss without a span compares them evenly.
+    """
+    rows = rows_of(results, "positions", family="H", span=SPANS, metric="share")["row"]
+    of_answer = [row.value for row in rows if row.span == "answer"]
+    elsewhere = [row.value for row in rows if row.span != "answer"]
+    is_noted = any(of_answer) and elsewhere and not any(elsewhere)
+    return " (hidden states are of the answer alone)" if is_noted else ""
+
+
 @shown(
     "Where in the text the read-out comes from",
     "How much each span and each token of the answer moves the logit, beside its "
@@ -434,7 +447,7 @@ def _positions(results: pandas.DataFrame) -> Content:
     of_token = {x: {"position": int(x), "kind": None, "span": None} for x in ends}
     of_token["last"] = {"position": None, "kind": "last", "span": None}
     of_span = {x: {"span": x, "position": None, "kind": None} for x in SPANS}
-    pictures = []
+    pictures, note = [], _hidden_note(results)
     for setting, here in each_setting(shown):
         spans, tokens = {}, {}
         for name, key in of_span.items():
@@ -451,24 +464,24 @@ def _positions(results: pandas.DataFrame) -> Content:
             caption = (
                 f"Of {family_name(EVERY_FAMILY, setting)}, {here['n'].max()} test "
                 "answers: size of integrated gradients from all signals at their "
-                "means. Right: of the answers that have such a token; bars are 95 % "
-                "intervals, dashes an even share. The first position emits the first "
-                "token."
+                f"means{note}. Right: of the answers that have such a token; bars are "
+                "95 % intervals, dashes an even share. The first position emits the "
+                "first token."
             )
             figure = figures.shares_of_text(spans, tokens, setting)
             pictures.append(_drawn(figure, "positions", setting, caption))
     shares = ("share", "of what moves the logit", {"metric": "share"})
     tables = []
     for heading, corner, keys, other, metric in (
-        ("Spans", "Span", of_span, "tokens", "token_share"),
+        (f"Spans{note}", "Span", of_span, "tokens", "token_share"),
         ("Tokens of the answer", "Token", of_token, "even", "even_share"),
     ):
         columns = by_setting(shown, [shares, (other, "share", {"metric": metric})])
         tables.append((heading, pivot(shown, corner, [*keys.items()], columns)))
-    return pictures, [*tables, *_without_spans(results)]
+    return pictures, [*tables, *_without_spans(results, note)]
 
 
-def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
+def _without_spans(results: pandas.DataFrame, note: str) -> list[tuple[str, Table]]:
     """What encoders lose, by the span that stands at its means."""
     tables = []
     gone = rows_of(results, "spans", metric="auroc")
@@ -478,7 +491,7 @@ def _without_spans(results: pandas.DataFrame) -> list[tuple[str, Table]]:
             for x in subjects_in(here)
         ]
         heading = "AUROC with a span at its means, minus intact"
-        heading = f"{SETTING_LABELS[setting]}: {heading}"
+        heading = f"{SETTING_LABELS[setting]}: {heading}{note}"
         tables.append((heading, by_place(here, "Encoder", lines)))
     return tables
 

@@ -107,6 +107,20 @@ def test_shares_of_the_tokens_have_three_decimals_as_other_shares(sections):
     assert all(re.fullmatch(r"\.\d{3}", row_value(m.row)) for m in table.measures)
 
 
+@pytest.mark.parametrize("elsewhere", [0.0, 0.1])
+def test_spans_are_noted_where_hidden_states_are_of_the_answer_alone(elsewhere):
+    of_spans = where(results_of(ROWS), experiment="anatomy_positions", metric="share")
+    values = {"answer": 0.2, "question": elsewhere}
+    shares = [
+        msgspec.structs.replace(row, family="H", value=values[row.span])
+        for row in where(of_spans, span=(*values,))["row"]
+    ]
+    pictures, tables = anatomy._positions(results_of([*ROWS, *shares]))
+    texts = [p.caption for p in pictures] + [h for h, _ in tables if "Tokens" not in h]
+    is_noted = ["(hidden states are of the answer alone)" in text for text in texts]
+    assert is_noted == [elsewhere == 0] * 5
+
+
 def test_the_map_of_heads_says_of_how_many_answers_it_is():
     shares = [r for r in ROWS if (r.experiment, r.metric) == ("anatomy_heads", "share")]
     rows = results_of(msgspec.structs.replace(row, n=123) for row in shares)

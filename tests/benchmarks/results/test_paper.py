@@ -457,6 +457,7 @@ OTHERWISE = {  # what our rows measure otherwise than which lines
     "every wording": lambda c: c.setting == "with_context" and c.table in GAINS,
     "placements": lambda c: c.metric in OF_AN_INTERVAL and c.table in GAINS,
     "`sequences`": lambda c: (c.detector, c.metric) == ("seakr", "generations"),
+    "answer alone": lambda c: c.experiment == "anatomy_spans" or c.ours == "loss",
     "one half": lambda c: c.ours in ("share_of_top_heads", "moved_more_by_top_heads"),
 }
 
