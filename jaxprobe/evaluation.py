@@ -27,13 +27,13 @@ from beatrice.jaxprobe.metrics import (
     auprc,
     auroc,
     auroc_gain_interval,
-    auroc_interval,
     interval_of,
     resamples,
     stratified_auroc,
     two_sided_p,
     weighted_metrics,
     weighted_stratified,
+    wider_interval,
 )
 from beatrice.jaxprobe.rows import Rows
 
@@ -98,8 +98,7 @@ class _Measured:
         low, high = interval_of(self.draws)
         if self.case is not None:
             _, _, scores, labels, questions, *_ = self.case
-            ends = auroc_interval(scores, labels, questions)
-            low, high = min(low, ends[0]), max(high, ends[1])
+            low, high = wider_interval(self.draws, scores, labels, questions)
         mean = ResultRow(**fields, value=self.mean, ci_low=low, ci_high=high)
         seeds = enumerate(self.seeds if len(self.seeds) > 1 else ())
         return [

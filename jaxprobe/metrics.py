@@ -411,6 +411,14 @@ def interval_of(draws: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def wider_interval(
+    draws: np.ndarray, scores: np.ndarray, labels: np.ndarray, questions: np.ndarray
+) -> tuple[float, float]:
+    """95 % interval of an AUROC: the wider of its resamples' and `auroc_interval`."""
+    both = interval_of(draws), auroc_interval(scores, labels, questions)
+    return min(low for low, _ in both), max(high for _, high in both)
+
+
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
     """95 % interval of a share of `n` (Wilson, JASA 1927): of none or all too, a width.
 

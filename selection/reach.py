@@ -36,6 +36,7 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
     weighted_metrics,
+    wider_interval,
 )
 from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -362,7 +363,8 @@ def _auroc_rows(
         value, ends = None, (None, None)
         if reason is None:
             value = float(np.mean([v.value for v in values]))
-            ends = interval_of(draws[subset])
+            of_subset = ranked.scores[:, subset], ranked.labels, ranked.ids
+            ends = wider_interval(draws[subset], *of_subset)
         measured = "auroc", value, len(ranked.labels), backbone | set_fields
         result.append(row_of(BACKBONES, encoder(name), *measured, ends, reason))
     return result

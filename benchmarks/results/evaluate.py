@@ -63,9 +63,9 @@ from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
-    interval_of,
     resamples,
     weighted_metrics,
+    wider_interval,
     wilson_interval,
 )
 from beatrice.jaxprobe.rows import Rows
@@ -286,7 +286,9 @@ def annotated_rows(
                 scores = detector.scores[:, where[some]]
                 by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
                 value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
-                low, high = interval_of(np.array(resampled))
+                # Placements have no weights, which in an AUROC of labels cancel.
+                of_sample = scores, truth[some], rows.ids[where[some]]
+                low, high = wider_interval(np.array(resampled), *of_sample)
                 fields |= {"value": float(value), "ci_low": low, "ci_high": high}
             else:
                 reason = "the annotated answers are of one class only"

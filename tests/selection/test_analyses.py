@@ -19,7 +19,7 @@ from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.cli import main
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Passage
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import read_rows, rows_file
+from beatrice.extract.run.rows import encoder, read_rows, rows_file
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
@@ -30,6 +30,7 @@ from beatrice.jaxprobe.config import (
     TrainConfig,
 )
 from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.families import LETTERS, N_SUBSETS, subset_index
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import training_set
@@ -332,6 +333,13 @@ def test_backbones_rank_alike_or_the_other_way_round(deployed):
         second = find(results, kind="second", families="H", metric="auroc")
         assert second.source == "large"
         assert second.value > 0.95 if expected > 0 else second.value < 0.05
+    first = find(results, kind="first", families="H", metric="auroc")
+    scored = Scored(name=encoder("H"), scores=deployed.logits_of("H"))
+    detected = results_of(detection_rows([scored], deployed.rows, deployed.bootstrap))
+    at = {"split": "test", "dataset": IN_DOMAIN, "metric": "auroc", "seed": "mean"}
+    row = find(detected, **at)  # of one AUROC a run has one interval
+    for end in ("value", "ci_low", "ci_high"):
+        assert getattr(first, end) == pytest.approx(getattr(row, end))
     with pytest.raises(ValueError, match="no setting in common"):
         reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
 

@@ -46,7 +46,7 @@ from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
-from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
 from beatrice.jaxprobe.tokens import answer_log_prob
 from tests.benchmarks.baselines.planted import memory_store
 from tests.benchmarks.baselines.test_entropy import save_tokenizer
@@ -397,6 +397,18 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     by = {x.kind: x for x in annotated_rows(agreed, scored, rows, BOOTSTRAP)}
     assert by["labels"].value == pytest.approx(expected_of_labels, abs=1e-5)
     assert by["a person"].value is None and "one class only" in by["a person"].reason
+
+
+def test_a_few_annotated_answers_that_are_all_in_order_leave_an_interval_of_auroc():
+    rows = rows_of(np.arange(60) % 4 == 0)
+    scores = np.where(rows.labels, 1.0, 0.0)[None]
+    scored = [Scored(name="champion", scores=scores)]
+    result_rows = annotated_rows(annotated(rows, set()), scored, rows, BOOTSTRAP)
+    test = rows.where("test")
+    expected = auroc_interval(scores[:, test], rows.labels[test], rows.ids[test])
+    assert expected[0] < 0.9
+    for row in (x for x in result_rows if x.experiment == "annotated"):
+        assert (row.ci_low, row.ci_high) == pytest.approx(expected), row.kind
 
 
 def test_an_mlp_sees_what_a_linear_rung_cannot():
