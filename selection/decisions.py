@@ -213,15 +213,19 @@ def flip_ratios(
     """Return how often decisions flip, how often rightly, and how near the boundary.
 
     Of an encoder, by its letters: logits `[n_seeds, n]`, intact and without a family,
-    by its letter; labels are `[n]` bool.
+    by its letter; labels are `[n]` bool. By chance, what flips to "right" is so as
+    often as any answer is right, and likewise what flips to "wrong".
     """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
+    right = labels.sum() / max(len(labels), 1)
+    by_chance = np.where(intact > 0, right, 1 - right)
     is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
     added = intact - without
     ratios = {
         "flip_rate": (is_flip, every),
         "flip_precision": (is_flip & is_right, is_flip),
+        "flip_precision_by_chance": (is_flip * by_chance, is_flip),
         "flips_near_boundary": (is_flip & is_near, is_flip),
         "answers_near_boundary": (is_near, every),
         "mean_contribution": (np.abs(added), every),

@@ -308,6 +308,7 @@ def _backbones(results: pandas.DataFrame) -> Content:
 _FLIPS = (
     ("flip rate", "share", {"metric": "flip_rate"}),
     ("flip precision", "share", {"metric": "flip_precision"}),
+    ("precision by chance", "share", {"metric": "flip_precision_by_chance"}),
     ("flips within one logit", "share", {"metric": "flips_near_boundary"}),
     ("answers within one logit", "share", {"metric": "answers_near_boundary"}),
 )
@@ -317,8 +318,8 @@ _FLIPS = (
     "Which family decides, and when the others act",
     "A family is replaced by its means inside a deployed encoder. A high flip rate "
     "is a family that decides; a high precision with flips near the boundary is "
-    "one that corrects where the rest is undecided. A precision is to be read "
-    "against how often such answers are right at all.",
+    "one that corrects where the rest is undecided. A precision is to be read beside "
+    "that by chance, of the same decisions on answers drawn at random.",
     "anatomy-flip-profile",
     "fig:boundary-band",
 )

@@ -124,6 +124,19 @@ def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
     assert row.ci_low <= 0.5 <= row.ci_high
 
 
+@pytest.mark.parametrize("right", [0.08, 0.5, 0.92])
+def test_flips_of_logits_that_know_nothing_are_as_precise_as_by_chance(right):
+    rng = np.random.default_rng(0)
+    labels = rng.random(20_000) < right
+    rest = rng.normal(loc=2 * right - 1, size=(2, 20_000))
+    noise = rng.normal(size=(2, 20_000))
+    result = values(flip_ratios("HP", "P", rest + noise, rest, labels), 20_000)
+    chance = result["flip_precision_by_chance"].value
+    assert result["flip_precision"].value == pytest.approx(chance, abs=0.02)
+    if right == 0.08:  # far from the share of right answers
+        assert chance > right + 0.1
+
+
 def test_of_a_set_without_a_labelled_answer_a_ratio_is_undefined_with_its_reason():
     none = np.zeros((3, 0), bool)
     row = values([Ratio("x", "share", none, none)], 0)["share"]
