@@ -58,6 +58,7 @@ SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
 _FOR_VALIDATION = 5  # one of so many labels
 _SINGLE_CLASS = "the drawn answers hold one class"
+_NONE_DRAWN = "none of its labelled answers is drawn to teach"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
 
@@ -234,11 +235,15 @@ def _half(ids: Iterable[str]) -> np.ndarray:
 
 
 def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the rows from which every set may teach, `[n]` indices by its name."""
+    """Return the rows from which every set may teach, `[n]` indices by its name.
+
+    A set of which the pools hold no such row has none.
+    """
     held_out = pools["ood"][_half(rows.ids[pools["ood"]])]
     pool = np.concatenate([pools["train"], pools["validation"], held_out])
-    datasets = rows.datasets[pool]
-    return {name: pool[datasets == name] for name in dict.fromkeys(datasets.tolist())}
+    datasets = np.concatenate([rows.datasets[rows.where(x)] for x in pools])
+    names = dict.fromkeys(datasets.tolist())
+    return {name: pool[rows.datasets[pool] == name] for name in names}
 
 
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
@@ -250,22 +255,32 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     rows, judged = deployed.rows, deployed.judged
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
-    n = min(min(map(len, sources.values())), max(SIZES))
-    orders = [draw_rows(rows, source, n, deployed.seed) for source in sources.values()]
+    teachers = {name: where for name, where in sources.items() if len(where)}
+    n = min(*map(len, teachers.values()), max(SIZES))
+    orders = [draw_rows(rows, where, n, deployed.seed) for where in teachers.values()]
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
     judged = judged[is_read]
     every = np.concatenate([*orders, judged])
     blocks = pooled_signals(deployed, every)
     trainer = SmallSampleTrainer(deployed, np.concatenate(orders), n, folder)
-    scored = []
-    for number, (name, order) in enumerate(zip(sources, orders, strict=True)):
+    readers = Subject("probe", EVERY_FAMILY), encoder(EVERY_FAMILY)
+    scored = [
+        Scored(
+            name=x._replace(source=name, n_labels=0),
+            scores=np.full((1, len(judged)), np.nan),
+            reason=_NONE_DRAWN,
+        )
+        for name in sources
+        for x in readers
+        if name not in teachers
+    ]
+    for number, (name, order) in enumerate(zip(teachers, orders, strict=True)):
         train, valid = (number * n + x for x in train_valid_split(np.arange(n)))
+        probe, reader = (x._replace(source=name, n_labels=n) for x in readers)
         scores = linear_scores(blocks, rows.labels[every], train, valid)
-        probe = Subject("probe", EVERY_FAMILY, source=name)
         scored.append(_scored(probe, scores[len(orders) * n :]))
         logits = trainer.scores([EVERY_FAMILY], order, judged)
         logits = logits or {EVERY_FAMILY: np.full(len(judged), np.nan)}
-        reader = encoder(EVERY_FAMILY)._replace(source=name)
         scored.append(_scored(reader, logits[EVERY_FAMILY]))
     result = detection_rows(scored, rows.take(judged), deployed.bootstrap, TRANSFER)
     return [r for r in result if r.metric == "auroc" and r.dataset != IN_DOMAIN]

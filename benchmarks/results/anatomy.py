@@ -601,7 +601,9 @@ def _transfer(results: pandas.DataFrame) -> Content:
             title = f"{SETTING_LABELS[setting]}, {LEARNERS[reader]}"
             figure = figures.matrix(values, setting)
             name = f"transfer-{reader.detector}"
-            caption = "A dash is undefined: one class only."
+            caption = "A dash is undefined: one class only, or no answer to learn from."
+            if n_labels := here["n_labels"].dropna().to_list():  # earlier rows lack it
+                caption = f"Labels of each: {max(n_labels):,}. {caption}"
             pictures.append(_drawn(figure, name, setting, caption, title))
             lines = [(source, {"source": source}) for source in sources]
             tables.append((title, by_place(here, "Trained on", lines)))

@@ -297,8 +297,12 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
 ):
     rows = deployed.rows
     labels = rows.labels ^ (rows.datasets == "two")
+    # A set of one question, of the half that does not teach.
+    held = rows.where("ood")
+    datasets = rows.datasets.copy()
+    datasets[held[~reach._half(rows.ids[held])][0]] = "lone"
     turned = dataclasses.replace(
-        deployed, rows=dataclasses.replace(rows, labels=labels)
+        deployed, rows=dataclasses.replace(rows, labels=labels, datasets=datasets)
     )
     inputs = inputs_of(turned, folder=tmp_path / "members")
     results = results_of(reach.transfer(inputs))
@@ -315,9 +319,14 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
             at = {"metric": "auroc", "dataset": dataset, "seed": "mean"}
             value = find(results, **at, detector=detector, source=source).value
             assert value > 0.9 if is_known else value < 0.1
-    # Of the held-out set only the half is read that teaches nothing.
-    n = find(results, detector="probe", source="one", dataset="held", seed="mean").n
-    assert 0.3 * SPLITS["ood"] < n < 0.7 * SPLITS["ood"]
+        at = {"detector": detector, "dataset": "held", "seed": "mean"}
+        lone = find(results, **at, source="lone")  # is in a row, with the reason
+        assert (lone.value, lone.n_labels) == (None, 0) and "is drawn" in lone.reason
+        # Of the held-out set only the half is read that teaches nothing.
+        row = find(results, **at, source="one")
+        assert 0.3 * SPLITS["ood"] < row.n < 0.7 * SPLITS["ood"]
+        least = reach._half(rows.ids[held]).sum()
+        assert row.n_labels == min(least, (SPLITS["train"] + SPLITS["validation"]) / 2)
 
 
 def test_backbones_rank_alike_or_the_other_way_round(deployed):

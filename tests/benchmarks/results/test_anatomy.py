@@ -130,6 +130,13 @@ def test_the_map_of_heads_says_of_how_many_answers_it_is():
     assert all("attention layer read, from 0" in p.svg for p in pictures)
 
 
+def test_the_matrix_of_sets_says_how_many_labels_each_detector_had():
+    transfer = [r for r in ROWS if r.experiment == "anatomy_transfer"]
+    rows = results_of(msgspec.structs.replace(row, n_labels=1234) for row in transfer)
+    pictures, _ = anatomy._transfer(rows)
+    assert pictures and all("Labels of each: 1,234." in p.caption for p in pictures)
+
+
 def test_the_boundary_has_a_cell_for_each_row():
     boundary = [r for r in ROWS if r.experiment == "anatomy_boundary"]
     rows = [r for r in boundary if r.bin_x is not None]
