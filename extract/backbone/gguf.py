@@ -229,16 +229,21 @@ def config_of(header: Header) -> Any:
     with reading(header.path, what):
         values = header.config_values
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        # The largest Gemma 2 and 3, which no key of a file says (llama-model.cpp).
+        kind = header.architecture, config.num_hidden_layers
+        if kind in (("gemma2", 46), ("gemma3", 62)):
+            scalar = config.hidden_size // config.num_attention_heads
+            config.query_pre_attn_scalar = scalar
         _set_rotary_scaling(header, config)
     return config
 
 
 def _set_rotary_scaling(header: Header, config: Any) -> None:
-    """Put how rotary frequencies are scaled into a config.
+    """Put the base of rotary frequencies and how they are scaled into a config.
 
-    Transformers passes over it in silence: Llama 3.1 and later, and Gemma 3 from 4B on,
-    would read every position wrongly. A file that names a factor alone, which
-    older ones call otherwise, is scaled linearly (llama-model.cpp).
+    Transformers passes over them in silence: Llama 3.1 and later, Gemma 3 from 4B on,
+    and StarCoder 2 would read every position wrongly. A file that names a factor alone,
+    which older ones call otherwise, is scaled linearly (llama-model.cpp).
     """
     values, prefix = header.values, f"{header.architecture}.rope"
     older = values.get(f"{prefix}.scale_linear")
@@ -246,6 +251,8 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
     kind = values.get(f"{prefix}.scaling.type", "linear" if factor else "none")
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)  # Gemma's local layers are not scaled
+    if "rope_theta" in rope:
+        rope["rope_theta"] = values.get(f"{prefix}.freq_base", rope["rope_theta"])
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor or 1.0}
     elif kind != "none" and rope.get("rope_type") != kind:
@@ -460,7 +467,7 @@ class Weights:
 
 
 # Part of the folder's name: raised when the same file would be unpacked otherwise.
-_RECIPE = 2
+_RECIPE = 3
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 

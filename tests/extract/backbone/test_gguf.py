@@ -312,6 +312,57 @@ def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
     assert "scaled by 'yarn'" in refusal(path)
 
 
+def header_of(path, architecture, numbers):
+    """Return the header of a file that has a vocabulary and these numbers alone."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in numbers.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_tensor("token_embd.weight", np.zeros((len(WORDS), 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_header(path)
+
+
+NUMBERS = {
+    "context_length": 128,
+    "block_count": 2,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "n_layers", "d_model", "n_heads", "scalar"),
+    [
+        ("gemma2", 46, 4608, 32, 144),
+        ("gemma3", 62, 5376, 32, 168),
+        ("gemma3", 34, 2560, 8, 256),
+    ],
+)
+def test_the_largest_gemmas_scale_attention_by_their_own_number(
+    tmp_path, architecture, n_layers, d_model, n_heads, scalar
+):
+    numbers = {"block_count": n_layers, "embedding_length": d_model}
+    numbers |= {"attention.head_count": n_heads}
+    header = header_of(tmp_path / "m.gguf", architecture, NUMBERS | numbers)
+    assert config_of(header).query_pre_attn_scalar == scalar
+
+
+@pytest.mark.parametrize("architecture", ["llama", "stablelm", "starcoder2", "gemma3"])
+def test_rotary_frequencies_have_the_base_of_the_file(tmp_path, architecture):
+    numbers = NUMBERS | {"rope.freq_base": 123456.0}
+    rope = config_of(header_of(tmp_path / "m.gguf", architecture, numbers))
+    rope = rope.rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == 123456.0
+
+
 def refusal(path):
     with pytest.raises(ValueError, match=f"^backbone '{path}'") as caught:
         load_backbone(path)
