@@ -28,6 +28,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import torch
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, TokenizersBackend
 from transformers.core_model_loading import (
     WeightConverter,
@@ -37,6 +38,9 @@ from transformers.core_model_loading import (
 from transformers.integrations.gguf.gguf_config_mapping import (
     GGUF_CONFIG_ARCHS,
     get_gguf_config,
+)
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
 )
 from transformers.integrations.gguf.utils import (
     get_gguf_conversion_mapping,
@@ -70,6 +74,20 @@ _ENDS_OF_TURN = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
     "<|endoftext|> <|eom_id|> <EOT> <_EOT> <|end_of_text|> <end_of_utterance>"
 ).split()
+# How texts are cut into words, by its names for it (likewise). Transformers cuts as
+# GPT-2 by every name that it does not know.
+_LIKE_GPT2 = frozenset("gpt-2 phi-2 mpt olmo jais trillion mellum a.x-4.0".split())
+_LIKE_SMOLLM = frozenset(
+    "smollm starcoder refact command-r codeshell exaone minerva-7b".split()
+)
+_LIKE_QWEN2 = frozenset("qwen2 stablelm2 hunyuan".split())
+_UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2", "starcoder2": "starcoder"}
+_KNOWN = _LIKE_GPT2 | _LIKE_SMOLLM | _LIKE_QWEN2 | GGUF_PRE_TOKENIZER_SPLITS.keys()
+# Whose texts begin with a token that the file need not ask for, and whose words are
+# taken from the vocabulary before they are put together.
+_LIKE_LLAMA3 = frozenset(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +318,48 @@ def tokenizer_of(header: Header, config: Any) -> Any:
     ):
         # Alone: a template or tokenizer that lies beside the file is not the file's.
         (Path(folder) / "model.gguf").symlink_to(header.path.resolve())
-        return kind.from_pretrained(folder, gguf_file="model.gguf")
+        tokenizer: Any = kind.from_pretrained(folder, gguf_file="model.gguf")
+        if header.values["tokenizer.ggml.model"] == "gpt2":
+            _set_words(header, tokenizer)
+        elif header.values.get("tokenizer.ggml.add_space_prefix") is False:
+            _remove_first_space(header, tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+def _set_words(header: Header, tokenizer: Any) -> None:
+    """Let a byte-level tokenizer cut texts, and begin them, as llama.cpp does."""
+    values, backend = header.values, tokenizer.backend_tokenizer
+    pre = values.get("tokenizer.ggml.pre", _UNNAMED.get(header.architecture))
+    if pre not in _KNOWN:
+        raise GgufError(
+            header.path,
+            f"how its tokenizer cuts texts is {pre!r} (tokenizer.ggml.pre), which is "
+            "not known here; use the model's safetensors, or a newer GGUF of it",
+        )
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if pre in _LIKE_SMOLLM:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, whole])
+    elif pre in _LIKE_QWEN2:
+        rule = Regex(GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
+        split = pre_tokenizers.Split(rule, "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, pieces])
+    if pre in _LIKE_LLAMA3:
+        backend.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in values:
+            tokenizer.add_bos_token = True
+
+
+def _remove_first_space(header: Header, backend: Any) -> None:
+    """Let a sentencepiece tokenizer begin no text with a blank; Gemma's does not."""
+    if not header.architecture.startswith("gemma"):
+        backend.normalizer = None  # Phi-3's
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            prepend_scheme="never", split=False
+        )
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(steps)
 
 
 def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConfig:

@@ -29,6 +29,7 @@ from beatrice.extract.backbone.gguf import (
     config_of,
     generation_of,
     read_header,
+    tokenizer_of,
     unpacked,
 )
 from beatrice.extract.backbone.loading import load_backbone, load_outline
@@ -38,7 +39,8 @@ from tests.process import ROOT
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>", "<stop>")
-WORDS = (*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "lo")
+# No merges make the last word.
+WORDS = (*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "lo", "ĊĊ", "hello")
 SHAPE = {
     "vocab_size": len(WORDS),
     "hidden_size": 256,
@@ -99,7 +101,15 @@ def _packed(values, kind):
 
 
 def write_gguf(
-    path, model, *, kind="F32", add_bos=True, scaling=(), more=None, without=()
+    path,
+    model,
+    *,
+    kind="F32",
+    add_bos=True,
+    pre="gpt-2",
+    scaling=(),
+    more=None,
+    without=(),
 ):
     """Write a model with its tokenizer; matrices are of a kind, vectors float32."""
     config = model.config
@@ -131,14 +141,16 @@ def write_gguf(
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.rope.{name}", value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(WORDS)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(WORDS) - len(SPECIAL)))
-    writer.add_token_merges(["h e", "l o"])
+    writer.add_token_merges(["h e", "l o", "Ċ Ċ"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(3)
-    writer.add_add_bos_token(add_bos)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     writer.add_chat_template(TEMPLATE)
     tensors = {k: v.float().numpy() for k, v in model.state_dict().items()}
     if config.tie_word_embeddings:
@@ -239,6 +251,53 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, add_bos):
     assert tokenizer.chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_texts_of_llama_3_begin_with_a_token_unless_the_file_forbids_it(
+    tmp_path, add_bos
+):
+    path = write_gguf(
+        tmp_path / "m.gguf", tiny("llama"), add_bos=add_bos, pre="llama-bpe"
+    )
+    tokenizer = load_backbone(path).tokenizer
+    words = tokenizer.convert_ids_to_tokens(tokenizer("hello").input_ids)
+    assert words == ["<|im_start|>"] * (add_bos is not False) + ["hello"]
+
+
+# GPT-2 parts line feeds before a word or a number, SmolLM before a word alone.
+CUTS = {"gpt-2": "Ċ Ċ Q Ċ Ċ 1", "smollm": "Ċ Ċ Q ĊĊ 1", "stablelm2": "ĊĊ Q ĊĊ 1"}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_by_the_rule_that_a_file_names(tmp_path, pre):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), add_bos=False, pre=pre)
+    tokenizer = load_backbone(path).tokenizer
+    assert tokenizer.tokenize("\n\nQ\n\n1") == CUTS[pre].split()
+
+
+def test_a_rule_of_cutting_that_is_not_known_or_not_named_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), pre="deepseek-llm")
+    assert "cuts texts is 'deepseek-llm'" in refusal(path)
+    write_gguf(path, tiny("llama"), pre=None)
+    assert "cuts texts is None" in refusal(path)
+    header = read_header(path)
+    config = config_of(header)
+    header.values["general.architecture"] = "qwen2"  # its files began before the name
+    tokenizer = tokenizer_of(header, config)
+    assert tokenizer.tokenize("\n\nQ") == ["ĊĊ", "Q"]
+
+
+@pytest.mark.parametrize(("adds", "first"), [(None, "▁"), (True, "▁"), (False, "h")])
+def test_a_sentencepiece_text_begins_with_a_blank_unless_the_file_forbids_it(
+    tmp_path, adds, first
+):
+    words = ("<unk>", "<s>", "</s>", "▁", "h", "i")
+    header = header_of(tmp_path / "m.gguf", "llama", NUMBERS, words=words, adds=adds)
+    tokenizer = tokenizer_of(header, config_of(header))
+    ids = tokenizer("hi hi", add_special_tokens=False).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids)[0] == first
+    assert tokenizer.decode(ids) == "hi hi"
+
+
 def test_a_file_says_its_stop_tokens_its_name_and_its_revision(llama_file, cache):
     """The ends of text and turn; its path; the SHA-256."""
     backbone = load_backbone(llama_file)
@@ -312,14 +371,20 @@ def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
     assert "scaled by 'yarn'" in refusal(path)
 
 
-def header_of(path, architecture, numbers):
-    """Return the header of a file that has a vocabulary and these numbers alone."""
+def header_of(path, architecture, numbers, *, words=None, adds=None):
+    """Return the header of a file that has a vocabulary and these numbers alone.
+
+    With words of its own the vocabulary is sentencepiece's, which adds a blank or not.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in numbers.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{architecture}.{name}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
+    writer.add_tokenizer_model("llama" if words else "gpt2")
+    writer.add_token_list(words or WORDS)
+    writer.add_token_scores([0.0] * len(words or WORDS))
+    if adds is not None:
+        writer.add_add_space_prefix(adds)
     writer.add_tensor("token_embd.weight", np.zeros((len(WORDS), 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
