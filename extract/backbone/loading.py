@@ -549,6 +549,12 @@ def _unwrapped(model: Any) -> Any:
         )
     for module in model.modules():
         if isinstance(module, GenerationMixin):
+            if "_original_forward" in vars(module):  # accelerate's
+                raise ValueError(
+                    f"cannot read {type(module).__name__}: it still computes in mixed "
+                    "precision, as it was trained; give what accelerator.unwrap_model("
+                    "model, keep_fp32_wrapper=False) returns"
+                )
             return module
     raise ValueError(
         "model: expected a Transformers causal language model, found "

@@ -349,7 +349,8 @@ class DecodeReading(AttentionReading):
         lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
         layers = LayerPass(0, h_in, att, ffn, h_in)
         scalars = residual.contribution_scalars(layers, lens)
-        if self._logits.dtype == torch.float32:
+        # Logits that a forward widens at its end are rounded as the head's products.
+        if self.reader.head.weight.dtype == self._logits.dtype == torch.float32:
             prob = probability.scalars_of_logits(self._logits, targets)
         else:
             prob = self.reader.probabilities(self._last_states, targets)

@@ -168,6 +168,13 @@ def with_adapted_head():
     return model
 
 
+def in_mixed_precision():
+    model = tiny_model("llama")
+    model._original_forward = model.forward  # as accelerate's prepare_model
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -175,6 +182,7 @@ def with_adapted_head():
         (lambda: tiny_model("llama").double(), "float64: expected one of float32, .*"),
         (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
         (offloaded, "lie on cpu, meta .*; expected one device"),
+        (in_mixed_precision, r"unwrap_model\(model, keep_fp32_wrapper=False\)"),
         (with_adapted_head, "found .*Adapted in .*; merge an adapter"),
     ],
 )

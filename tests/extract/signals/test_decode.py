@@ -344,6 +344,23 @@ def test_in_bfloat16_the_difference_is_the_rounding_of_the_model(family):
     assert check_decoding(reader) is None
 
 
+def widen_logits(module, inputs, output):
+    """As the forwards of some models, and of those that accelerate has trained, do."""
+    output["logits"] = output.logits.float()
+
+
+def test_logits_that_a_forward_widens_are_not_read_for_exact_ones():
+    plain, widening = backbone_of("llama", torch.bfloat16), tiny_model("llama")
+    widening.to(torch.bfloat16).register_forward_hook(widen_logits)
+    backbones = plain, Backbone.from_model(widening, Numbers())
+    (answers, written), (same_answers, others) = (
+        generate_and_read(SignalReader(backbone), requests_of(), CONFIG)
+        for backbone in backbones
+    )
+    assert same_answers == answers
+    assert all(map(np.array_equal, (r.prob for r in written), (r.prob for r in others)))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_in_bfloat16_an_answer_is_the_same_bytes_whether_it_is_read_or_not(family):
     """Prompts that have more in common than what no span holds; rows leave early."""
