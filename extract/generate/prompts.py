@@ -207,10 +207,28 @@ def _within(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages in the model's chat template, ready for its reply.
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, is_open: bool
+) -> str:
+    """Return messages in the chat template, ready for a reply if it is open."""
+    with _within(seconds=10):  # far above any that is meant
+        template = tokenizer.get_chat_template()
+        if "strftime_now" in template:
+            template = _STRFTIME + template
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=is_open,
+            chat_template=template,
+            **TEMPLATE_FIELDS,
+        )
 
-    Thinking is switched off, under the names that templates know it by.
+
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages in the model's chat template, up to where its reply begins.
+
+    Thinking is switched off, under the names that templates know it by, and by words
+    that a template writes before a reply and leaves to the model (gpt-oss's channel).
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
@@ -219,17 +237,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
         )
     n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
-        with _within(seconds=10):  # far above any that is meant
-            template = tokenizer.get_chat_template()
-            if "strftime_now" in template:
-                template = _STRFTIME + template
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                chat_template=template,
-                **TEMPLATE_FIELDS,
-            )
+        text = _render(tokenizer, messages, is_open=True)
     # A template is a program of the checkpoint's authors, so any error can come of it.
     except Exception as error:
         raise ValueError(
@@ -241,7 +249,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
             f"the chat template makes {len(text)} characters of a message of "
             f"{n_characters}; ask with plain prompts (without --chat)"
         )
-    return text
+    before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
+    return text + before if before.strip() else text
 
 
 def usual_stop_id(
@@ -272,7 +281,8 @@ def usual_stop_id(
 def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
     """Return what a tokenizer's chat template writes before and behind a reply.
 
-    Before is what the model writes itself: it stands behind what is ready for a reply.
+    Before is what stands behind a prompt that is ready for a reply: white space that
+    the model writes itself, or words that its answer begins behind.
     """
     mark = "BEATRICE-REPLY"
     turns = [
@@ -280,11 +290,8 @@ def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
         {"role": "assistant", "content": mark},
     ]
     with contextlib.suppress(Exception):  # a template is the authors' program
-        ready = apply_template(tokenizer, turns[:1])
-        with _within(seconds=10):
-            text = tokenizer.apply_chat_template(
-                turns, tokenize=False, **TEMPLATE_FIELDS
-            )
+        ready = _render(tokenizer, turns[:1], is_open=True)
+        text = _render(tokenizer, turns, is_open=False)
         before, _, behind = text.partition(mark)
         return before.removeprefix(ready) if before.startswith(ready) else "", behind
     return "", ""

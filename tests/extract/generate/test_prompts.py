@@ -21,6 +21,7 @@ from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
     Request,
     TokenizerOnly,
+    blank_before_answer,
     build_prompt,
     encode_text,
     escape_control_tokens,
@@ -196,6 +197,25 @@ def test_thinking_is_switched_off(chatty, tokenizer):
     assert render_message(chatty, "x").text.endswith("was in")
     tokenizer.chat_template = "{{ messages[0]['content'] }}<think>\n\n</think>\n\n"
     assert render_message(tokenizer, "x").text.rstrip().endswith("</think>")
+
+
+# What gpt-oss's comes to: the model chooses a channel itself, and thinks in another.
+CHANNELS = (
+    "{{ strftime_now('%d') }}{% for m in messages %}<|start|>{{ m['role'] }}"
+    "{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_an_answer_begins_where_the_template_puts_an_answer(bytewise):
+    bytewise.chat_template = CHANNELS
+    prompt = build_prompt(bytewise, CHAT, "why?")
+    assert prompt.text.endswith("<|start|>assistant<|channel|>final<|message|>")
+    assert blank_before_answer(bytewise, prompt, chat=True) == ""
+    bytewise.chat_template = CHANNELS.replace("<|channel|>final", "<think>")
+    with pytest.raises(ValueError, match="opens a thinking block"):
+        build_prompt(bytewise, CHAT, "why?")
 
 
 @pytest.mark.parametrize(
