@@ -46,6 +46,7 @@ from beatrice.extract.generate.prompts import (
     GenerationConfig,
     Request,
     encode_any,
+    end_of_turn,
     render_message,
 )
 from beatrice.extract.records import Answer
@@ -320,9 +321,15 @@ class RowsDone(StoppingCriteria):
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
-    """Return the tokens that end a text."""
+    """Return the tokens that end a text, last the end of a turn that no config names.
+
+    Fine-tuned models keep the config of their base, which ends its texts otherwise.
+    """
     model, name = backbone.model, backbone.name
-    return stop_ids_of(model.generation_config, model.config.get_text_config(), name)
+    config = model.config.get_text_config()
+    ids = stop_ids_of(model.generation_config, config, name)
+    end = end_of_turn(backbone.tokenizer)
+    return ids if end is None or end in ids else (*ids, end)
 
 
 def _n_common(

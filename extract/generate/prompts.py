@@ -277,6 +277,17 @@ def usual_stop_id(
     return usual
 
 
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the control token that a chat template puts behind a reply, if it does."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    behind = _around_reply(tokenizer, str(tokenizer.chat_template))[1].strip()
+    control = control_tokens(tokenizer, len(tokenizer)).items()
+    texts = ((text.strip(), i) for i, text in control)
+    ends = [(len(text), i) for text, i in texts if text and behind.startswith(text)]
+    return max(ends, default=(0, None))[1]
+
+
 @functools.lru_cache(maxsize=8)
 def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
     """Return what a tokenizer's chat template writes before and behind a reply.

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import (
     PreTrainedTokenizerFast,
     TopKLogitsWarper,
@@ -25,7 +25,9 @@ from beatrice.extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.local import Choice, TransformersGenerator
+from beatrice.extract.generate.local import Choice, TransformersGenerator, stop_ids
+from beatrice.extract.generate.prompts import usual_stop_id
+from beatrice.extract.generate.templates import PromptConfig
 from tests.extract.generate.loopback import (
     GREEDY,
     Numbers,
@@ -61,6 +63,22 @@ def test_everything_that_changes_a_text_changes_its_key():
     others += [(identity, prompt, dataclasses.replace(config, **x)) for x in configs]
     keys = [reply_key(*parts) for parts in [(identity, prompt, config), *others]]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_text_also_ends_where_a_chats_template_ends_a_turn(bytewise):
+    """A fine-tuned model with the generation config of its base."""
+    bytewise.add_tokens([AddedToken("<|im_end|>", special=True)])
+    bytewise.chat_template = None
+    backbone = Backbone.from_model(tiny_model("llama"), bytewise)
+    ends = stop_ids(backbone)
+    bytewise.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    )
+    end = bytewise.convert_tokens_to_ids("<|im_end|>")
+    assert stop_ids(backbone) == (*ends, end)
+    assert usual_stop_id(bytewise, PromptConfig(chat=True), stop_ids(backbone)) == end
+    backbone.model.generation_config.eos_token_id = [end, *ends]
+    assert stop_ids(backbone) == (end, *ends)
 
 
 def test_a_greedy_text_does_not_depend_on_the_draws():
