@@ -56,7 +56,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.process import keep_freed_memory
 from beatrice.extract.signals.batch import Halves
-from beatrice.extract.signals.precision import float32_precision
+from beatrice.extract.signals.precision import float32_precision, rounding_of
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -440,6 +440,14 @@ class Backbone:
         """Return the dtype of the weights and the stream."""
         return self.layout.head.weight.dtype
 
+    def rounding_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Return to which type factors are rounded where states have a dtype.
+
+        Packed weights are multiplied in half precision whatever the states are.
+        """
+        is_packed = getattr(self.model, "is_quantized", False)
+        return torch.bfloat16 if is_packed else rounding_of(dtype, self.device)
+
     def check_length(self, n_tokens: int) -> None:
         """Check that a sequence of so many tokens can be read."""
         if self.max_length is not None and n_tokens > self.max_length:
@@ -486,6 +494,7 @@ class Backbone:
                 "which sums would be kept; expected float32: call "
                 "torch.set_default_dtype(torch.float32) when your weights are loaded"
             )
+        _check_quantization(name, bare.config.to_dict())
         config = bare.config.get_text_config()
         return cls(
             model=bare,

@@ -38,7 +38,7 @@ from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
-from beatrice.extract.signals.precision import exact_products, rounding_of
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import first_read, sequence_of
 from beatrice.extract.signals.span_sums import (
@@ -646,7 +646,7 @@ def _why_undecodable(reader: SignalReader) -> str | None:
         differences = decoding_differences(reader)
     except ValueError as error:
         return f"{backbone.name} cannot be read while it writes: {error}"
-    tolerance = _TOLERANCE[rounding_of(backbone.dtype, backbone.device)]
+    tolerance = _TOLERANCE[backbone.rounding_in(backbone.dtype)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (

@@ -41,7 +41,7 @@ from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
-from beatrice.extract.signals.precision import exact_products, rounding_of
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.probability import Head
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
@@ -124,7 +124,7 @@ class _Probe:
         """Read both rows together; `[2, n_tokens]` ids are padded to the right."""
         self.backbone, self.layout = backbone, backbone.layout
         self.dtype = backbone.dtype
-        self.rounding = rounding_of(backbone.dtype, backbone.device)
+        self.rounding = backbone.rounding_in(backbone.dtype)
         self.final_norm, self.head = final_norm, head
         self.lengths = probe_lengths(backbone)
         self.ids = probe_ids(backbone, self.lengths)
@@ -300,6 +300,7 @@ class _Probe:
         layout = self.layout
         if not layout.decoder._can_set_attn_implementation():
             return  # its own weights are read
+        rounding = self.backbone.rounding_in(torch.float32)
         unread = self._attention_calls(None)
         read = self._attention_calls(self.attention_reading(self.ids, self.lengths))
         for index in layout.attention_layers:
@@ -316,7 +317,7 @@ class _Probe:
             _check_close(
                 attend_alone(mixer, args, kwargs, reading),
                 expected,
-                _LOGIT_TOLERANCE[rounding_of(torch.float32, self.ids.device)],
+                _LOGIT_TOLERANCE[rounding],
                 f"what the attention of layer {index} puts out by itself and as it is "
                 "read",
             )
@@ -392,7 +393,7 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
         probe.check_logits()
         probe.check_pushes()
         probe.check_alone()
-        if backbone.dtype != torch.float32 or probe.ids.is_cuda:
+        if probe.rounding != torch.float32 or probe.ids.is_cuda:
             probe.check_attention()
         return probe.together.attn.shape[-1]
 

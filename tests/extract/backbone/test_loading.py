@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
+    BitsAndBytesConfig,
     GptOssConfig,
     GptOssForCausalLM,
     Phi3Config,
@@ -175,6 +176,12 @@ def in_mixed_precision():
     return model
 
 
+def of_eight_bits():
+    model = tiny_model("llama")
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -182,6 +189,7 @@ def in_mixed_precision():
         (lambda: tiny_model("llama").double(), "float64: expected one of float32, .*"),
         (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
         (offloaded, "lie on cpu, meta .*; expected one device"),
+        (of_eight_bits, "quantised by LLM.int8"),
         (in_mixed_precision, r"unwrap_model\(model, keep_fp32_wrapper=False\)"),
         (with_adapted_head, "found .*Adapted in .*; merge an adapter"),
     ],

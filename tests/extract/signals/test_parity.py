@@ -317,6 +317,42 @@ def test_a_sink_too_weak_for_rounded_logits_is_refused_all_the_same():
     refused(model, "what the attention of layer 0 puts out by itself and as it is read")
 
 
+class Packed(torch.nn.Module):
+    """A projection as bitsandbytes' of four bits: integers, products in bfloat16."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("packed", linear.weight.to(BF16).view(torch.int16))
+
+    def forward(self, states):
+        weight = self.packed.view(BF16)
+        return torch.nn.functional.linear(states.to(BF16), weight).to(states.dtype)
+
+
+def packed_model(dtype, attention_name):
+    """Wide enough for a state to lie where rounding goes the other way."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**_SIZES | sizes))
+        parity.spread_weights(model)
+    for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
+        for name, child in list(part.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(part, name, Packed(child))
+    model.is_quantized = True  # as Transformers' quantisers say
+    model.set_attn_implementation(attention_name)
+    return model.eval().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_model_of_packed_weights_is_held_to_the_rounding_of_its_products(dtype):
+    SignalReader(Backbone.from_model(packed_model(dtype, "sdpa")))
+    with_attention("weak_sink", weak_sink)
+    model = packed_model(dtype, "hidden_weak_sink")
+    refused(model, "what the attention of layer 0 puts out by itself and as it is read")
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_another_implementation_of_the_same_attention_passes(dtype):
     SignalReader(Backbone.from_model(with_attention("none", softmax).to(dtype)))
