@@ -358,6 +358,21 @@ def test_another_implementation_of_the_same_attention_passes(dtype):
     SignalReader(Backbone.from_model(with_attention("none", softmax).to(dtype)))
 
 
+def in_half_precision_alone(module, query, *args, **kwargs):
+    if query.dtype != BF16:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return attending(softmax)(module, query, *args, **kwargs)
+
+
+def test_a_model_whose_kernel_takes_half_precision_alone_is_read():
+    AttentionInterface.register("half", in_half_precision_alone)
+    AttentionMaskInterface.register("half", sdpa_mask)
+    model = tiny_model("llama").to(BF16)
+    model.set_attn_implementation("half")
+    SignalReader(Backbone.from_model(model))
+    assert model.config._attn_implementation == "half"
+
+
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
     """Its blocks multiply the stream before they add, which only a forward shows."""
