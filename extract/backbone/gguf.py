@@ -76,11 +76,10 @@ _ENDS_OF_TURN = (
 ).split()
 # How texts are cut into words, by its names for it (likewise). Transformers cuts as
 # GPT-2 by every name that it does not know.
-_LIKE_GPT2 = frozenset("gpt-2 phi-2 mpt olmo jais trillion mellum a.x-4.0".split())
-_LIKE_SMOLLM = frozenset(
-    "smollm starcoder refact command-r codeshell exaone minerva-7b".split()
-)
-_LIKE_QWEN2 = frozenset("qwen2 stablelm2 hunyuan".split())
+_LIKE_GPT2 = frozenset("gpt-2 mpt olmo trillion mellum a.x-4.0".split())
+_LIKE_SMOLLM = frozenset("smollm starcoder refact minerva-7b".split())
+_LIKE_QWEN2 = frozenset("qwen2 stablelm2".split())
+# Of older files, which have no such name.
 _UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2", "starcoder2": "starcoder"}
 _KNOWN = _LIKE_GPT2 | _LIKE_SMOLLM | _LIKE_QWEN2 | GGUF_PRE_TOKENIZER_SPLITS.keys()
 # Whose texts begin with a token that the file need not ask for, and whose words are
