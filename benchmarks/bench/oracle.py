@@ -406,7 +406,7 @@ def largest_errors(
     is_relative: bool = False,
     n_spared: int = 0,
 ) -> dict[str, float]:
-    """Return the largest error per family of signals; NaN counts as worst.
+    """Return the largest error per family of signals, infinite where any is NaN.
 
     Of what was read of each text, `[n_tokens, …]` per family; relative to the family's
     largest value or absolute; `n_spared` tokens of all may be further off.
@@ -417,10 +417,11 @@ def largest_errors(
         errors[name] = math.inf
         if all(left.shape == right.shape for left, right in pairs):
             gaps = [np.abs(a - b).reshape(len(a), -1).max(1) for a, b in pairs]
-            gap = np.sort(np.nan_to_num(np.concatenate(gaps), nan=np.inf))
-            scale = max(float(np.abs(right).max()) for _, right in pairs)
-            errors[name] = float(gap[len(gap) - 1 - n_spared])
-            errors[name] /= (scale if is_relative else 1.0) or 1.0
+            gap = np.sort(np.concatenate(gaps))  # infinite ones come last, then NaN
+            if np.isfinite(gap[-1]):
+                scale = max(float(np.abs(right).max()) for _, right in pairs)
+                errors[name] = float(gap[len(gap) - 1 - n_spared])
+                errors[name] /= (scale if is_relative else 1.0) or 1.0
     return errors
 
 
@@ -764,7 +765,7 @@ def measure_written(name: str) -> Row:
             return {"type": name, "read": "not at all", **numbers, "reason": reason}
         reasons.append(check_decoding(reader) or "")
         with contextlib.suppress(ValueError):  # the reason says it
-            numbers[label] = max(decoding_differences(reader).values())
+            numbers[label] = float(np.max([*decoding_differences(reader).values()]))
         numbers[f"{label} of its own"] = own_difference(backbone)
     reason = next(filter(None, reasons), "")
     read = "again" if reason else "while writing"
