@@ -504,14 +504,15 @@ def measure_gpu(
     n_examples: int = 40,
     n_tokens: int = 400,
     n_batches: int = 24,
-) -> tuple[Row, Row, str]:
+) -> Iterator[Row | str]:
     """Measure a model where it lies; one middle layer is kept.
 
     `peak` is the FLOP/s that the reading's are held against; of 400 tokens 60 are the
     answer, 100 the question; `n_batches` are extracted with and without the store.
 
-    Returns:
-      Rows of the reading and of the store, and `profile_of` the reading.
+    Yields:
+      The row of the reading, that of the store, and `profile_of` the reading, each as
+      soon as it is measured: the next one may fail.
     """
     backbone = Backbone.from_model(model, revision="random")
     layers = (backbone.n_layers // 2,)
@@ -535,7 +536,7 @@ def measure_gpu(
         extract=ExtractConfig(tokens_per_batch=budget, hidden_layers=layers),
     )
     flops = flops_per_token(backbone.model) * budget / times["reading s"]
-    row = {
+    yield {
         "model": name,
         "tokens": f"{n_examples} x {n_tokens}",
         **times,
@@ -543,8 +544,8 @@ def measure_gpu(
         "GEMM peak TFLOP/s": peak / 1e12,
         "share of the peak": flops / peak,
     }
-    loop = StoreBench(reader, work).measure(name, max(1, n_rounds // 2))
-    return row, loop, profile_of(bench.read)
+    yield StoreBench(reader, work).measure(name, max(1, n_rounds // 2))
+    yield profile_of(bench.read)
 
 
 def measure_with_examples(
@@ -606,6 +607,11 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
 
     Example: beatrice bench extract --rounds 7
     """
+    if model is None and dtype != "float32":
+        raise click.UsageError(
+            f"--model-dtype {dtype} is of --model, which is missing: without it types "
+            "are float32 on a CPU and bfloat16 on a GPU"
+        )
     quiet()
     torch.set_num_threads(N_THREADS)
     if model is not None:
@@ -625,14 +631,10 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
         for done, row in enumerate(measure_loops(rounds), start=len(configs) + 1):
             printer.row(row)
             update(done, len(configs) + 2)
-    peak = product_rate(torch.rand(8192, 8192).cuda().bfloat16()) if has_gpu else 0.0
-    models = FULL_MODELS if has_gpu else ()
-    costs = [measure_gpu(x, full_model(x, "cuda"), rounds, peak) for x in models]
-    for _, loop, _ in costs:
-        printer.row(loop)
-    for row, _, _ in costs:
-        printer.row(row)
     if not has_gpu:
         printer.text(f"\n{', '.join(FULL_MODELS)}: not measured without a GPU")
-    for row, _, profile in costs:
-        printer.text(f"{row['model']}\n{profile}")
+        return
+    peak = product_rate(torch.rand(8192, 8192).cuda().bfloat16())
+    for name in FULL_MODELS:
+        for part in measure_gpu(name, full_model(name, "cuda"), rounds, peak):
+            (printer.text if isinstance(part, str) else printer.row)(part)

@@ -190,6 +190,15 @@ def test_small_models_of_their_kind_are_measured(family):
     assert loop["end to end / reading"] > 0 and "aten::" in profile
 
 
+def test_a_models_reading_has_its_row_before_a_store_that_fails():
+    model = tiny_model("gemma4").to(torch.bfloat16)
+    sizes = dict(n_examples=2, n_tokens=24, n_batches=0)
+    rows = measure_gpu("gemma4", model, 1, 1e12, **sizes)
+    assert next(rows)["reading s"] > 0
+    with pytest.raises(ValueError, match="expected answers to read"):
+        next(rows)
+
+
 def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tokens():
     row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
     assert min(value for name, value in row.items() if "tokens/s" in name) > 0
