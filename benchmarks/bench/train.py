@@ -50,7 +50,13 @@ from beatrice.benchmarks.bench.grid import (
 )
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.run.process import Share, begin_peak, held_bytes, peak_bytes
+from beatrice.extract.run.process import (
+    Share,
+    begin_peak,
+    held_bytes,
+    keep_freed_memory,
+    peak_bytes,
+)
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import XLA_FLAGS
 from beatrice.jaxprobe.grid import Member
@@ -67,6 +73,7 @@ class TorchTrainer:
     ) -> None:
         """Train by "loop" or "stack"; initial weights are read from `folder`."""
         torch.set_num_threads(1)
+        keep_freed_memory()  # fresh pages cost a stack a tenth of its time
         importlib.import_module("torch._inductor.config").cpp.threads = 1
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self.workload = workload
@@ -194,9 +201,6 @@ class Method:
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS["demo"]),
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-            # Freed blocks are kept: fresh pages cost a stack a tenth of its time.
-            "MALLOC_MMAP_THRESHOLD_": str(64 * MIB),
-            "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
         }
         by_subset = [[m for m in members if m[0] == k] for k in {m[0] for m in members}]
         n_processes = N_PROCESSES if is_torch and not has_gpu else 1

@@ -1,4 +1,5 @@
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -13,6 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.benchmarks.bench.grid import (
     Grid,
     Workload,
@@ -84,6 +86,30 @@ def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
     with FlopCounterMode(display=False) as counter:
         train_torch([alone], data, 1, TOY.batch_size)
     assert TOY.n_steps * counter.get_total_flops() == turn_flops(TOY, list(weights))
+
+
+class _Blocks(ctypes.Structure):
+    """What glibc's `mallinfo2` returns; `hblks` counts blocks of pages alone."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks"
+    _fields_ = [(name, ctypes.c_size_t) for name in f"{_names} keepcost".split()]
+
+
+def n_blocks_by_themselves(folder):
+    """Count such blocks that 40 MiB take in a process of PyTorch's."""
+    TorchTrainer(TOY, TOY.members[:1], folder, "stack")
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Blocks
+    library.malloc.restype = ctypes.c_void_p
+    n_before = library.mallinfo2().hblks
+    library.malloc(ctypes.c_size_t(40 << 20))
+    return library.mallinfo2().hblks - n_before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc")
+def test_freed_blocks_of_pytorchs_process_are_kept(folder):
+    n_blocks = measure_fresh("its blocks", n_blocks_by_themselves, folder)
+    assert n_blocks == 0
 
 
 def test_members_are_split_whole_and_evenly():
