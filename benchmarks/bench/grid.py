@@ -18,7 +18,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from beatrice.benchmarks.real import GRID
-from beatrice.extract.run.process import begin_peak, held_bytes, peak_bytes
+from beatrice.extract.run.process import (
+    begin_peak,
+    held_bytes,
+    n_cores,
+    peak_bytes,
+)
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     EncoderConfig,
@@ -136,7 +141,8 @@ def machine() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
     name = models[0] if models else "unknown processor"
-    return f"{date}, {os.cpu_count()} cores of {name}, load {os.getloadavg()[0]:.1f}"
+    cores = f"{n_cores()} of {os.cpu_count()} cores"
+    return f"{date}, {cores} of {name}, load {os.getloadavg()[0]:.1f}"
 
 
 def weights_file(folder: Path, member: Member) -> Path:

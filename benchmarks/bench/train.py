@@ -376,12 +376,12 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     quiet()
     if torch.cuda.is_available():  # shared by all methods' processes and this one
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    work = WIDTHS[widths](steps)
+    work, where = WIDTHS[widths](steps), machine()  # its load without this one's
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)
     for row in rows:
         printer.row(row)
-    where, size = machine(), len(square_of_peak())
+    size = len(square_of_peak())
     if torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()}, {where}"
     else:

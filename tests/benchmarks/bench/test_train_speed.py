@@ -3,6 +3,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import os
 
 import flax.traverse_util
 import jax
@@ -18,6 +19,7 @@ from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.benchmarks.bench.grid import (
     Grid,
     Workload,
+    machine,
     made_up_features,
     turn_flops,
     weights_file,
@@ -104,6 +106,17 @@ def n_blocks_by_themselves(folder):
     n_before = library.mallinfo2().hblks
     library.malloc(ctypes.c_size_t(40 << 20))
     return library.mallinfo2().hblks - n_before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux's")
+def test_the_machines_line_counts_the_cores_that_may_be_used():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        line = machine()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert f", 1 of {os.cpu_count()} cores of " in line
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc")
