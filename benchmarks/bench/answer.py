@@ -230,8 +230,8 @@ class AnswerBench:
         backbone = load_backbone(model_path(model), dtype=dtype)
         return cls(backbone, requests_of(backbone.tokenizer, model, setting))
 
-    def peak(self, way: Way) -> float:
-        """Return the most in MiB that one way needs above what is held."""
+    def peak(self, way: Way) -> float | None:
+        """Return the `peak_above` what is held of one way."""
         return peak_above(lambda: self.run(way), self.backbone.device.type)
 
     def run(self, way: Way) -> None:
@@ -260,8 +260,10 @@ class AnswerBench:
             generator.write([prompts[i] for i in batch], sampling, watch)
 
 
-def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> float:
-    """Return the most in MiB that one way needs, above the loaded model."""
+def measure_peak(
+    model: str, dtype: ModelDtype, setting: Setting, way: Way
+) -> float | None:
+    """Return the `peak_above` the loaded model of one way, in a fresh process."""
     torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
     bench = AnswerBench.of(model, dtype, setting)
     return_freed_memory()  # what a loaded model lets glibc keep would hide the need
@@ -271,7 +273,7 @@ def measure_peak(model: str, dtype: ModelDtype, setting: Setting, way: Way) -> f
 
 
 def measure_setting(
-    bench: AnswerBench, n_rounds: int, peak: Callable[[Way], float]
+    bench: AnswerBench, n_rounds: int, peak: Callable[[Way], float | None]
 ) -> Row:
     """Let the four ways take turns on one setting's prompts; `peak` is of a way, MiB.
 

@@ -197,11 +197,12 @@ def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> A
             ) from error
 
 
-def peak_above(run: Callable[[], object], device: str) -> float:
+def peak_above(run: Callable[[], object], device: str) -> float | None:
     """Return the peak of one run above what is held before it, in MiB.
 
     On a GPU of the allocator. Else of the process, which should be a fresh one, and
-    hands back what it freed before: loading a model leaves hundreds of MiB.
+    hands back what it freed before: loading a model leaves hundreds of MiB. None where
+    the system cannot let a peak begin.
     """
     if device != "cpu":
         import torch  # help loads none
@@ -212,7 +213,8 @@ def peak_above(run: Callable[[], object], device: str) -> float:
         run()
         return (torch.cuda.max_memory_allocated() - n_before) / MIB
     trim_freed_memory()
-    begin_peak()
+    if not begin_peak():
+        return None
     n_before = held_bytes()
     run()
     return (peak_bytes() - n_before) / MIB

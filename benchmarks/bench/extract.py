@@ -373,12 +373,12 @@ def measure_reading(config: BatchConfig, n_rounds: int) -> Row:
         **times,
         "bare MiB": bare,
         "reading MiB": read,
-        "memory ratio": read / bare,
+        "memory ratio": read / bare if read is not None and bare else None,
     }
 
 
-def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
-    """Return the peak memory of a run above the model, in MiB; for a fresh process."""
+def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float | None:
+    """Return the `peak_above` the model of a run, in a fresh process."""
     torch.set_num_threads(N_THREADS)
     bench = ReadingBench(config)
     # The libraries' own buffers are allocated by a run on a short batch.
@@ -637,4 +637,4 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
     peak = product_rate(torch.rand(8192, 8192).cuda().bfloat16())
     for name in FULL_MODELS:
         for part in measure_gpu(name, full_model(name, "cuda"), rounds, peak):
-            (printer.text if isinstance(part, str) else printer.row)(part)
+            printer.text(part) if isinstance(part, str) else printer.row(part)

@@ -264,13 +264,14 @@ class Grid:
         )
         some = self.members[:1] if jax.default_backend() == "cpu" else self.members
         self._fit(some, work, self._data, max_epochs=1)
-        begin_peak()
+        self._has_peak = begin_peak()
 
     def turn(self) -> None:
         """Train every member for one epoch of `n_steps` batches."""
         self._fit(self.members, self.workload, self._data, max_epochs=1)
 
-    def peak(self) -> int:
+    def peak(self) -> int | None:
         """Return peak bytes of a GPU, or of this process above what it held first."""
-        statistics = jax.local_devices()[0].memory_stats() or {}
-        return statistics.get("peak_bytes_in_use") or peak_bytes() - self._n_held
+        if statistics := jax.local_devices()[0].memory_stats():
+            return statistics["peak_bytes_in_use"]
+        return peak_bytes() - self._n_held if self._has_peak else None

@@ -115,18 +115,18 @@ class TorchTrainer:
             self._data = TorchData.made_up(work, work.n_examples, seed=2)
             self._stacks = self._start(work, self.members, is_compiled=True)
         train_torch(self._stacks, self._data, 1, work.batch_size)
-        begin_peak()
+        self._has_peak = begin_peak()
 
     def turn(self) -> None:
         """Train every member for `n_steps` batches."""
         work = self.workload
         train_torch(self._stacks, self._data, work.n_steps, work.batch_size)
 
-    def peak(self) -> int:
+    def peak(self) -> int | None:
         """Return peak bytes of a GPU, or of this process above what it held first."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated()
-        return peak_bytes() - self._n_held
+        return peak_bytes() - self._n_held if self._has_peak else None
 
 
 def train_torch(
@@ -239,9 +239,10 @@ class Method:
         """Train every member for the workload's steps."""
         self._all("turn")
 
-    def peak_mib(self) -> float:
-        """Return peak memory above libraries, or of a GPU's allocator."""
-        return sum(self._all("peak")) / MIB
+    def peak_mib(self) -> float | None:
+        """Return peak memory above libraries, or of a GPU's allocator, if known."""
+        peaks = self._all("peak")
+        return None if None in peaks else sum(peaks) / MIB
 
     def close(self) -> None:
         """End the processes."""

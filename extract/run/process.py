@@ -148,10 +148,12 @@ _STATUS = "/proc/self/status"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
-def begin_peak() -> None:
-    """Let the peak start from what is held now, where the system can (Linux)."""
+def begin_peak() -> bool:
+    """Let the peak start from what is held now; return whether it does (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        return True
+    return False
 
 
 def peak_bytes() -> int:

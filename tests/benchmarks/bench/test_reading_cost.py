@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import operator
+import resource
 from functools import partial
 
 import pytest
@@ -78,6 +79,16 @@ def test_the_peak_sees_what_a_run_held_and_gave_back():
     ones = partial(operator.mul, b"1", N_MIB * 2**20)
     result = measure_fresh("the memory of ones", peak_above, ones, "cpu")
     assert 0.95 * N_MIB < result < 1.1 * N_MIB
+
+
+def peak_without_files():
+    """Measure where no file can be opened, so that no peak can be begun."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    return peak_above(bytes, "cpu")
+
+
+def test_where_no_peak_can_be_begun_none_is_measured():
+    assert measure_fresh("the memory of nothing", peak_without_files) is None
 
 
 def test_reading_and_bare_forward_are_of_the_same_batch():
