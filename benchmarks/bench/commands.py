@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from beatrice.extract.run.console import table_head, table_row
+from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.process import (
     begin_peak,
     held_bytes,
@@ -60,6 +61,11 @@ def widths_of(choices: Iterable[str]) -> Callable[[Any], Any]:
         default="microworld",
         help="Sizes of the encoders and their signals.",
     )
+
+
+def preset_of(widths: str) -> Preset:
+    """Return the preset of runs that have encoders of these widths."""
+    return "paper" if widths == "paper" else "demo"
 
 
 class _Benches(click.Group):

@@ -6,7 +6,8 @@ them, and each round measures the fp32 peak of matrix products beside them. Ever
 has processes of its own, and waits without a load while another one is timed.
 
 Where JAX and Torch see a GPU all of it is done there: the grid in blocks that its plan
-chooses, a PyTorch method in one process. Both round the factors of products to TF32, as
+chooses, a PyTorch method in one process; where one of them sees it alone nothing is
+measured. Both round the factors of products to TF32, as
 JAX does by itself, but not where losses are compared.
 """
 
@@ -15,7 +16,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jax
 import numpy as np
 import torch
 from safetensors.numpy import load_file
@@ -35,6 +36,7 @@ from beatrice.benchmarks.bench.commands import (
     RowPrinter,
     fresh_process,
     middle_and_ends,
+    preset_of,
     product_rate,
     take_turns,
     widths_of,
@@ -55,10 +57,11 @@ from beatrice.extract.run.process import (
     begin_peak,
     held_bytes,
     keep_freed_memory,
+    n_cores,
     peak_bytes,
 )
 from beatrice.extract.run.verbs import AS_JSON
-from beatrice.jaxprobe.config import XLA_FLAGS
+from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.grid import Member
 
 # Of PyTorch on a CPU, with one thread each; one of two threads is slower.
@@ -196,9 +199,10 @@ class Method:
         self.kind = kind
         self.workload = workload
         is_torch, has_gpu = kind in TORCH, torch.cuda.is_available()
+        n_threads = str(n_cores() if has_gpu else N_THREADS)
         environment = {
-            "OMP_NUM_THREADS": "1" if is_torch else str(os.cpu_count()),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS["demo"]),
+            "OMP_NUM_THREADS": "1" if is_torch else n_threads,
+            "NPROC": n_threads,  # of XLA on a CPU, which would take every core
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         }
@@ -284,6 +288,18 @@ def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
     return differences
 
 
+def shared_device() -> str:
+    """Return on what JAX and PyTorch both compute, "cpu" or "gpu"."""
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    if jax.default_backend() != device:
+        raise ValueError(
+            f"PyTorch would train on the {device} and JAX on the "
+            f"{jax.default_backend()}: expected both on one, to be compared; install "
+            "both for the GPU, or hide it with CUDA_VISIBLE_DEVICES="
+        )
+    return device
+
+
 def square_of_peak() -> torch.Tensor:
     """Return the matrix whose products say what a machine does at most."""
     if not torch.cuda.is_available():
@@ -301,6 +317,7 @@ def measure(
     rate of matrix products in the same round; the time over the grid's in a round, with
     its least and largest. Memory is told with the data, see `Method.peak_mib`.
     """
+    device = shared_device()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         written = [m for m in workload.members if m[1] < _N_SEEDS]
@@ -331,6 +348,7 @@ def measure(
     return [
         {
             "method": KINDS[kind],
+            "device": device,
             **speed,
             "peak MiB": peak,
             "largest loss difference": differences[kind],
@@ -375,8 +393,7 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     Example: beatrice bench train --widths gemma
     """
     quiet()
-    if torch.cuda.is_available():  # shared by all methods' processes and this one
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    set_compiler(preset_of(widths))  # in the environment of the methods' processes too
     work, where = WIDTHS[widths](steps), machine()  # its load without this one's
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)

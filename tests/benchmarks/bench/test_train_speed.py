@@ -15,8 +15,9 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from beatrice.benchmarks.bench.commands import measure_fresh
+from beatrice.benchmarks.bench.commands import measure_fresh, preset_of
 from beatrice.benchmarks.bench.grid import (
+    WIDTHS,
     Grid,
     Workload,
     machine,
@@ -44,7 +45,12 @@ from beatrice.benchmarks.bench.train import (
     split_members,
     train_torch,
 )
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    EncoderConfig,
+    FusionConfig,
+    TrainConfig,
+)
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.fusion import head_inputs
@@ -52,6 +58,7 @@ from beatrice.jaxprobe.grid import Member
 from beatrice.jaxprobe.tokens import split_families
 from beatrice.selection.greedy import fit_sets
 from tests.jaxprobe.samples import identity_of
+from tests.pretended_gpu import PretendedGpu
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 TOY = Workload(
@@ -224,6 +231,16 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
         require_same_losses(results)
 
 
+def test_a_gpu_that_pytorch_sees_alone_is_not_compared_with_jax_on_the_cpu():
+    with PretendedGpu(), pytest.raises(ValueError, match="JAX on the cpu.*VISIBLE"):
+        measure(TOY, n_rounds=1)
+
+
+@pytest.mark.parametrize("widths", ["microworld", "paper"])
+def test_widths_are_compiled_as_the_runs_that_have_them(widths):
+    assert WIDTHS[widths](1).encoder == GRID_PRESETS[preset_of(widths)].encoder
+
+
 def test_rates_are_medians_of_turns_and_ratios_are_of_the_same_turn():
     seconds, products = np.array([[1, 2, 4], [3, 4, 6]]), np.array([8, 1, 2])
     grid, other = speeds_of(TOY, seconds, products)
@@ -246,6 +263,7 @@ def test_the_benchmark_compares_and_times_all_of_them():
     assert rows[0]["largest loss difference"] == 0.0
     for row in rows:
         assert row["encoder-steps/s"] > 0 and row["peak MiB"] > 0
+        assert row["device"] == "cpu"
         if row["method"] == KINDS["mixed"]:  # else single precision was timed
             assert row["largest loss difference"] > 1e-6
         else:
