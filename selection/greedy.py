@@ -121,8 +121,12 @@ def fit_sets(
     config: FusionConfig,
     train_config: TrainConfig,
     n_calls: int | None = None,
+    n_at_once: int | None = None,
 ) -> Heads:
-    """Train a head for every set and seed in one call, padded to `n_calls` sets."""
+    """Train a head for every set and seed in one call, padded to `n_calls` sets.
+
+    Side by side are `n_at_once` parts, by default one a core of a CPU.
+    """
     n_sets = max(n_calls or 0, len(sets))
     slots = np.zeros((n_sets, config.n_slots), np.int32)
     masks = np.zeros((n_sets, config.n_slots), bool)
@@ -135,7 +139,8 @@ def fit_sets(
             return fit_heads(*shard, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
-    n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
+    if n_at_once is None:
+        n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
     shards = _split_sets(slots, masks, min(n_at_once, n_sets))
     with ThreadPoolExecutor(len(shards)) as pool:
         trained = list(pool.map(train_shard, shards))

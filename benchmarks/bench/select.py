@@ -4,10 +4,16 @@ Outputs are made up, of the sizes of a run. Both sides train the same sets under
 same protocol in turns, after PyTorch has given the logits of heads that JAX has
 trained. PyTorch trains one head after another: the function, protocol and stopping rule
 of `jaxprobe.fusion` and `jaxprobe.loop`, at a set's own width, without empty slots.
+Both compute on the CPU by as many threads: the search trains so many parts side by
+side, and PyTorch as many heads, in processes of one thread.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -18,7 +24,15 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from beatrice.benchmarks.bench.commands import Row, RowPrinter, take_turns, widths_of
+from beatrice.benchmarks.bench.commands import (
+    N_THREADS,
+    Row,
+    RowPrinter,
+    fresh_process,
+    preset_of,
+    take_turns,
+    widths_of,
+)
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
@@ -178,8 +192,32 @@ def made_up_outputs(config: SelectSizes, n_examples: int, seed: int) -> PoolOutp
     )
 
 
-def _rows(outputs: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Tensor:
-    return rows_of_set(np.asarray(outputs.outputs[seed])[np.asarray(members)])
+def made_up_splits(config: SelectSizes) -> list[PoolOutputs]:
+    """Return the outputs for training and validation."""
+    sizes = (config.n_train, 1), (config.n_valid, 2)
+    return [made_up_outputs(config, n, seed) for n, seed in sizes]
+
+
+@functools.cache
+def loop_splits(config: SelectSizes) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the first seed's outputs and the labels of training and validation.
+
+    Once for a process, and NumPy's: JAX would copy the whole pool for every head.
+    """
+    splits = made_up_splits(config)
+    return [(np.array(x.outputs[0]), np.array(x.labels)) for x in splits]
+
+
+def fit_in_loop(config: SelectSizes, sets: Sequence[tuple[int, ...]]) -> list[float]:
+    """Train sets' heads one after another by one thread; return their AUROC."""
+    torch.set_num_threads(1)
+    shape, (train, valid) = FusionConfig(hidden=config.hidden), loop_splits(config)
+    labels, aurocs = torch.from_numpy(train[1]), []
+    for members in sets:
+        ours, theirs = (rows_of_set(x[list(members)]) for x, _ in (train, valid))
+        pairs = (ours, labels), (theirs, valid[1])
+        aurocs.append(fit_head(*pairs, len(members), shape, config.protocol))
+    return aurocs
 
 
 def _as_torch(params: Any, n_members: int, n_slots: int) -> TorchHead:
@@ -207,7 +245,7 @@ def largest_difference(
     heads: Heads, sets: list[tuple[int, ...]], outputs: PoolOutputs, shape: FusionConfig
 ) -> float:
     """Return the largest difference of validation logits between JAX and PyTorch."""
-    gaps = []
+    gaps, pool = [], np.asarray(outputs.outputs[0])
     head = fusion.FusionHead(shape)
     for i, members in enumerate(sets[:3]):
         params = jax.tree.map(lambda x, i=i: x[i, 0], heads.params)
@@ -215,7 +253,7 @@ def largest_difference(
         ours = fusion.apply_head(params, slots, mask, outputs, np.int32(0), head=head)
         twin = _as_torch(params, len(members), shape.n_slots)
         with torch.no_grad():
-            theirs = twin(_rows(outputs, members, 0)).numpy()
+            theirs = twin(rows_of_set(pool[list(members)])).numpy()
         gaps.append(np.abs(np.asarray(ours) - theirs).max())
     return float(np.max(gaps))  # NaN if one is
 
@@ -226,9 +264,8 @@ def measure(widths: str, config: SelectSizes) -> Row:
     Rates and their ratio are medians over turns; AUROC is the mean over heads on
     validation rows.
     """
-    train = made_up_outputs(config, config.n_train, 1)
-    valid = made_up_outputs(config, config.n_valid, 2)
-    shape, protocol = FusionConfig(hidden=config.hidden), config.protocol
+    train, valid = made_up_splits(config)
+    shape = FusionConfig(hidden=config.hidden)
     first = tuple(range(config.n_members - 1))
     sets = [(*first, c) for c in range(len(first), config.n_pool)]
 
@@ -238,8 +275,9 @@ def measure(widths: str, config: SelectSizes) -> Row:
             train,
             valid,
             config=shape,
-            train_config=protocol,
+            train_config=config.protocol,
             n_calls=config.n_pool,
+            n_at_once=N_THREADS,
         )
 
     heads = search()  # compiles
@@ -249,32 +287,28 @@ def measure(widths: str, config: SelectSizes) -> Row:
             f"PyTorch's head differs from JAX's by {difference:.2g} with the same "
             f"weights, more than {TOLERANCE:g}: the timing would compare two things"
         )
-    labels = torch.from_numpy(np.array(train.labels))
-    truth = np.asarray(valid.labels)
-    aurocs: list[float] = []
+    looped, aurocs = sets[: config.n_torch], []
+    shares = [looped[i::N_THREADS] for i in range(N_THREADS)]
+    environment = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(fresh_process(environment)) for _ in shares]
 
-    def loop() -> None:
-        for members in sets[: config.n_torch]:
-            ours, theirs = (_rows(outputs, members, 0) for outputs in (train, valid))
-            pairs = (ours, labels), (theirs, truth)
-            aurocs.append(fit_head(*pairs, len(members), shape, protocol))
+        def loop() -> None:
+            pairs = zip(processes, shares, strict=True)
+            waited = [process.submit(fit_in_loop, config, x) for process, x in pairs]
+            aurocs.extend(itertools.chain(*(future.result() for future in waited)))
 
-    seconds: dict[int, float] = {}
-    for n_threads in (1, 2):
-        torch.set_num_threads(n_threads)
-        seconds[n_threads] = take_turns([loop], 1)[0, 0, 0]
-    n_threads = min(seconds, key=seconds.__getitem__)
-    torch.set_num_threads(n_threads)
-    n_search, n_loop = len(sets) * config.n_seeds, min(config.n_torch, len(sets))
-    turns = take_turns([search, loop], config.n_turns)[..., 0]
+        turns = take_turns([search, loop], config.n_turns)[..., 0]
+    n_search, n_loop = len(sets) * config.n_seeds, len(looped)
     rates = np.array([n_search, n_loop]) / turns
     ours, theirs = np.median(rates, axis=0).tolist()
     first_seed = slice(config.n_torch), 0
     return {
         "widths": widths,
+        "device": jax.default_backend(),
+        "threads of each": N_THREADS,
         "heads/s": ours,
         "PyTorch loop, heads/s": theirs,
-        "its threads": n_threads,
         "ratio": float(np.median(rates[:, 0] / rates[:, 1])),
         "AUROC of heads": float(heads.info.best_auroc[first_seed].mean()),
         "of the loop": float(np.mean(aurocs)),
@@ -292,6 +326,8 @@ def select(widths: str, as_json: bool) -> None:
 
     Example: beatrice bench select --widths paper
     """
-    set_compiler("demo")  # as a run does
+    os.environ.setdefault("NPROC", str(N_THREADS))  # of XLA
+    jax.config.update("jax_platforms", "cpu")  # as the loop
+    set_compiler(preset_of(widths))
     printer = RowPrinter(as_json)
     printer.row(measure(widths, WIDTHS[widths]))

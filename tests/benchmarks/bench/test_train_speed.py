@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from beatrice.benchmarks.bench.commands import measure_fresh, preset_of
+from beatrice.benchmarks.bench.commands import N_THREADS, measure_fresh, preset_of
 from beatrice.benchmarks.bench.grid import (
     WIDTHS,
     Grid,
@@ -30,7 +30,9 @@ from beatrice.benchmarks.bench.select import (
     SelectSizes,
     fit_head,
     largest_difference,
+    loop_splits,
     made_up_outputs,
+    made_up_splits,
     rows_of_set,
 )
 from beatrice.benchmarks.bench.select import measure as measure_selection
@@ -322,8 +324,30 @@ def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
 def test_the_benchmark_measures_both_sides():
     result = measure_selection("small", SMALL)
     assert result["heads/s"] > 0 and result["PyTorch loop, heads/s"] > 0
+    assert (result["device"], result["threads of each"]) == ("cpu", N_THREADS)
     assert result["largest difference"] < TOLERANCE
     assert result["AUROC of heads"] == pytest.approx(result["of the loop"], abs=0.1)
+
+
+def test_the_loop_has_its_outputs_in_numpy_before_it_is_timed():
+    splits = loop_splits(SMALL)
+    assert splits is loop_splits(SMALL)  # made once
+    for (pool, labels), outputs in zip(splits, made_up_splits(SMALL), strict=True):
+        assert type(pool) is type(labels) is np.ndarray
+        np.testing.assert_array_equal(pool, outputs.outputs[0])
+        np.testing.assert_array_equal(labels, outputs.labels)
+
+
+def test_heads_do_not_depend_on_how_many_are_trained_at_once():
+    train, valid = made_up_splits(SMALL)
+    fixed = {"config": SHAPE, "train_config": PROTOCOL}
+    sets = [(0, 1), (0, 2), (1, 3)]
+    single, double = (
+        fit_sets(sets, train, valid, n_at_once=n, **fixed).params for n in (1, 2)
+    )
+    # Sums of batches of another size come in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, single, double)
 
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
