@@ -125,8 +125,7 @@ class SignalReader:
         self.head = probability.head_of(backbone.model)
         config = backbone.model.config.get_text_config()
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
-        # The beginning that was computed last, and its states; None if it has no such.
-        self._begun: tuple[np.ndarray, DynamicCache | None] = np.zeros(0, int), None
+        self.forget_beginning()
         with backbone.halves.lock:
             n_heads = backbone.check_once(
                 "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
@@ -137,6 +136,11 @@ class SignalReader:
     def for_config(cls, backbone: Backbone, config: StoreConfig) -> Self:
         """Return a reader of the hidden states that are stored, and of no others."""
         return cls(backbone, config.hidden_layers, hidden_spans=config.hidden_spans)
+
+    def forget_beginning(self) -> None:
+        """Let the next batch compute what its texts begin with, as the first one."""
+        # The beginning that was computed last, and its states; None if it has no such.
+        self._begun: tuple[np.ndarray, DynamicCache | None] = np.zeros(0, int), None
 
     @property
     def fingerprint(self) -> dict[str, str]:

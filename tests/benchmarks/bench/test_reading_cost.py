@@ -7,6 +7,7 @@ import math
 import operator
 import resource
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from beatrice.benchmarks.bench.answer import (
     full_model,
     measure_model,
     measure_setting,
+    random_requests,
+    warm_ratio,
     warm_ratios,
 )
 from beatrice.benchmarks.bench.answer import measure_peak as measure_answer_peak
@@ -48,9 +51,11 @@ from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.local import generate
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 TINY = BatchConfig(
@@ -288,6 +293,53 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
     # Steps at which a batch is parted differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows
+
+
+def n_computed(backbone, run):
+    """Count the tokens that the decoder computes while something runs."""
+    counts = []
+
+    def count(module, inputs, output):
+        counts.append(output.last_hidden_state[..., 0].numel())
+
+    with backbone.layout.decoder.register_forward_hook(count):
+        run()
+    return sum(counts)
+
+
+def long_requests(backbone, n):
+    """Prompts that begin alike, so long that a reader keeps the beginning's states."""
+    n_words = backbone.layout.head.out_features
+    return random_requests(n_words, "closed_book", n, (64, 0, 9))
+
+
+def test_a_later_turn_of_two_passes_computes_as_many_tokens_as_the_first(answer_bench):
+    backbone = answer_bench.backbone
+    bench = AnswerBench(backbone, long_requests(backbone, 3))
+    first, later = (
+        n_computed(backbone, lambda: bench.run("two passes")) for _ in range(2)
+    )
+    assert first == later > 0
+
+
+def test_a_warm_score_computes_as_many_tokens_as_the_bare_forward(answer_bench):
+    backbone = answer_bench.backbone
+    (answer,) = generate(backbone, long_requests(backbone, 1), CONFIG)
+    sequence, reader = sequence_of(answer), SignalReader(backbone)
+    probe = SimpleNamespace(
+        scorer=SimpleNamespace(
+            probed=SimpleNamespace(backbone=backbone, reader=reader),
+            prepare=lambda given: SimpleNamespace(sequence=sequence),
+        ),
+        score=lambda question, answer: reader.read([sequence]),
+    )
+    first, later = (
+        n_computed(backbone, partial(warm_ratio, probe, 2, is_first=is_first))
+        for is_first in (True, False)
+    )
+    # Both once, and twice more in turns; a later score computes what is read alone.
+    assert first == 3 * (len(sequence.ids) + len(sequence.ids))
+    assert later == 3 * (len(sequence.ids) + len(sequence.ids) - 64)
 
 
 def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
