@@ -259,7 +259,8 @@ def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
     n_seeds, n_rows = outputs.logits.shape
     inputs = head_inputs(outputs.pooled[:, None, :1], outputs.logits[:, None, :1])
     slots, mask = (jnp.asarray(x) for x in slots_of((0,), config.n_slots))
-    params = FusionHead(config).init(jax.random.key(0), inputs[0], slots, mask)
+    init = jax.jit(FusionHead(config).init)  # compiled whole, not by operation
+    params = jax.device_get(init(jax.random.key(0), inputs[0], slots, mask))
     params = jax.tree.map(lambda x: np.repeat(x[None], n_seeds, axis=0), params)
     ends = np.clip(outputs.logits.astype(np.float64), -LARGEST, LARGEST)
     return FusedHead((member,), config, params, 1 / (1 + np.exp(-ends)))

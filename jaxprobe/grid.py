@@ -631,8 +631,14 @@ def member_outputs(
 ) -> MemberOutputs:
     """Apply every trained member to every example (see `MemberOutputs`)."""
     outputs, masks = [], encoder.dims.subset_masks
+    n, d_pooled = features.n_examples, encoder.config.d_pooled
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
+        if not any(map(np.any, jax.tree.leaves(params))):  # it puts out zeros
+            outputs.append(
+                (np.zeros(n, np.float32), np.zeros((n, d_pooled), np.float32))
+            )
+            continue
         mask = jnp.asarray(masks[member.subset])
         outputs.append(apply_member(params, mask, features, encoder=encoder))
     logits, pooled = map(np.stack, zip(*jax.device_get(outputs), strict=True))

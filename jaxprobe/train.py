@@ -328,7 +328,7 @@ def train_encoders(
     return trained, outputs
 
 
-# Of encoders that are regressions alone: their networks are zero, and the smallest.
+# Of encoders that are regressions alone: their networks are the smallest, all zeros.
 LINEAR_ONLY = EncoderConfig(
     projection=1, hidden=1, n_blocks=1, n_groups=1, is_linear_first=True
 )
@@ -347,13 +347,15 @@ def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
     regression, unseen = fit_ridge(pooled, data.rows.ids[train])
     every = data.dims.n_subsets - 1
     mask = jnp.asarray(data.dims.subset_masks[every])
-    params = Encoder(LINEAR_ONLY, data.dims).init(
-        jax.random.key(0), data.read_train(train[:1]), mask
-    )
-    params = jax.tree.map(
-        lambda x: np.asarray(x)[None],
-        {"params": params["params"], COLLECTION: regression},
-    )
+    # Shapes alone: to draw weights would compile the network, operation by operation.
+    init = Encoder(LINEAR_ONLY, data.dims).init
+    shapes = jax.eval_shape(init, jax.random.key(0), data.read_train(train[:1]), mask)
+    params = {
+        "params": jax.tree.map(
+            lambda x: np.zeros((1, *x.shape), x.dtype), shapes["params"]
+        ),
+        COLLECTION: jax.tree.map(lambda x: np.asarray(x)[None], regression),
+    }
     nothing = FitInfo(*np.full((len(FitInfo._fields), 1), np.nan))
     trained = Trained((Member(every, 0),), params, nothing)
     config = GridConfig(encoder=LINEAR_ONLY, train=TrainConfig(n_seeds=1))

@@ -7,6 +7,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from beatrice.extract.store.spec import Family
+from beatrice.jaxprobe.calibrate import passing_head
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import GridConfig, TrainConfig
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
@@ -15,6 +16,7 @@ from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,
     _stopped_without_gain,
+    apply_member,
     block_learner,
     filled_block,
     fit_blocks,
@@ -37,7 +39,7 @@ from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc, auroc_gain
 from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.tokens import split_families
-from beatrice.jaxprobe.train import train_encoders
+from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from tests.jaxprobe.samples import assert_same_leaves, rows_like, store_like
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
 
@@ -332,8 +334,8 @@ PROTOCOL = TrainConfig(
 GRID = GridConfig(encoder=ENCODER.config, train=PROTOCOL)
 
 
-def trained_on_noise(n_wordings):
-    """Encoders of answers that have nothing to do with whether they are right.
+def noise(n_wordings):
+    """Rows of answers that have nothing to do with whether they are right.
 
     Validation questions come in some wordings, of which each has the same answer.
     """
@@ -349,13 +351,13 @@ def trained_on_noise(n_wordings):
     )
     splits = np.where(of_row < 230, "train", "validation")
     rows = rows_like(labels[of_row], ids=of_row, splits=splits)
-    data = training_set(store, rows, layer=None, n_batch=PROTOCOL.batch_size)
-    return data, *train_encoders(data, GRID)
+    return training_set(store, rows, layer=None, n_batch=PROTOCOL.batch_size)
 
 
 @pytest.mark.parametrize("n_wordings", [1, 25])
 def test_nothing_is_learned_of_noise_whatever_the_number_of_wordings(n_wordings):
-    data, trained, outputs = trained_on_noise(n_wordings)
+    data = noise(n_wordings)
+    trained, outputs = train_encoders(data, GRID)
     assert n_networks_kept(trained) == 0 and (trained.info.n_epochs < N_EPOCHS).all()
     train, encoder = data.where[0], Encoder(GRID.encoder, data.dims)
     seen = member_outputs(trained, data.read(train), encoder=encoder).logits[0]
@@ -363,3 +365,20 @@ def test_nothing_is_learned_of_noise_whatever_the_number_of_wordings(n_wordings)
     assert auroc(seen, labels).value > 0.7  # the regression knows these labels
     for unseen in outputs.logits[:, train]:  # and those of a fold do not
         assert abs(auroc(unseen, labels).value - 0.5) < 0.12
+
+
+def test_a_regression_alone_compiles_no_network(caplog):
+    data = noise(1)
+    jax.clear_caches()
+    with jax.log_compiles():
+        trained, outputs = train_regression(data)
+        passing_head(0, outputs)
+    compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
+    assert len(compiled) <= 15, compiled
+    encoder = Encoder(LINEAR_ONLY, data.dims)
+    params = jax.tree.map(lambda x: x[0], trained.params)
+    train, valid = data.where
+    tokens, mask = data.read(valid), jnp.ones(1, bool)
+    logits, vectors = apply_member(params, mask, tokens, encoder=encoder)
+    np.testing.assert_allclose(outputs.logits[0, valid], logits, atol=1e-5)
+    assert not np.any(vectors) and not outputs.pooled.any()
