@@ -155,13 +155,14 @@ class Probe(AnswerScorer):
             so large that a score overflows.
         """
         with naming_extra("Probe.predict"):
+            import torch
+
             from beatrice.jaxprobe.calibrate import score_store
-            from beatrice.jaxprobe.config import set_library_compiler
+            from beatrice.pgir.bridge import TorchForward
             from beatrice.signals import Signals, by_setting
 
         if not isinstance(signals, Signals):
             raise argument_error("signals", "Signals of one setting", signals)
-        set_library_compiler()
         passes, branch = by_setting(signals), OWN_PASS_HEADS[signals.setting]
         if closed_book is not None:
             branch = "with_context"
@@ -182,8 +183,15 @@ class Probe(AnswerScorer):
         }
         if not len(signals):
             return np.zeros(0)
+        # Torch compiles nothing, whatever the number and the lengths of the answers.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         scores = score_store(
-            self.detector, branch, stores, layer=self.layer, examples=signals.indices
+            self.detector,
+            branch,
+            stores,
+            layer=self.layer,
+            examples=signals.indices,
+            score=TorchForward(self.detector, device).score,
         )
         if len(odd := np.flatnonzero(np.isnan(scores.p_correct))):
             raise ValueError(

@@ -211,6 +211,8 @@ class SearchSummary(Record, frozen=True, kw_only=True):
 
 SEEN = ("train", "validation")  # the rows that a detector knows
 _OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
+# Of a head and the signals of the same answers in each pass.
+ScoreBatch = Callable[[HeadName, Mapping[Setting, Features]], Scores]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -361,13 +363,16 @@ def score_store(
     *,
     layer: int | None,
     examples: np.ndarray | None = None,
+    score: ScoreBatch | None = None,
 ) -> Scores:
     """Return a detector's scores of stored answers, read a few at a time.
 
     The answers are those of the branch's setting, of which `examples` `[n]` are at
     least one; a head that reads closed-book encoders too finds the answer to the same
-    question in that pass. `layer` as of `Grid`.
+    question in that pass. `layer` as of `Grid`. `score` is the detector's forward pass,
+    None that of JAX, which compiles for every shape of a batch.
     """
+    score = score or partial(forward.score, detector)
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
     if missing := {setting, *passes} - stores.keys():
@@ -402,8 +407,7 @@ def score_store(
                 for name in passes
             }
             indices.append(batch)
-            of_batch = forward.score(detector, branch, features)
-            scores.append(of_batch.take(slice(len(batch))))
+            scores.append(score(branch, features).take(slice(len(batch))))
     return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 

@@ -1,6 +1,6 @@
-"""A detector's forward pass in JAX, as whole stores are scored.
+"""A detector's forward pass in JAX, as in training; it compiles for every shape.
 
-`pgir.bridge` has the same in Torch, beside the backbone.
+`pgir.bridge` has the same in Torch, which scores answers, and signals of a caller.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 Signals are put together as NumPy arrays; encoders and heads run in Torch on the
 backbone's device, see `TorchForward`: the second implementation of `jaxprobe.forward`,
-and what answers are scored with: no JAX, no compilation, any length. All encoders of a
-pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched products.
+and what answers and signals are scored with: no compilation, any length. All encoders
+of a pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched products.
 """
 
 import dataclasses

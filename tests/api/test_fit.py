@@ -20,7 +20,7 @@ from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
-from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
+from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, score_store
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own, read_labelled
 from tests.extract import small_run
@@ -168,12 +168,11 @@ def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
     assert 0.3 < value < 0.7  # 80 answers: two standard errors are .13
     if recipe == "linear":  # whose validation rows have chosen nothing
         assert "not shown to be better than chance" in probe.detector.doubts[0]
-    if recipe == "encoder":  # whose products overflow
-        dims = {"activations": (2, 3), "sae": (8,), "logits": (1,)}
-        far = {name: np.full((2, *shape), 1e30) for name, shape in dims.items()}
-        far = beatrice.Signals.from_arrays(far, ids=["a", "b"])
-        with pytest.raises(ValueError, match="of 2 of 2 answers is beyond .* of 'a'"):
-            probe.predict(far)
+    dims = {"activations": (2, 3), "sae": (8,), "logits": (1,)}
+    far = {name: np.full((8, *shape), 3e38) for name, shape in dims.items()}
+    far = beatrice.Signals.from_arrays(far, ids=["a", "b"], lengths=[4, 4])
+    with pytest.raises(ValueError, match="of 2 of 2 answers is beyond .* of 'a'"):
+        probe.predict(far)  # whose sums overflow
 
 
 def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
@@ -535,6 +534,26 @@ def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
 def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
     with pytest.raises(ValueError, match=named):
         beatrice.FitConfig(**fields)
+
+
+def test_answers_of_any_length_and_number_are_predicted_without_a_compilation(
+    rng, caplog
+):
+    signals, labels = planted_signals(rng, 60)
+    probe = beatrice.fit(signals, labels, config="smoke", progress=False)
+    shapes = {"activations": (2, 3), "sae": (8,), "logits": ()}
+    lengths = range(1, 41)
+    values = {k: rng.normal(size=(sum(lengths), *x)) for k, x in shapes.items()}
+    answers = beatrice.Signals.from_arrays(values, lengths=lengths)
+    jax.clear_caches()
+    with jax.log_compiles():
+        p_correct = np.concatenate([probe.predict(x) for x in (answers, answers[:3])])
+        alone = [probe.predict(answers[[i]]).item() for i in range(40)]
+    assert not [x for x in caplog.messages if "Finished XLA compilation" in x]
+    np.testing.assert_allclose(p_correct, [*alone, *alone[:3]], atol=2e-6)
+    stores = {"closed_book": answers.store}
+    scores = score_store(probe.detector, "closed_book", stores, layer=None)
+    np.testing.assert_allclose(p_correct[:40], scores.p_correct, atol=2e-6)
 
 
 def test_a_probe_of_arrays_predicts_one_setting_at_a_time_and_has_no_model(
