@@ -203,14 +203,42 @@ class LanguageModel:
             there twice with `read`.
         """
         from beatrice.extract.generate.local import generate
-        from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
         max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
-        self.backbone.require_unchanged()
         is_usual = isinstance(layers, str) and layers == "middle"
         for name, is_given in (("layers", not is_usual), ("store", store is not None)):
             if is_given and not read:
                 raise ValueError(f"{name}: is for signals; give read=True too")
+        stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
+        requests, config = self._requests(questions, contexts, max_new_tokens, stop)
+        if read:
+            chosen = self._layers(layers)
+            return self._answer_and_read(requests, config, chosen, store, store)
+        return generate(self.backbone, requests, config)
+
+    def answer_ahead(
+        self, questions: Sequence[Any], contexts: Sequence[Any] | None, store: Path
+    ) -> list[Answer]:
+        """Return answers to some of the questions that are about to be answered.
+
+        `answer(…, read=True, store=store)` continues behind them, where the model is
+        read in the passes that write; else it answers and reads them again.
+        """
+        stop, layers = self.prompt.usual_stop, self._layers("middle")
+        requests, config = self._requests(questions, contexts, MAX_NEW_TOKENS, stop)
+        return self._answer_and_read(requests, config, layers, store, None)[0]
+
+    def _requests(
+        self,
+        questions: Iterable[Any],
+        contexts: Iterable[Any] | None,
+        max_new_tokens: int,
+        stop: Sequence[str],
+    ) -> "tuple[Sequence[Request], GenerationConfig]":
+        """Return the prompts of questions, and how they are answered; see `answer`."""
+        from beatrice.extract.generate.prompts import GenerationConfig, make_requests
+
+        self.backbone.require_unchanged()
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
         self._require_tokenizer()
@@ -226,12 +254,8 @@ class LanguageModel:
                 "fit with any one of their passages; take them out, or ask them "
                 f"without passages: {', '.join(too_long)}"
             )
-        stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
-        if read:
-            read_layers = self._layers(layers)
-            return self._answer_and_read(requests.requests, config, read_layers, store)
-        return generate(self.backbone, requests.requests, config)
+        return requests.requests, config
 
     def _require_tokenizer(self) -> None:
         if self.backbone.tokenizer is None:
@@ -245,9 +269,13 @@ class LanguageModel:
         requests: "Sequence[Request]",
         generation: "GenerationConfig",
         layers: tuple[int, ...],
+        written: str | Path | None,
         store: str | Path | None,
     ) -> "tuple[list[Answer], Signals]":
-        """Answer, and keep the signals of the passes that write the answers."""
+        """Answer, and keep the signals of the passes that write the answers.
+
+        Answers lie beside the store `written`, and signals in `store`.
+        """
         numbers: dict[str, int] = {}
         for number, request in enumerate(requests):  # signals are kept by id
             if (first := numbers.setdefault(request.example_id, number)) != number:
@@ -270,11 +298,11 @@ class LanguageModel:
         if (reason := self._reasons[layers]) is not None:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
-        elif store is None or "://" in str(store):
+        elif written is None or "://" in str(written):
             answers, signals = generate_and_read(reader, requests, generation)
             reader = ReadBefore.of(reader, answers, signals)
         else:
-            folder = Path(f"{store}.written")
+            folder = Path(f"{written}.written")
             with locked(folder):
                 answers, reader = _answer_on_disk(
                     reader, requests, generation, config, folder

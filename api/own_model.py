@@ -218,24 +218,29 @@ def answer_and_label(
     questions = without_worked_examples(questions, model.prompt.shots, note)
     asked = _asked(questions, model.prompt.prompt_template(), note)
 
+    stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
+
     def answered(
-        some: Sequence[Example], setting: Setting, store: Any = None
+        some: Sequence[Example], setting: Setting, is_ahead: bool = False
     ) -> Labelled:
-        shown = _shown(some, setting)
+        shown, store, signals = _shown(some, setting), stores[setting], None
         contexts = shown if setting == "with_context" else None
-        answers, signals = model.answer(some, contexts, read=True, store=store)
+        if is_ahead:
+            answers = model.answer_ahead(some, contexts, store)
+        else:
+            answers, signals = model.answer(some, contexts, read=True, store=store)
         pairs = zip(answers, some, strict=True)
         labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
         texts = [q.question for q in some]
         return Labelled(texts, shown, answers, signals, labels)
 
-    stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
     for setting, part in asked.items() if is_new else ():
-        first = _forecast(partial(answered, setting=setting), part, setting, note)
+        ahead = partial(answered, setting=setting, is_ahead=True)
+        first = _forecast(ahead, part, setting, note)
         if len(first.labels) > 1 and len(set(first.labels)) == 1:
             note(_class_advice(first, part, setting))
-    parts: Parts = {x: answered(part, x, stores[x]) for x, part in asked.items()}
+    parts: Parts = {x: answered(part, x) for x, part in asked.items()}
     return in_parts(parts, note)
 
 
@@ -307,8 +312,8 @@ def _forecast(
     tried = items[:_TRIED]
     work(tried[:1])  # what is done once is no measure of the rest
     began = time.monotonic()
-    result = work(tried)
-    seconds = (time.monotonic() - began) * len(items) / len(tried)
+    result = work(tried)  # but for the first, where work continues
+    seconds = (time.monotonic() - began) * len(items) / max(1, len(tried) - 1)
     note(
         f"{len(items)} answers {IN_WORDS[setting]} with their signals: at most "
         f"{in_words(seconds)} by the first {len(tried)} (larger batches are faster), "

@@ -7,8 +7,10 @@ import pytest
 
 import beatrice
 from beatrice.extract.generate.templates import PromptConfig, Shot
+from beatrice.extract.records import Answer
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
 from beatrice.fitting import drawn_splits
 from beatrice.own_model import (
     Labelled,
@@ -90,6 +92,27 @@ def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
     with pytest.raises(ValueError, match="all 1 questions stand in the prompt"):
         answer_and_label(model, asked[1:2], tmp_path, notes.append)
     assert len(notes) == 1
+
+
+def test_the_answers_that_a_forecast_is_made_by_are_not_written_again(tmp_path):
+    model, sizes, notes = beatrice.LanguageModel("embedded"), [], []
+    texts = [f"Where was person {i} born?" for i in range(60)]
+    decoder = model.backbone.layout.decoder
+    decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    alone, _ = model.answer(texts, read=True)
+    n_positions = sum(sizes)
+    sizes.clear()
+    asked = [an_example(id=f"q{i}", question=x) for i, x in enumerate(texts)]
+    with pytest.raises(ValueError, match="too few to fit: 0 right and 60 wrong"):
+        answer_and_label(model, asked, tmp_path, notes.append)
+    assert "by the first 50" in notes[0]
+    assert sum(sizes) < 1.3 * n_positions  # 1 + 49 + 10 fill batches less than 60
+    (written,) = tmp_path.glob("*.written")
+    rows = JsonLines.open(written / "answers.jsonl").intact_rows(Answer)
+    assert [row.text for row in rows] == [answer.text for answer in alone]
 
 
 def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):
