@@ -495,6 +495,8 @@ def _answer_on_disk(
         if (row := rows.get(request.example_id)) is None
         or row.prompt_ids != request.prompt.ids
     ]
+    # Each group of one length: batches of it are hardly padded.
+    missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
     for first in range(0, len(missing), _TOGETHER):
         some = missing[first : first + _TOGETHER]
         answers, signals = generate_and_read(reader, some, generation)

@@ -1,10 +1,10 @@
 """Count the positions that batches compute by the tokens that they hold.
 
 `python docs/positions.py RUN` prints, of the answers of a run, how many positions a
-token `extract.signals.sequence.batches_of` computes: of all that `extract` reads
-behind the worked examples, of whole sequences that wait in groups of 256 (controllers)
-and 64 (rows of `score_many`), and of prompts that are answered. Nothing is computed by
-a model.
+token `extract.signals.sequence.batches_of` computes behind the worked examples: of all
+that `extract` reads, and of sequences that wait in groups of 256 (controllers) and 64
+(rows of `score_many`); and of whole prompts that are answered. Nothing is computed by a
+model.
 """
 
 import sys
@@ -39,10 +39,11 @@ def main(run):
         lengths = [len(a.prompt_ids) + len(a.token_ids) for a in answers]
         firsts = [first_read(a.context_span[0]) for a in answers]
         behind = [n - first for n, first in zip(lengths, firsts, strict=True)]
+        n_begun = max(firsts)
         shares = (
-            share(behind, len(behind), n_read, n_beside=max(firsts)),
-            share(lengths, 256, n_most),
-            share(lengths, 64, n_most),
+            share(behind, len(behind), n_read, n_beside=n_begun),
+            share(behind, 256, n_most, n_beside=n_begun),
+            share(behind, 64, n_most, n_beside=n_begun),
             share(prompts, len(prompts), n_most, n_beside=n_new, n_passes=n_new),
         )
         print(f"| {setting} | {' | '.join(f'{x:.2f}' for x in shares)} |")

@@ -23,7 +23,11 @@ from beatrice.extract.records import Answer, AnswerSpan, Setting
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
+from beatrice.extract.signals.sequence import (
+    TokenSequence,
+    reading_batches,
+    sequence_of,
+)
 from beatrice.extract.store.spec import ReadingPath, as_written
 from beatrice.jaxprobe.config import MatmulDtype
 from beatrice.jaxprobe.detector import (
@@ -201,8 +205,7 @@ class ProbedBackbone:
         self, reader: SignalReader, sequences: Sequence[TokenSequence]
     ) -> Iterator[tuple[list[int], list[AnswerSignals]]]:
         """Yield the places of some sequences, and what a reader of the model reads."""
-        budget = self.config.tokens_per_batch
-        for batch in batches_of([len(s.ids) for s in sequences], budget):
+        for batch in reading_batches(sequences, self.config.tokens_per_batch):
             with self.lock:
                 signals = reader.read([sequences[i] for i in batch])
             yield batch, signals

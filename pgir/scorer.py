@@ -27,7 +27,7 @@ from beatrice.extract.records import SETTINGS, Answer, Passage, Setting
 from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
-from beatrice.extract.signals.sequence import batches_of
+from beatrice.extract.signals.sequence import reading_batches
 from beatrice.jaxprobe.detector import OWN_PASS_HEADS, Detector, Scores
 from beatrice.jaxprobe.families import Features
 from beatrice.jaxprobe.scope import Thresholds
@@ -399,9 +399,9 @@ class Scorer(AnswerScorer):
                 for i, prepared in enumerate(inputs)
                 if prepared.prompt.setting == setting and i not in scores
             ]
-            lengths = [len(inputs[i].sequence.ids) for i in rows]
+            sequences = [inputs[i].sequence for i in rows]
             at_once = min(batch_size, probed.rows_at_once(setting))
-            for batch in batches_of(lengths, probed.config.tokens_per_batch):
+            for batch in reading_batches(sequences, probed.config.tokens_per_batch):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
                     batch_inputs = [inputs[i] for i in chosen]

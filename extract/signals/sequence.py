@@ -172,3 +172,16 @@ def batches_of(
             width = n_tokens = lengths[i]
         batches[-1].append(i)
     return batches
+
+
+def reading_batches(
+    sequences: Sequence[TokenSequence], tokens_per_batch: int
+) -> list[list[int]]:
+    """Group sequences by what is computed of each; see `batches_of`.
+
+    A beginning that all share, as worked examples are, is computed before, see
+    `first_read`.
+    """
+    n_begun = min((first_read(item.spans[0, 0]) for item in sequences), default=0)
+    lengths = [len(item.ids) - n_begun for item in sequences]
+    return batches_of(lengths, tokens_per_batch, n_beside=n_begun)

@@ -1,5 +1,6 @@
 """A detector scores alike in JAX and in Torch, whatever its encoders and heads are."""
 
+import contextlib
 import dataclasses
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from beatrice.extract.records import Passage
+from beatrice.extract.signals.sequence import TokenSequence
 from beatrice.jaxprobe import forward
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
@@ -185,3 +187,22 @@ def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
         assert parts.encoder_names == whole.encoder_names
         np.testing.assert_allclose(parts.raw, whole.raw, atol=1e-5)
         np.testing.assert_allclose(parts.encoders, whole.encoders, atol=1e-5)
+
+
+def test_batches_are_hardly_padded_behind_the_worked_examples_of_all(probed):
+    rng = np.random.default_rng(0)
+    lengths, sizes = rng.integers(8, 40, 256), []
+    shots = rng.integers(3, 90, 69)
+    sequences = []
+    for n in 69 + lengths:
+        ids = np.concatenate([shots, rng.integers(3, 90, n - 69)])
+        spans = np.array([(69, 69), (69, n - 4), (n - 4, n)])
+        sequences.append(TokenSequence(ids=ids, targets=ids, spans=spans))
+    hook = probed.backbone.layout.decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(hook.remove)
+        probed.read_sequences(sequences)
+    assert sum(sizes) <= 69 + 1.15 * lengths.sum()
