@@ -287,7 +287,11 @@ class ScoreOptions:
         "Write a page with the answers' tokens tinted by their probability.",
         type=NewPath(dir_okay=False),
     )
-    batch_size: int = option("Most rows of a file in one forward pass.", 64, min=1)
+    batch_size: int = option(
+        "Most rows of a file in one forward pass; above 64 also what a kill can lose.",
+        64,
+        min=1,
+    )
     model: str | None = option("Where the backbone lies, if moved.")
     precision: float | None = option(
         "Share of decisions to be right.  [default: the probe's, 0.9]",
@@ -470,6 +474,7 @@ def _score_file(
             lines,
             write,
             each,
+            how.batch_size,
         )
     for setting in SETTINGS:
         for threshold in probe.thresholds(setting) or ():

@@ -249,12 +249,13 @@ def score_rows(
     out: JsonLines | None,
     write: Callable[[list[str]], object],
     each: Callable[[Row, Mapping[str, Any]], None],
+    batch_size: int = ROWS_TOGETHER,
 ) -> None:
     """Score rows in order; those that `out` has already are not scored again.
 
-    The detector's identity keeps two detectors' numbers from one file. `write` takes
-    JSON lines, some rows at a time; `each` is called with every row and its result, in
-    order.
+    The detector's identity keeps two detectors' numbers from one file. `score` takes
+    as many rows as `write` takes JSON lines: `batch_size`, if that is more than 64.
+    `each` is called with every row and its result, in order.
     """
     stream = iter(rows)
     rows_done = out.rows() if out else ()
@@ -273,7 +274,8 @@ def score_rows(
                 "version; put the line back, or delete the file to score all again"
             )
         each(row, result)
-    while some := list(itertools.islice(stream, ROWS_TOGETHER)):
+    n_together = max(ROWS_TOGETHER, batch_size)
+    while some := list(itertools.islice(stream, n_together)):
         readable = [row.given for row in some if isinstance(row.given, AnswerToScore)]
         scores = iter(score(readable))
         results = []

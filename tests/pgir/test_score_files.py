@@ -216,6 +216,23 @@ def test_a_stop_loses_no_more_than_the_rows_that_are_read_together(tmp_path):
     assert len(written) == 128
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"), [(1, [64, 64, 2]), (100, [100, 30]), (512, [130])]
+)
+def test_as_many_rows_are_read_together_as_a_batch_may_have(
+    tmp_path, batch_size, sizes
+):
+    path, calls = write_lines(tmp_path / "answers.jsonl", [ROW] * 130), []
+
+    def score(rows):
+        calls.append(len(rows))
+        return [Score() for _ in rows]
+
+    rows, written = read_rows(path), []
+    score_rows(score, rows, "d", None, written.extend, Tally().add, batch_size)
+    assert calls == sizes and len(written) == 130
+
+
 def test_a_result_names_the_line_of_the_file(tmp_path):
     table = tmp_path / "answers.csv"
     table.write_text(f"question,answer\n{QUESTION},a\n\n{QUESTION},b\n")
