@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.local import stop_ids
+from beatrice.extract.generate.local import continued_by, stop_ids
+from beatrice.extract.readings.batch import begin
 from beatrice.extract.records import Example
+from beatrice.extract.signals.attention import run_decoder
 from beatrice.extract.signals.batch import pad_batch
 from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
@@ -76,32 +78,34 @@ class Spreading(BatchedService):
         texts = dict(answering.generator.stream(draws, self._sampling))
         stop = stop_ids(answering.probed.backbone)[0]
         n_new = [0] * len(calls)
-        row_owners, sequences = [], []
+        sequences: list[list[np.ndarray]] = [[] for _ in calls]
         for i, text in sorted(texts.items()):
             ids, log_probs = text.token_ids or (), text.log_probs or ()
             n_new[owners[i]] += len(log_probs)
             # The last token is replaced, the one that stopped it included.
             before_stop = ids[:-1] if text.stop_id is None else ids
             if text.text:  # empty answers are left out
-                prompt = prompts[owners[i]]
-                row_owners.append(owners[i])
-                sequences.append(np.array((*prompt, *before_stop, stop), np.int64))
-        states, rows = self._states(sequences), np.array(row_owners, int)
-        return [
-            (uncertainty(states[rows == index]), n_new[index])
-            for index in range(len(calls))
-        ]
+                whole = (*prompts[owners[i]], *before_stop, stop)
+                sequences[owners[i]].append(np.array(whole, np.int64))
+        spreads = (uncertainty(self._states(of_call)) for of_call in sequences)
+        return list(zip(spreads, n_new, strict=True))
 
     @torch.no_grad()
     def _states(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the states at the last token of sequences, `[n, d_model]` float32."""
+        """Return the states at the last token of sequences, `[n, d_model]` float32.
+
+        What they begin with, the prompt, is computed once.
+        """
         backbone = self._answering.probed.backbone
         layout = backbone.layout
+        begun = begin(layout, [ids.tolist() for ids in sequences], is_seen=False)
+        n_begun = 0 if begun is None else begun.n_tokens
+        lengths = [len(ids) - n_begun for ids in sequences]
         states = np.zeros((len(sequences), backbone.d_model), np.float32)
         budget = self._answering.generator.tokens_per_batch
-        for batch in batches_of([len(ids) for ids in sequences], budget):
+        for batch in batches_of(lengths, budget, n_beside=n_begun):
             outputs: list[torch.Tensor] = []
-            last = torch.tensor([len(sequences[i]) - 1 for i in batch])
+            last = torch.tensor([lengths[i] - 1 for i in batch])
 
             def on_layer(layer: LayerPass, last: torch.Tensor = last) -> None:
                 if layer.index == self._layer:
@@ -109,9 +113,10 @@ class Spreading(BatchedService):
                     at = last.to(layer.ffn.device)
                     outputs.append(layer.ffn[rows, at].float().cpu())  # noqa: B023
 
-            ids = pad_batch([sequences[i] for i in batch], backbone.device)
-            with watch_layers(layout, on_layer):
-                layout.decoder(input_ids=ids, use_cache=False)
+            rest = [sequences[i][n_begun:] for i in batch]
+            cache = None if begun is None else continued_by(begun.cache, len(batch))
+            ids = pad_batch(rest, backbone.device)
+            run_decoder(layout, ids, on_layer=on_layer, cache=cache)
             states[batch] = outputs[0].numpy()
         return states
 

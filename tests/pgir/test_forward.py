@@ -1,6 +1,5 @@
 """A detector scores alike in JAX and in Torch, whatever its encoders and heads are."""
 
-import contextlib
 import dataclasses
 
 import jax.numpy as jnp
@@ -202,7 +201,6 @@ def test_batches_are_hardly_padded_behind_the_worked_examples_of_all(probed):
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
         with_kwargs=True,
     )
-    with contextlib.ExitStack() as stack:
-        stack.callback(hook.remove)
+    with hook:
         probed.read_sequences(sequences)
     assert sum(sizes) <= 69 + 1.15 * lengths.sum()

@@ -14,6 +14,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from beatrice.benchmarks.results.tables import controller_table, results_of
 from beatrice.extract.generate.generator import Generated
+from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.spec import Family
@@ -453,6 +454,25 @@ def test_draws_without_a_text_say_nothing_of_how_far_answers_lie_apart(
     told = ((40, 41), "one"), ((50,), "two")
     # A line end alone has an id and no text; the official code leaves it out.
     assert spread_of(*told, ((60,), "")) == spread_of(*told)
+
+
+def test_the_prompt_that_draws_are_read_behind_is_computed_once(answering, answers):
+    draws = [((40 + i, 41), str(i)) for i in range(12)]
+    drawing, call, sizes = copy.copy(answering), as_kind(answers[1], "spread", 12), []
+    drawing.generator = TextsInTurn(*draws)
+    hook = drawing.probed.backbone.layout.decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    with hook:
+        ((spread, _),) = values_of(seakr.Spreading(drawing), [call])
+    prompt = answering.request(call)[0].prompt.ids
+    stop = stop_ids(drawing.probed.backbone)[0]
+    assert sum(sizes) <= len(prompt) + 12 * 3  # two ids and the stop token
+    whole = [np.array((*prompt, *ids, stop)) for ids, _ in draws]
+    reading = seakr.Spreading(drawing)
+    states = np.concatenate([reading._states([ids]) for ids in whole])
+    assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
 
 
 def as_kind(call, kind, n=0):
