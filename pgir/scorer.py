@@ -135,9 +135,6 @@ class Scorer(AnswerScorer):
         generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
         trained = detector.provenance
         assert trained is not None  # a run's detector names its model
-        answering = GenerationConfig(
-            max_new_tokens=generation.max_new_tokens, stop=generation.stop
-        )
         if model is None or isinstance(model, (str, Path)):
             config = run.section("backbone", BackboneConfig)
             model = load_backbone(
@@ -150,7 +147,7 @@ class Scorer(AnswerScorer):
                 "device and dtype are those of the model in memory; give a path to "
                 "choose them"
             )
-        return cls(model, detector, answering, strict=strict, precision=precision)
+        return cls(model, detector, generation, strict=strict, precision=precision)
 
     def thresholds(self, setting: Setting) -> Thresholds | None:
         """Return at which P decisions on answers of a setting begin, and how sure."""

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.prompts import AnswerConfig, GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines, sha256_json
@@ -28,6 +29,7 @@ from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import PASSAGE, QUESTION
 
+GENERATION = GenerationConfig(max_new_tokens=32, tokens_per_batch=4096)
 ROW = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
 PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
 
@@ -386,7 +388,10 @@ def test_rows_that_the_page_does_not_show_are_not_kept():
 
 def save_run(path, detector, **backbone):
     """Make a run with a detector, as `score` finds it."""
-    sections = {"backbone": BackboneConfig(**backbone)}
+    sections = {
+        "backbone": BackboneConfig(**backbone),
+        "answer": AnswerConfig(generation=GENERATION),
+    }
     with RunDir.open(path, NewRun(preset="paper", seed=0, sections=sections)) as run:
         detector.save(run.detector)
     return path
@@ -403,7 +408,9 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
     other = Scorer.load(run, dtype="bfloat16", device="cpu", strict=False)
     assert "bfloat16" in other.score(QUESTION, "Guzolt Falls").warnings[0]
     assert other.probed.backbone.dtype == torch.bfloat16
-    assert Scorer.load(run).probed.backbone.dtype == torch.float32
+    probed = Scorer.load(run).probed
+    assert probed.backbone.dtype == torch.float32
+    assert probed.config == GENERATION  # its batches too
     assert Scorer.load(run, model=backbone).probed.backbone is backbone
     for options, message in (
         ({"dtype": "float8"}, "dtype: expected one of"),
