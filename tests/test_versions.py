@@ -111,7 +111,7 @@ STANDS_FOR = {
 EXPECTED = {
     "fits": (2, "98e1eaca3726"),
     "verdicts": ("2", "896d69e11dd1"),
-    "scores of detectors": ("5", "8ccfa1260864"),
+    "scores of detectors": ("5", "e975ecd1e678"),
     "analyses": (7, "d13653d5f4ed"),
     "calls of controllers": (2, "6f9305327dd2"),
     "ids of texts": (2, "ac630f9a73ea"),
