@@ -162,7 +162,7 @@ WIDTHS: dict[Setting, tuple[int, ...]] = {
 class Device:
     """Published peaks of a device."""
 
-    memory: int  # bytes
+    memory: int  # bytes that programs may use, see `device_bytes`
     # dense peak by the operands' type; XLA multiplies float32 as TF32
     flops: dict[str, float]
     bandwidth: float  # bytes a second
@@ -170,10 +170,11 @@ class Device:
 
 # NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU": 989 and
 # 1,979 TFLOP/s of TF32 and bfloat16 with sparsity, half of it dense; 3.35 and 4.8 TB/s.
+# 80 and 141 GB, of which JAX takes three quarters.
 _HOPPER = {"f32": 494.7e12, "bf16": 989.4e12}
 DEVICES: dict[Name, Device] = {
-    "h100": Device(memory=80 << 30, flops=_HOPPER, bandwidth=3.35e12),
-    "h200": Device(memory=141 << 30, flops=_HOPPER, bandwidth=4.8e12),
+    "h100": Device(memory=80 * 10**9 * 3 // 4, flops=_HOPPER, bandwidth=3.35e12),
+    "h200": Device(memory=141 * 10**9 * 3 // 4, flops=_HOPPER, bandwidth=4.8e12),
 }
 
 
