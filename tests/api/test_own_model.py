@@ -115,6 +115,17 @@ def test_the_answers_that_a_forecast_is_made_by_are_not_written_again(tmp_path):
     assert [row.text for row in rows] == [answer.text for answer in alone]
 
 
+def test_prompts_of_one_length_are_answered_together_in_whatever_order(tmp_path):
+    model, store = beatrice.LanguageModel("embedded"), tmp_path / "signals"
+    texts = [f"Where was {'very ' * (i * 7 % 30)}{i} born?" for i in range(300)]
+    options = {"max_new_tokens": 1, "read": True, "store": store}
+    answers, signals = model.answer(texts, **options)
+    lines = JsonLines.open(tmp_path / "signals.written" / "answers.jsonl")
+    lengths = [len(row.prompt_ids) for row in lines.intact_rows(Answer)]
+    assert lengths == sorted(lengths, reverse=True) and len({*lengths}) > 20
+    assert list(signals.ids) == [answer.example_id for answer in answers]
+
+
 def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):
     examples = read_examples(RunDir(smoke_run))[:120]
     rows = [row for example in examples for row in labelled_rows(example)]
