@@ -508,18 +508,22 @@ class Answering(Service):
         prompts: Sequence[GeneratorPrompt],
         finished: Collection[int],
     ) -> Batches:
-        """Yield texts in batches; if the device cannot hold one, the rest by itself."""
-        left = {at for at in range(len(prompts)) if at not in finished}
-        with contextlib.suppress(DoesNotFit):
+        """Yield texts in batches; if the device cannot hold one, the rest in halves."""
+        left = [at for at in range(len(prompts)) if at not in finished]
+        try:
             for batch in generator.batches(prompts, self._sampling, finished):
                 yield batch
-                left -= {at for at, _ in batch}
-        for at in sorted(left):
-            try:
-                ((_, text),) = generator.stream([prompts[at]], self._sampling)
-            except DoesNotFit as error:
-                text = Failed(str(error))
-            yield [(at, text)]
+                written = {at for at, _ in batch}
+                left = [at for at in left if at not in written]
+        except DoesNotFit as error:
+            if len(prompts) == 1:
+                yield [(0, Failed(str(error)))]
+                return
+        middle = (len(left) + 1) // 2
+        for half in filter(None, (left[:middle], left[middle:])):
+            some = [prompts[at] for at in half]
+            for batch in self._texts(generator, some, ()):
+                yield [(half[at], text) for at, text in batch]
 
     def _is_first(self, call: Call) -> bool:
         """Return whether an answer is closed-book, or has what its question finds.

@@ -132,6 +132,33 @@ def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
     assert wrong.answer is None and "does not fit in the device" in wrong.error
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda scorer, questions: lenient(scorer).draft(questions),
+        lambda scorer, questions: run_pgir(
+            scorer, questions, finding(), threshold=1e-6
+        ),
+    ],
+)
+def test_beside_a_prompt_that_the_device_cannot_hold_others_are_written_together(
+    scorer, ask
+):
+    questions, sizes = [f"where is Guzolt {i}?" for i in range(40)], []
+    questions[7] = "who is " * 30
+    decoder = scorer.probed.backbone.layout.decoder
+    with (
+        room_for(scorer.probed.backbone, n_tokens=60),
+        decoder.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])),
+            with_kwargs=True,
+        ),
+    ):
+        answers = [result.answer for result in ask(scorer, questions)]
+    assert not answers.pop(7) and all(text is not None for text in answers)
+    assert max(sizes) >= 20
+
+
 def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
     gate = Gate(load("embedded"), 0.5)
     drafts = gate.draft([QUESTION])
