@@ -140,7 +140,7 @@ def as_path(value: Any, name: str) -> Path:
     """Return a path; ~ is the user's home."""
     if not isinstance(value, (str, os.PathLike)) or value == "":
         raise argument_error(name, "a path (str or Path)", value)
-    return Path(value).expanduser()
+    return Path(os.path.expanduser(value))  # Path's raises where ~x is no user
 
 
 def as_ids(value: Any, name: str) -> tuple[int, ...]:

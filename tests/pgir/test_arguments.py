@@ -1,6 +1,7 @@
 """What a user hands in is taken, or refused in one sentence that names it."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.arguments import as_passages, as_rows
+from beatrice.pgir.arguments import as_passages, as_path, as_rows
 from beatrice.pgir.gate import Draft, FlashRagJudger, Gate
 from beatrice.pgir.given import ARGUMENTS
 from beatrice.pgir.scorer import Scorer
@@ -26,6 +27,13 @@ class Document:
 
     page_content: str
     metadata: dict = dataclasses.field(default_factory=dict)
+
+
+def test_a_folder_may_begin_with_a_tilde_that_names_no_user():
+    assert as_path("~none-of-that-name/probe", "path") == Path(
+        "~none-of-that-name/probe"
+    )
+    assert as_path("~/probe", "path") == Path.home() / "probe"
 
 
 @pytest.fixture(scope="module")
