@@ -64,7 +64,7 @@ _TOGETHER = 256  # questions whose answers' signals are in memory at once
 class Scorer(AnswerScorer):
     """A backbone and its detector; may be called from several threads.
 
-    Calls from several threads are served one after another: the model is read through
+    Calls from several threads take turns, a batch at a time: the model is read through
     hooks, and uses all cores anyway. Many answers are fastest in one `score_many`.
 
     Attributes:
