@@ -192,7 +192,6 @@ class CachedRetriever:
         self.passages: list[Passage] = []
         self.n_empty = 0
         self._has_answered = False  # any request of this process
-        self._n_failed = 0  # requests of a search since the last that was answered
         self._places: dict[str, int] = {}
         self._rankings: dict[tuple[str, int], tuple[int, ...]] = {}
         self._journal: Journal[tuple[str, int], _CachedRanking] | None = None
@@ -223,7 +222,6 @@ class CachedRetriever:
             q for q in dict.fromkeys(queries) if (q, depth) not in self._rankings
         ]
         reasons: dict[str, str] = {}
-        self._n_failed = 0
         try:
             for start in range(0, len(missing), _BATCH):
                 self._search_batch(missing[start : start + _BATCH], depth, reasons)
@@ -250,20 +248,22 @@ class CachedRetriever:
         try:
             self._save(queries, depth, self._fetch(queries, depth))
         except _RequestFailed as error:
-            self._n_failed += 1
-            if self._n_failed > _N_TRIED:
-                nothing = f"none of {self._n_failed} requests in a row was answered"
-                raise _ServerFails(f"{error}; {nothing}, no more is sent") from None
             if len(queries) == 1:
                 reasons[queries[0]] = str(error)
                 return
-            # One of them may be what the server stumbles over, several in a row rarely.
+            # Some of them may be what the server stumbles over, those of a run before
+            # side by side; three that lie apart rarely.
             apart = queries[:: max(1, len(queries) // _N_TRIED)]
-            for query in dict.fromkeys([*apart, *queries]):
+            order = [*dict.fromkeys([*apart[:_N_TRIED], *queries])]
+            for n_asked, query in enumerate(order, start=1):
                 self._search_batch([query], depth, reasons)
+                if n_asked == _N_TRIED and reasons.keys() >= set(order[:n_asked]):
+                    nothing = f"none of {1 + n_asked} requests in a row was answered"
+                    reason = f"{reasons[query]}; {nothing}, no more is sent"
+                    raise _ServerFails(reason) from None
 
     def _save(self, queries: list[str], depth: int, replies: list[list[str]]) -> None:
-        self._has_answered, self._n_failed = True, 0
+        self._has_answered = True
         lines: dict[tuple[str, int], str] = {}
         for query, documents in zip(queries, replies, strict=True):
             new = [d for d in dict.fromkeys(documents) if d not in self._places]
