@@ -509,18 +509,17 @@ class Answering(Service):
         finished: Collection[int],
     ) -> Batches:
         """Yield texts in batches; if the device cannot hold one, the rest in halves."""
-        left = [at for at in range(len(prompts)) if at not in finished]
+        left = {at for at in range(len(prompts)) if at not in finished}
         try:
             for batch in generator.batches(prompts, self._sampling, finished):
                 yield batch
-                written = {at for at, _ in batch}
-                left = [at for at in left if at not in written]
+                left -= dict(batch).keys()
         except DoesNotFit as error:
             if len(prompts) == 1:
                 yield [(0, Failed(str(error)))]
                 return
-        middle = (len(left) + 1) // 2
-        for half in filter(None, (left[:middle], left[middle:])):
+        rest, middle = sorted(left), (len(left) + 1) // 2
+        for half in filter(None, (rest[:middle], rest[middle:])):
             some = [prompts[at] for at in half]
             for batch in self._texts(generator, some, ()):
                 yield [(half[at], text) for at, text in batch]
@@ -710,8 +709,17 @@ class Scoring(BatchedService):
         signals, spans = zip(*readings, strict=True)
         return Reading(list(signals), np.stack(spans))
 
-    def values(self, calls: Sequence[Call]) -> list[DraftScore]:
-        """Return the score of each answer."""
+    def values(self, calls: Sequence[Call]) -> list[DraftScore | Failed]:
+        """Return the score of each answer; one that the device cannot hold fails."""
+        try:
+            return self._scores(calls)
+        except DoesNotFit as error:
+            if len(calls) == 1:
+                return [Failed(str(error))]
+        middle = len(calls) // 2
+        return self.values(calls[:middle]) + self.values(calls[middle:])
+
+    def _scores(self, calls: Sequence[Call]) -> list[DraftScore | Failed]:
         if len(self._closed_book) > _MOST_CACHED:
             self._closed_book.clear()
         setting: Setting = "with_context" if calls[0].passages else "closed_book"

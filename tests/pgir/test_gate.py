@@ -132,6 +132,20 @@ def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
     assert wrong.answer is None and "does not fit in the device" in wrong.error
 
 
+def test_an_answer_too_long_to_be_read_again_costs_its_question_alone(probed):
+    scorer = Scorer(probed.backbone, probed.detector, probed.config)
+    scorer.probed.why_read_again = "its attention does not allow it"
+    questions = [QUESTION, "who is " * 30, OTHER]
+    expected = run_pgir(scorer, questions, finding(), threshold=1e-6)
+    requests = scorer.probed.requests("closed_book", questions, [()] * 3)
+    with room_for(probed.backbone, n_tokens=len(requests[1].prompt.ids)):
+        results = run_pgir(scorer, questions, finding(), threshold=1e-6)
+    assert [x.answer for x in results] == [x.answer for x in expected]
+    assert [x.p_correct is None for x in results] == [False, True, False]
+    assert [x.error is None for x in results] == [True, False, True]
+    assert "does not fit in the device" in results[1].error
+
+
 @pytest.mark.parametrize(
     "ask",
     [
