@@ -573,7 +573,7 @@ class Answering(Service):
             for batch in self._write(wave, done):
                 for _, reply in batch:
                     if isinstance(reply, Failed):
-                        raise ValueError(reply.reason)
+                        raise DoesNotFit(reply.reason)  # it had a prompt
             lost = [call for call in lost if call not in wave]
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:

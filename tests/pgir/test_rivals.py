@@ -34,6 +34,7 @@ from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
 from beatrice.pgir.index import TextEncoder, read_encoder_config
+from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import rows_of, store_like
 from tests.pgir.small import PASSAGE, QUESTION, played, reply, save_encoder
 from tests.pretended_gpu import PretendedGpu
@@ -576,6 +577,21 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
         reply = journal.value(call)
         entropies = expected.prob[-len(reply.token_ids) - 1 : -1, ENTROPY]
         np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
+
+
+def test_an_answer_too_long_to_be_written_again_costs_its_question_alone(answering):
+    questions = [QUESTION, "who is " * 30, "who was it?"]
+    calls = [Call("answer", question) for question in questions]
+    parts = answering.probed, answering.passages, CallJournal(None, "")
+    first, resumed = Answering(*parts), Answering(*parts)
+    first.journal.add("first", calls, values_of(first, calls), 0.0)
+    scores = [as_kind(call, "score") for call in calls]
+    expected = values_of(Scoring(first), scores)
+    with room_for(answering.probed.backbone, n_tokens=60):
+        known, wrong, last = values_of(Scoring(resumed), scores)
+    assert "does not fit in the device" in wrong.reason
+    raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
+    assert [known.raw, last.raw] == raw
 
 
 def test_states_are_kept_of_first_answers_and_written_again_of_others(answering):
