@@ -145,10 +145,10 @@ def fit(
 ) -> "Probe":
     """Fit a probe on the signals and labels of answers.
 
-    `fit` and `Probe.predict` set JAX for the whole process. Unless it has a device
-    already, or `XLA_FLAGS` is set, a CPU then uses one core for each product. Compiled
-    code, the caller's too, is kept in `~/.cache/beatrice/compiled`, or in the folder
-    that `JAX_COMPILATION_CACHE_DIR` names.
+    It sets JAX for the whole process. Unless JAX has a device already, or `XLA_FLAGS`
+    is set, a CPU then uses one core for each product. Compiled code, the caller's too,
+    is kept in `~/.cache/beatrice/compiled`, or in the folder that
+    `JAX_COMPILATION_CACHE_DIR` names.
 
     Args:
       signals: of answers in one setting, or of both as a mapping by setting; "paper"
