@@ -199,7 +199,7 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
 def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kind:
     arrays = {name: _ARRAYS[name](**arrays) for name, arrays in tree.items()}
     value = msgspec.convert({**fields, **arrays}, kind)
-    if names := _names(fields) ^ _names(_split_arrays(value)[1]):
+    if names := sorted(_names(fields) ^ _names(_split_arrays(value)[1])):
         raise ValueError(f"fields that are unknown or missing: {', '.join(names)}")
     return value
 
@@ -211,7 +211,8 @@ def _names(fields: Mapping[str, Any]) -> set[str]:
 def _read_provenance(fields: dict[str, Any] | None) -> Provenance | None:
     """Return where a detector is from; what it lacks is as of before there was any."""
     value = msgspec.convert(fields, Provenance | None)
-    if fields and (names := _names(fields) - _names(msgspec.to_builtins(value))):
+    known = _names(msgspec.to_builtins(value) or {})
+    if names := sorted(_names(fields or {}) - known):
         raise ValueError(f"fields that are unknown: {', '.join(names)}")
     return value
 

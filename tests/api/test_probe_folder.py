@@ -320,6 +320,18 @@ def test_a_config_with_a_field_more_or_in_a_head_or_bank_one_fewer_is_refused(fo
     assert n_refused > 50
 
 
+@pytest.mark.parametrize("at", ["provenance", "heads/closed_book"])
+def test_fields_of_another_version_are_named_in_order(folder, at):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    fields = functools.reduce(operator.getitem, at.split("/"), config)
+    fields |= dict.fromkeys("gfedcba", 1)
+    file.write_text(json.dumps(config))
+    write_checksums(folder)
+    with pytest.raises(ValueError, match="that are unknown.*a, b, c, d, e, f, g"):
+        beatrice.load(folder)
+
+
 def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
     """Two hundred folders with a few bytes changed, cut, doubled or moved."""
     rng = random.Random(0)
