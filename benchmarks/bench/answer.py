@@ -403,10 +403,8 @@ def warm_ratio(probe: Any, n: int, *, is_first: bool) -> tuple[float, float]:
     """
     from beatrice.pgir.given import AnswerToScore
 
-    given, probed = (
-        AnswerToScore(question=_QUESTION, answer=_ANSWER),
-        probe.scorer.probed,
-    )
+    given = AnswerToScore(question=_QUESTION, answer=_ANSWER)
+    probed = probe.scorer.probed
     ids = torch.tensor([probe.scorer.prepare(given).sequence.ids.tolist()])
 
     def score() -> None:

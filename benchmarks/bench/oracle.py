@@ -406,7 +406,7 @@ def largest_errors(
     is_relative: bool = False,
     n_spared: int = 0,
 ) -> dict[str, float]:
-    """Return the largest error per family of signals, infinite where any is NaN.
+    """Return the largest error per family of signals, infinite if one is not finite.
 
     Of what was read of each text, `[n_tokens, …]` per family; relative to the family's
     largest value or absolute; `n_spared` tokens of all may be further off.
