@@ -58,7 +58,7 @@ SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
 _FOR_VALIDATION = 5  # one of so many labels
 _SINGLE_CLASS = "the drawn answers hold one class"
-_NONE_DRAWN = "none of its labelled answers is drawn to teach"
+_NONE_DRAWN = "too few of its labelled answers could be drawn to teach"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
 
@@ -255,7 +255,9 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     rows, judged = deployed.rows, deployed.judged
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
-    teachers = {name: where for name, where in sources.items() if len(where)}
+    # All sets teach by as many, and a validation part of one answer has one class.
+    enough = min(2 * _FOR_VALIDATION, max(map(len, sources.values())))
+    teachers = {name: where for name, where in sources.items() if len(where) >= enough}
     n = min(*map(len, teachers.values()), max(SIZES))
     orders = [draw_rows(rows, where, n, deployed.seed) for where in teachers.values()]
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])

@@ -297,10 +297,11 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
 ):
     rows = deployed.rows
     labels = rows.labels ^ (rows.datasets == "two")
-    # A set of one question, of the half that does not teach.
+    # A set of one question, of the half that does not teach, and one of too few.
     held = rows.where("ood")
-    datasets = rows.datasets.copy()
-    datasets[held[~reach._half(rows.ids[held])][0]] = "lone"
+    datasets, is_teaching = rows.datasets.copy(), reach._half(rows.ids[held])
+    datasets[held[~is_teaching][0]] = "lone"
+    datasets[held[is_teaching][:9]] = "few"
     turned = dataclasses.replace(
         deployed, rows=dataclasses.replace(rows, labels=labels, datasets=datasets)
     )
@@ -320,12 +321,13 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
             value = find(results, **at, detector=detector, source=source).value
             assert value > 0.9 if is_known else value < 0.1
         at = {"detector": detector, "dataset": "held", "seed": "mean"}
-        lone = find(results, **at, source="lone")  # is in a row, with the reason
-        assert (lone.value, lone.n_labels) == (None, 0) and "is drawn" in lone.reason
+        for source in ("lone", "few"):  # are in a row, with the reason
+            row = find(results, **at, source=source)
+            assert (row.value, row.n_labels) == (None, 0) and "too few" in row.reason
         # Of the held-out set only the half is read that teaches nothing.
         row = find(results, **at, source="one")
         assert 0.3 * SPLITS["ood"] < row.n < 0.7 * SPLITS["ood"]
-        least = reach._half(rows.ids[held]).sum()
+        least = is_teaching.sum() - 9
         assert row.n_labels == min(least, (SPLITS["train"] + SPLITS["validation"]) / 2)
 
 
