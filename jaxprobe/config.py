@@ -430,8 +430,8 @@ def set_library_compiler() -> None:
     names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
     set_compiler("demo")
     jax.devices()  # JAX has read them with its first device
-    for name in names & {*os.environ}:
-        del os.environ[name]
+    for name in names:
+        os.environ.pop(name, None)  # which another thread's fit may have done
 
 
 @contextlib.contextmanager
