@@ -93,7 +93,7 @@ class DeviceOptions:
     """For which devices training is planned."""
 
     device_memory: int | None = option(
-        "Bytes to plan for, such as 80GiB; by default the device's own.",
+        "Bytes to plan for, such as 60GiB; by default what JAX takes of the device.",
         rare=True,
         type=Parsed(as_bytes),
     )
