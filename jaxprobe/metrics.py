@@ -428,7 +428,9 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     """
     z2 = NormalDist().inv_cdf(0.975) ** 2 / n
     middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
-    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
+    low, high = (middle - half) / (1 + z2), (middle + half) / (1 + z2)
+    # Of none or all an end is the share, beside which rounding would leave it.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def two_sided_p(draws: np.ndarray) -> float:

@@ -19,6 +19,7 @@ from beatrice.jaxprobe.metrics import (
     two_sided_p,
     weighted_metrics,
     weighted_stratified,
+    wilson_interval,
 )
 
 
@@ -292,3 +293,9 @@ def test_an_interval_of_auroc_is_wide_where_few_lie_on_top_or_a_class_is_missing
     low, high = auroc_interval(scores, scores > 97.5)  # DeLong's error is zero
     assert 0.5 < low < 0.9 < high
     assert auroc_interval(scores, scores > 1000) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_interval_of_a_share_of_none_or_all_ends_at_it(share):
+    for n in range(1, 100):
+        assert wilson_interval(share, n)[int(share)] == share
