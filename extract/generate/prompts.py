@@ -250,7 +250,9 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
             f"{n_characters}; ask with plain prompts (without --chat)"
         )
     before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
-    return text + before if before.strip() else text
+    # The end of thoughts that the prompt has begun is the model's: that is refused.
+    is_end = before.lstrip().startswith(tuple(end for _, end in THINKING))
+    return text if is_end or not before.strip() else text + before
 
 
 def usual_stop_id(

@@ -218,6 +218,18 @@ def test_an_answer_begins_where_the_template_puts_an_answer(bytewise):
         build_prompt(bytewise, CHAT, "why?")
 
 
+def test_thoughts_that_a_prompt_begins_are_refused_and_not_ended_in_it(bytewise):
+    """As Qwen3's that always think: a reply of theirs has empty thoughts before it."""
+    bytewise.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>"
+        "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    with pytest.raises(ValueError, match="opens a thinking block"):
+        build_prompt(bytewise, CHAT, "why?")
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
