@@ -101,6 +101,7 @@ def read_questions(run: RunDir) -> list[Example]:
         raise ValueError(f"{run.examples} holds no questions; {MAKE_A_RUN}")
     lines: dict[str, int] = {}
     first_of: dict[bytes, Example] = {}
+    leaks: list[str] = []
     for number, example in enumerate(examples, start=1):
         where = f"{run.examples}, line {number}: the"
         if (line := lines.setdefault(example.id, number)) != number:
@@ -110,18 +111,21 @@ def read_questions(run: RunDir) -> list[Example]:
             )
         first = first_of.setdefault(text_key(example.question), example)
         if first.split != example.split:
-            text = (
+            leaks.append(
                 f"{where} question {example.question[:80]!r} is in the split "
                 f"{example.split}, and as {first.id!r} in {first.split} too (without "
                 "case, marks and articles)"
             )
-            if not _is_drawn(run):
-                raise ValueError(
-                    f"{text}; leave one of the two out, or let the splits be drawn: "
-                    f"{MAKE_A_RUN}"
-                )
-            # The marks of an earlier version were fewer, and all else rests on these.
-            warnings.warn(f"{text}, as an earlier version drew them", stacklevel=2)
+    if leaks and not _is_drawn(run):
+        raise ValueError(
+            f"{leaks[0]}; leave one of the two out, or let the splits be drawn: "
+            f"{MAKE_A_RUN}"
+        )
+    if leaks:  # the marks of an earlier version were fewer, and all else rests on these
+        count = f"the first of {len(leaks)} such questions"
+        warnings.warn(
+            f"{leaks[0]}, as an earlier version drew them; {count}", stacklevel=2
+        )
     return examples
 
 

@@ -199,10 +199,12 @@ def test_an_empty_file_an_id_twice_and_a_leak_are_refused(run, lines, words):
 
 def test_a_leak_that_a_stage_has_written_is_a_warning_and_an_edited_one_refused(run):
     other = line(id="2", split="test", question="\u201cCapital\u201d of MALAWI")
-    write_text_atomic(run.examples, f"{line()}\n{other}\n")
+    third = line(id="3", split="test")
+    write_text_atomic(run.examples, f"{line()}\n{other}\n{third}\n")
     run.mark_stage("data", {}, 1.0, [run.examples])
-    with pytest.warns(UserWarning, match="test, and as 'capitals-1' in train too"):
-        assert [example.id for example in read_examples(run)] == ["capitals-1", "2"]
+    with pytest.warns(UserWarning, match="as 'capitals-1' in .* first of 2 ") as shown:
+        assert [x.id for x in read_examples(run)] == ["capitals-1", "2", "3"]
+    assert len(shown) == 1
     write_text_atomic(run.examples, f"{other}\n{line()}\n")
     with pytest.raises(ValueError, match="leave one of the two out"):
         read_examples(run)
