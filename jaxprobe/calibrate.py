@@ -77,7 +77,7 @@ from beatrice.jaxprobe.fusion import (
 )
 from beatrice.jaxprobe.grid import Trained, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
-from beatrice.jaxprobe.rows import Rows, partner_ids, partners, rows_at_once
+from beatrice.jaxprobe.rows import Rows, partner_ids, partners
 from beatrice.jaxprobe.scope import (
     Evidence,
     Validation,
@@ -210,6 +210,7 @@ class SearchSummary(Record, frozen=True, kw_only=True):
 
 
 SEEN = ("train", "validation")  # the rows that a detector knows
+_MOST_BYTES = 1 << 30  # of signals, and of what encoders make of them, at once
 _OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
 # Of a head and the signals of the same answers in each pass.
 ScoreBatch = Callable[[HeadName, Mapping[Setting, Features]], Scores]
@@ -391,8 +392,8 @@ def score_store(
     every = np.concatenate(list(lengths.values()), axis=1)
     for group in width_groups(every, _OF_A_KIND):
         widths = {name: widths_of(lengths[name][group]) for name in passes}
-        fitting = (rows_at_once(widths[n], detector.banks[n].dims) for n in passes)
-        n_at_once = min(len(group), *fitting)
+        row_bytes = max(detector.banks[name].bytes_of(widths[name]) for name in passes)
+        n_at_once = min(len(group), max(1, _MOST_BYTES // row_bytes))
         for start in range(0, len(group), n_at_once):
             batch = group[start : start + n_at_once]
             padded = np.pad(batch, (0, n_at_once - len(batch)), "edge")

@@ -59,11 +59,15 @@ class EncoderBank:
     @property
     def row_bytes(self) -> int:
         """Bytes that an answer as long as training's longest takes, at most."""
+        return self.bytes_of(self.lengths)
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Return the bytes that encoding an answer takes whose spans are so long."""
         _, first = next(leaves(self.params))
         n_encoders = int(np.prod(first.shape[:2]))
         projected = len(self.dims.sizes) * self.config.projection
         widths = n_encoders * (3 * projected + 6 * self.config.hidden)
-        return 4 * sum(self.lengths) * (self.dims.total + widths)
+        return 4 * sum(lengths) * (self.dims.total + widths)
 
 
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o

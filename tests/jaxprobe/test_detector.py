@@ -176,6 +176,24 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
     score_store(detector, "with_context", stores, layer=None, examples=some)
 
 
+def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
+    stores = {"closed_book": stored("closed_book", np.arange(90))}
+    bank, sizes = detector.banks["closed_book"], []
+    bank = dataclasses.replace(bank, config=dataclasses.replace(CONFIG, hidden=1 << 16))
+    banks = detector.banks | {"closed_book": bank}
+    wide = dataclasses.replace(detector, banks=banks)
+
+    def score(branch, passes):
+        sizes.append(passes["closed_book"].n_examples)
+        return forward.score(detector, branch, passes)
+
+    scores = score_store(wide, "closed_book", stores, layer=None, score=score)
+    longest = [bank.bytes_of([4] * len(bank.spans)) * n for n in sizes]
+    assert max(longest) <= 1 << 30 and len(set(sizes)) == 1 and sizes[0] > 1
+    expected = score_store(detector, "closed_book", stores, layer=None)
+    np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
+
+
 def test_detector_says_what_is_missing(detector):
     with_context = features_of("with_context")
     with pytest.raises(ValueError, match="closed_book pass"):
