@@ -22,7 +22,7 @@ from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, score_store
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
-from beatrice.own_model import clear_work, fit_own, read_labelled
+from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
 from tests.process import call, run_python
@@ -796,22 +796,3 @@ def test_whoever_fits_a_probe_waits_for_the_other_and_then_finds_it(tmp_path):
         (folder / "eval.json").write_text("{}")
     other.join()
     assert errors == [f"{folder} is there already; give a new folder"]
-
-
-def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
-    text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
-    row = {"question": "where?", "answer": text, "label": True}
-    lines = [row, {**row, "label": False, "passages": ["Guzolt.", " "], "p": 0.5}]
-    path, notes = tmp_path / "labelled.jsonl", []
-    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    path.write_text(f"\ufeff{content}\n")
-    read = read_labelled(path, notes.append)
-    assert [(x.question, x.answer, label) for x, label in read] == [
-        ("where?", text, True),
-        ("where?", text, False),
-    ]
-    assert [[p.text for p in x.context] for x, _ in read] == [[], ["Guzolt."]]
-    assert notes == ["fields not read: 'p' (1)"]
-    path.write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
-        read_labelled(path, notes.append)

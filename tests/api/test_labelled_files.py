@@ -1,5 +1,7 @@
 """Files of labelled answers, as people's tables and logs write them."""
 
+import json
+
 import pandas as pd
 import pytest
 
@@ -80,3 +82,22 @@ def test_a_file_without_any_label_is_refused(tmp_path):
 def test_labelled_answers_are_not_asked_as_questions_whose_golds_they_are(tmp_path):
     path = write_lines(tmp_path / "l.jsonl", [a_row(False), a_row(True)])
     assert "--labelled" in beatrice("fit", "none", path, tmp_path / "p", code=1).output
+
+
+def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
+    text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
+    row = {"question": "where?", "answer": text, "label": True}
+    lines = [row, {**row, "label": False, "passages": ["Guzolt.", " "], "p": 0.5}]
+    path, notes = tmp_path / "labelled.jsonl", []
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_text(f"\ufeff{content}\n")
+    read = read_labelled(path, notes.append)
+    assert [(x.question, x.answer, label) for x, label in read] == [
+        ("where?", text, True),
+        ("where?", text, False),
+    ]
+    assert [[p.text for p in x.context] for x, _ in read] == [[], ["Guzolt."]]
+    assert notes == ["fields not read: 'p' (1)"]
+    path.write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):
+        read_labelled(path, notes.append)
