@@ -206,8 +206,7 @@ class Scorer(AnswerScorer):
 
     def why_unasked(self, questions: Sequence[str]) -> dict[int, str]:
         """Return of questions, by place, why the model cannot be asked them alone."""
-        self.probed.backbone.require_unchanged()
-        self.require_head("closed_book")
+        self._requests(QuestionBatch(texts=["?"]))  # raises where none can be
         reasons: dict[int, str] = {}
         for i, text in enumerate(questions):
             try:

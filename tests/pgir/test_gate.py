@@ -17,7 +17,7 @@ import pytest
 
 from beatrice import LanguageModel, load
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, build_prompt
-from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.generate.templates import TEMPLATES, PromptConfig
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
@@ -106,6 +106,14 @@ def test_a_question_that_no_prompt_can_hold_is_retrieved_for_and_costs_no_other(
         assert reason in draft.reason
     with pytest.raises(ValueError, match="^question 2 of 2: the text holds '<s>'"):
         scorer.answer([QUESTION, control])
+
+
+def test_a_model_that_can_be_asked_nothing_is_an_error_and_no_reason_of_each(probed):
+    scorer = Scorer(probed.backbone, probed.detector, probed.config)
+    assert probed.backbone.tokenizer.chat_template is None
+    scorer.probed.template = PromptConfig(chat=True).prompt_template()
+    with pytest.raises(ValueError, match="chat template"):
+        lenient(scorer).draft([QUESTION])
 
 
 @pytest.mark.parametrize("bad", ["", "what is <s>?", "who is " * 600])
