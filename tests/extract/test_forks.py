@@ -77,12 +77,14 @@ def test_a_thread_that_was_interrupted_while_it_waited_keeps_nobody_waiting():
         take(lock)
         there.set()
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores
     with thread_of(work):
         me = threading.get_ident()
         threading.Timer(0.2, signal.pthread_kill, [me, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             take(lock)
         leave.set()
+    signal.signal(signal.SIGINT, before)
     with thread_of(ask):
         pass
 
