@@ -467,7 +467,7 @@ def _provenance(
     # Signals that an earlier version stored do not tell.
     scripts = [x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())]
     return Provenance(
-        model=facts["name"],
+        model=facts["name"] if model is None else model.name,
         revision=facts["model"],
         layer=layer,
         dtype=facts["dtype"].removeprefix("torch."),

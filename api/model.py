@@ -5,7 +5,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
@@ -407,6 +407,9 @@ class LanguageModel:
 
         about = self._about(answers, generation)
         with _alone(store), place_of(store) as url:
+            # Its name there, wherever the model lies now: the revision tells which.
+            with suppress(ValueError, KeyError):
+                about |= {"name": open_store(url).spec.fingerprint["name"]}
             extract(reader, answers, url, config, about=about)
             return Signals(open_store(url), model=self)
 

@@ -444,6 +444,18 @@ def test_a_model_of_a_relative_path_is_that_model_in_another_folder(
         assert there.score(*given).p_correct == pytest.approx(expected, abs=1e-4)
 
 
+def test_signals_on_disk_go_on_when_their_model_was_moved(model, working_folder):
+    questions, parts = [f"where is {n}?" for n in range(20)], []
+    for folder in ("here", "there"):
+        shutil.copytree(WEIGHTS, folder)
+        moved = beatrice.LanguageModel(folder, prompt=model.prompt)
+        parts.append(moved.answer(questions, read=True, store="signals")[1])
+        shutil.rmtree(folder)
+    assert parts[1].store.id == parts[0].store.id
+    probe = beatrice.fit(parts[1], [n % 2 == 0 for n in range(20)], progress=False)
+    assert probe.detector.provenance.model == str(working_folder / "there")
+
+
 def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
     revisions = set()
     for changes in ({}, {"use_cache": False}, {"transformers_version": "9"}):
