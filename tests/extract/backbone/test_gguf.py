@@ -153,8 +153,7 @@ def write_gguf(
         writer.add_add_bos_token(add_bos)
     writer.add_chat_template(TEMPLATE)
     tensors = {k: v.float().numpy() for k, v in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
+    tensors.pop("lm_head.weight" if config.tie_word_embeddings else "", None)
     tensors = {
         names.get_name(name, try_suffixes=(".weight",)): _as_llama_cpp(
             architecture, name, values, config
