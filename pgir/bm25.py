@@ -1,7 +1,7 @@
 """BM25 (Lucene's variant) by `bm25s`: the words of passages, indexed and searched.
 
-The index of a corpus lies in its folder: indexing 50,000 passages of 100 words took
-4.7 s, which is half an hour for Wikipedia's 21 million, and loading .03 s.
+The index of a corpus lies in its folder, since making it takes long for Wikipedia, and
+loading it no time; see docs/measurements.md.
 """
 
 import array
@@ -120,9 +120,7 @@ def _words(texts: Sequence[str]) -> list[list[str]]:
     character, but neither the article "a" nor what an apostrophe leaves, "s" and "t";
     there are no other stop words.
     """
-    import bm25s
-
-    words = bm25s.tokenize(
+    words = _library().tokenize(
         [spaced(text) for text in texts],
         token_pattern=word_pattern(),
         stopwords=["a", "s", "t"],

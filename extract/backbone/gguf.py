@@ -335,11 +335,11 @@ def _set_words(header: Header, tokenizer: Any) -> None:
             f"how its tokenizer cuts texts is {pre!r} (tokenizer.ggml.pre), which is "
             "not known here; use the model's safetensors, or a newer GGUF of it",
         )
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if pre in _LIKE_SMOLLM:
         digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, whole])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, as_bytes])
     elif pre in _LIKE_QWEN2:
         rule = Regex(GGUF_PRE_TOKENIZER_SPLITS["qwen2"])
         split = pre_tokenizers.Split(rule, "isolated")

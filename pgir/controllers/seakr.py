@@ -85,8 +85,8 @@ class Spreading(BatchedService):
             # The last token is replaced, the one that stopped it included.
             before_stop = ids[:-1] if text.stop_id is None else ids
             if text.text:  # empty answers are left out
-                whole = (*prompts[owners[i]], *before_stop, stop)
-                sequences[owners[i]].append(np.array(whole, np.int64))
+                read_ids = (*prompts[owners[i]], *before_stop, stop)
+                sequences[owners[i]].append(np.array(read_ids, np.int64))
         spreads = (uncertainty(self._states(of_call)) for of_call in sequences)
         return list(zip(spreads, n_new, strict=True))
 
