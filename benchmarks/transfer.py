@@ -117,6 +117,7 @@ from beatrice.jaxprobe.train import (
     encoder_folders,
     grid_config,
 )
+from beatrice.pgir.bridge import TorchForward
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
@@ -300,7 +301,12 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
     layer, seeds = scene.trained.layer, _seeds_of(detector)
     return {
         Subject(name): np.stack(
-            [score_store(alone, head, stores, layer=layer).raw for alone in seeds]
+            [
+                score_store(
+                    alone, head, stores, layer=layer, score=TorchForward(alone).score
+                ).raw
+                for alone in seeds
+            ]
         )
         for name, head in heads.items()
     }

@@ -1,7 +1,7 @@
 """Compare P by an exported probe, where there is no JAX, with P by its run.
 
 `python docs/probe_equality.py RUN FOLDER [N]` writes the run's probe, the signals of N
-answers of each setting (1,000), and P by the run's own forward pass in JAX. Then, in
+answers of each setting (1,000), and P of the scores that training gave them. Then, in
 any environment that scores, `python docs/probe_equality.py FOLDER` prints as JSON,
 of each head the number of answers and the largest difference of the score and of P,
 and which packages of training are loaded. A step of an isotonic map multiplies a
@@ -21,7 +21,7 @@ def write(run, folder, n):
     """Write what `compare` reads."""
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.store.store import open_store
-    from beatrice.jaxprobe.calibrate import branch_setting, score_store
+    from beatrice.jaxprobe.calibrate import branch_setting, run_selection
     from beatrice.jaxprobe.families import span_lengths, widths_of
     from beatrice.jaxprobe.rows import partners
     from beatrice.jaxprobe.tokens import read_features
@@ -34,9 +34,10 @@ def write(run, folder, n):
     for head in detector.heads:
         setting = branch_setting(head)
         where = np.arange(min(n, len(ids[setting])))
-        scores = score_store(detector, head, stores, layer=probe.layer, examples=where)
-        arrays[f"{head}/raw"] = scores.raw
-        arrays[f"{head}/p_correct"] = scores.p_correct
+        by_seed = run_selection(opened, head)[0]["champion"]["scores"]
+        raw = by_seed.mean(axis=0)[where]
+        arrays[f"{head}/raw"] = raw
+        arrays[f"{head}/p_correct"] = detector.heads[head].calibrator(raw)
         for name in detector.passes_of(head):
             rows = where
             if name != setting:

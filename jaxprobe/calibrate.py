@@ -31,7 +31,7 @@ from beatrice.extract.run.contents import (
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe import checkpoint, forward
+from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import (
     Calibrator,
     choose_calibrator,
@@ -356,24 +356,22 @@ def calibrated(
     return Detector(banks=banks, heads=heads, provenance=provenance)
 
 
-@usual_jax()
 def score_store(
     detector: Detector,
     branch: HeadName,
     stores: Mapping[Setting, FeatureStore],
     *,
     layer: int | None,
+    score: ScoreBatch,
     examples: np.ndarray | None = None,
-    score: ScoreBatch | None = None,
 ) -> Scores:
     """Return a detector's scores of stored answers, read a few at a time.
 
     The answers are those of the branch's setting, of which `examples` `[n]` are at
     least one; a head that reads closed-book encoders too finds the answer to the same
     question in that pass. `layer` as of `Grid`. `score` is the detector's forward pass,
-    None that of JAX, which compiles for every shape of a batch.
+    see `pgir.bridge.TorchForward`.
     """
-    score = score or partial(forward.score, detector)
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
     if missing := {setting, *passes} - stores.keys():

@@ -262,7 +262,7 @@ class Detector:
     ) -> Scores:
         """Encode the passes that a head reads and no others, fuse, calibrate.
 
-        `encode` and `fuse` are a framework's, `jaxprobe.forward` or `pgir.bridge`.
+        `encode` and `fuse` are a framework's, see `pgir.bridge`.
         """
         head = self._head(branch)
         encoded = {}

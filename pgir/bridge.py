@@ -1,9 +1,10 @@
 """A backbone and its detector: the one answers, the other scores.
 
 Signals are put together as NumPy arrays; encoders and heads run in Torch on the
-backbone's device, see `TorchForward`: the second implementation of `jaxprobe.forward`,
-and what answers and signals are scored with: no compilation, any length. All encoders
-of a pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched products.
+backbone's device, see `TorchForward`: the second implementation of the modules that are
+trained, and what answers and signals are scored with: no compilation, any length. All
+encoders of a pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched
+products.
 """
 
 import dataclasses
@@ -268,7 +269,7 @@ class TorchForward:
     @exact_products()
     @torch.inference_mode()
     def score(self, branch: HeadName, passes: Mapping[Setting, Features]) -> Scores:
-        """Return what `jaxprobe.forward.score` returns."""
+        """Return a head's scores from the signals of the same answers in each pass."""
         return self.detector.score(
             branch, passes, lambda where, x: self._banks[where](x), self._fuse
         )

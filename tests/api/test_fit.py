@@ -20,7 +20,7 @@ from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
-from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, score_store
+from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run
@@ -551,9 +551,6 @@ def test_answers_of_any_length_and_number_are_predicted_without_a_compilation(
         alone = [probe.predict(answers[[i]]).item() for i in range(40)]
     assert not [x for x in caplog.messages if "Finished XLA compilation" in x]
     np.testing.assert_allclose(p_correct, [*alone, *alone[:3]], atol=2e-6)
-    stores = {"closed_book": answers.store}
-    scores = score_store(probe.detector, "closed_book", stores, layer=None)
-    np.testing.assert_allclose(p_correct[:40], scores.p_correct, atol=2e-6)
 
 
 def test_a_probe_of_arrays_predicts_one_setting_at_a_time_and_has_no_model(

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -115,6 +116,7 @@ from tests.jaxprobe.samples import (
     random_bank,
     random_detector,
     rows_like,
+    score_as_trained,
     store_like,
 )
 from tests.pgir.test_retrievers import serving
@@ -385,7 +387,9 @@ def test_selected_encoders_are_scored_seed_by_seed_as_their_rivals_are():
     assert [*result] == [Subject(name) for name in heads]
     for scores, head in zip(result.values(), heads.values(), strict=True):
         assert scores.shape == (2, 9) and np.abs(np.diff(scores, axis=0)).max() > 0.01
-        raw = score_store(detector, head, {"with_context": new.store}, layer=None).raw
+        score = partial(score_as_trained, detector)
+        stores = {"with_context": new.store}
+        raw = score_store(detector, head, stores, layer=None, score=score).raw
         np.testing.assert_allclose(scores.mean(axis=0), raw, atol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """Rows, stores and detectors of made-up answers: what many tests begin with."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,9 @@ from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import FusionConfig
 from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
-from beatrice.jaxprobe.encoder import COLLECTION, Encoder
+from beatrice.jaxprobe.encoder import COLLECTION, Encoder, apply_module
 from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, Standardizer
-from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, head_inputs
+from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, head_inputs, slots_of
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 from beatrice.jaxprobe.tokens import split_families
@@ -196,3 +198,28 @@ def random_detector(dims, config, reads, n_slots, is_mean=False):
             for setting, pairs in reads.items()
         },
     )
+
+
+def score_as_trained(detector, branch, passes):
+    """A head's scores by the modules in JAX, which `TorchForward` repeats."""
+
+    def encode(where, features):
+        bank = detector.banks[where]
+        masks = bank.dims.subset_masks[list(map(bank.dims.subset_index, bank.names))]
+        families = split_families(features, bank.dims, bank.standardizer)
+        apply = partial(apply_module, Encoder(bank.config, bank.dims))
+        of_seed = jax.vmap(apply, in_axes=(0, None, 0))
+        of_seeds = jax.vmap(of_seed, in_axes=(0, None, None))
+        return jax.jit(of_seeds)(bank.params, families, jnp.asarray(masks))
+
+    def fuse(head, logits, pooled):
+        logits, pooled = (jnp.stack(x, axis=1) for x in (logits, pooled))
+        slots = slots_of(tuple(range(logits.shape[1])), head.config.n_slots)
+        apply = partial(apply_module, FusionHead(head.config))
+        of_seeds = jax.jit(jax.vmap(apply, in_axes=(0, 0, None, None)))
+        fused = of_seeds(head.params, head_inputs(pooled, logits), *slots)
+        means = (jax.nn.sigmoid(x).mean(0) for x in (fused, logits))
+        raw, encoders = (np.asarray(x, np.float64) for x in means)
+        return raw, encoders.T
+
+    return detector.score(branch, passes, encode, fuse)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.spec import Family
-from beatrice.jaxprobe import forward, fusion
+from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Grid,
@@ -37,6 +38,7 @@ from beatrice.jaxprobe.metrics import auroc, auroc_interval
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import open_rows, train_encoders
+from beatrice.pgir.bridge import TorchForward
 from beatrice.selection.greedy import HeadTrainer
 from tests.jaxprobe.samples import (
     assert_same_leaves,
@@ -68,13 +70,12 @@ def features_of(setting):
 
 
 def score_closed_book(detector, features):
-    return forward.score(detector, "closed_book", {"closed_book": features})
+    return TorchForward(detector).score("closed_book", {"closed_book": features})
 
 
 def score_with_context(detector, with_context, **passes):
-    return forward.score(
-        detector, "with_context", passes | {"with_context": with_context}
-    )
+    passes |= {"with_context": with_context}
+    return TorchForward(detector).score("with_context", passes)
 
 
 def test_a_detector_scores_as_its_encoders_and_its_head_do(detector):
@@ -148,6 +149,11 @@ def stored(setting, questions):
     )
 
 
+def score_all(detector, branch, stores, **options):
+    score = TorchForward(detector).score
+    return score_store(detector, branch, stores, layer=None, score=score, **options)
+
+
 def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(
     detector,
 ):
@@ -162,18 +168,18 @@ def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_question
         read_features(stores["with_context"], None),
         closed_book=read_features(stores["closed_book"], None, partner),
     )
-    scores = score_store(detector, "with_context", stores, layer=None)
+    read = partial(score_all, detector, "with_context")
+    scores = read(stores)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
     some = np.array([80, 3, 41])
-    subset = score_store(detector, "with_context", stores, layer=None, examples=some)
+    subset = read(stores, examples=some)
     np.testing.assert_allclose(subset.encoders, expected.encoders[some], atol=1e-5)
     with pytest.raises(ValueError, match="needs the signals of closed_book"):
-        alone = {"with_context": stores["with_context"]}
-        score_store(detector, "with_context", alone, layer=None)
+        read({"with_context": stores["with_context"]})
     with pytest.raises(ValueError, match="'q0' has no closed-book answer"):
         stores["closed_book"] = stored("closed_book", context[1:])
-        score_store(detector, "with_context", stores, layer=None)
-    score_store(detector, "with_context", stores, layer=None, examples=some)
+        read(stores)
+    read(stores, examples=some)
 
 
 def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
@@ -185,12 +191,12 @@ def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
 
     def score(branch, passes):
         sizes.append(passes["closed_book"].n_examples)
-        return forward.score(detector, branch, passes)
+        return TorchForward(detector).score(branch, passes)
 
     scores = score_store(wide, "closed_book", stores, layer=None, score=score)
     longest = [bank.bytes_of([4] * len(bank.spans)) * n for n in sizes]
     assert max(longest) <= 1 << 30 and len(set(sizes)) == 1 and sizes[0] > 1
-    expected = score_store(detector, "closed_book", stores, layer=None)
+    expected = score_all(detector, "closed_book", stores)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
 
 
@@ -287,17 +293,18 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
     loaded = Detector.load(tmp_path / "probe")
     assert loaded.provenance is None
     stores = {"closed_book": store}
-    output = score_store(loaded, "closed_book", stores, layer=None)
+    output = score_all(loaded, "closed_book", stores)
     np.testing.assert_allclose(output.raw, scores.mean(axis=0), atol=1e-5)
     test = rows.where("test")
     assert auroc(output.p_correct[test], rows.labels[test]).value > 0.85
-    some = score_store(loaded, "closed_book", stores, layer=None, examples=test[::-1])
+    some = score_all(loaded, "closed_book", stores, examples=test[::-1])
     np.testing.assert_allclose(some.p_correct, output.p_correct[test[::-1]], atol=1e-6)
     dims = dataclasses.replace(data.dims, names=("mute", "loud", "new"))
     bank = dataclasses.replace(loaded.banks["closed_book"], dims=dims)
     other = dataclasses.replace(loaded, banks={"closed_book": bank})
     with pytest.raises(ValueError, match="was trained on"):
-        score_store(other, "closed_book", stores, layer=None)
+        score = TorchForward(loaded).score
+        score_store(other, "closed_book", stores, layer=None, score=score)
 
 
 def test_what_is_long_or_unusual_is_measured_on_training_and_validation_alone(trained):

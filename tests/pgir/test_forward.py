@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,14 +10,15 @@ import torch
 
 from beatrice.extract.records import Passage
 from beatrice.extract.signals.sequence import TokenSequence
-from beatrice.jaxprobe import forward
 from beatrice.jaxprobe.config import EncoderConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, paper_dims
-from beatrice.jaxprobe.fusion import FusionHead
+from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, apply_head, slots_of
+from beatrice.jaxprobe.grid import apply_member
+from beatrice.jaxprobe.tokens import split_families
 from beatrice.pgir.bridge import ProbedBackbone, TorchForward
 from tests.extract.signals.test_precision import precision_beside
-from tests.jaxprobe.samples import ragged_features, random_detector
+from tests.jaxprobe.samples import ragged_features, random_detector, score_as_trained
 from tests.pgir.small import LAYER, PASSAGE, QUESTION
 from tests.pretended_gpu import DEVICE, PretendedGpu
 
@@ -39,7 +41,7 @@ def passes_of(detector):
 
 def assert_alike(detector, branch, atol=1e-5):
     passes = passes_of(detector)
-    expected = forward.score(detector, branch, passes)
+    expected = score_as_trained(detector, branch, passes)
     scores = TorchForward(detector).score(branch, passes)
     assert scores.encoder_names == expected.encoder_names
     np.testing.assert_allclose(scores.encoders, expected.encoders, atol=atol)
@@ -127,17 +129,18 @@ def test_on_a_gpu_jax_rounds_no_factor_of_what_torch_does_not(what):
     reads = {"closed_book": (("closed_book", "HPRA"),)}
     detector = make_detector(config, reads)
     bank, head = detector.banks["closed_book"], detector.heads["closed_book"]
-    masks = jnp.asarray(bank.dims.subset_masks[: len(bank.names)])
-    features = passes_of(detector)["closed_book"]
     if what == "encoders":
-        module = {"dims": bank.dims, "encoder": Encoder(bank.config, bank.dims)}
-        arguments = bank.params, masks, bank.standardizer, features
-        traced = forward.bank_outputs.trace(*arguments, **module)
+        features = passes_of(detector)["closed_book"]
+        families = split_families(features, bank.dims, bank.standardizer)
+        params = jax.tree.map(lambda x: x[0, 0], bank.params)
+        arguments = params, jnp.asarray(bank.dims.subset_masks[0]), families
+        encoder = Encoder(bank.config, bank.dims)
+        traced = apply_member.trace(*arguments, encoder=encoder)
     else:
-        n_seeds, n_slots = 2, head.config.n_slots
-        pooled = jnp.zeros((n_seeds, n_slots, 3, config.d_pooled))
-        arguments = head.params, pooled, pooled[..., 0], jnp.ones(n_slots, bool)
-        traced = forward._fuse.trace(*arguments, head=FusionHead(head.config))
+        pool = PoolOutputs(jnp.zeros((2, 1, config.d_pooled + 1, 3)), *[None] * 3)
+        params = jax.tree.map(lambda x: x[0], head.params)
+        arguments = params, *slots_of((0,), head.config.n_slots), pool, np.int32(0)
+        traced = apply_head.trace(*arguments, head=FusionHead(head.config))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert products
