@@ -37,6 +37,7 @@ from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import Attention, AttentionCall, row_chunks
 
 Ids = tuple[int, ...]
+PickState = Callable[[LayerPass], torch.Tensor | None]
 _OPTION = " A"
 
 
@@ -135,43 +136,53 @@ def middle_entry(n_layers: int) -> int:
     return (n_layers + 1) // 2
 
 
-def _end_states(
+def hidden_state(backbone: Backbone, entry: int) -> PickState:
+    """Return what picks an entry of Transformers' `hidden_states`, see `end_states`."""
+
+    def pick(layer_pass: LayerPass) -> torch.Tensor | None:
+        is_read = layer_pass.index + 1 == entry < backbone.n_layers
+        return layer_pass.h_out if is_read else None
+
+    return pick
+
+
+@torch.no_grad()
+def end_states(
     backbone: Backbone,
     sequences: Sequence[Ids],
-    entry: int,
+    pick: PickState,
     tokens_per_batch: int,
     behind: Beginning | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
-    `entry` is of Transformers' `hidden_states`, the last of which is final-normed;
-    `behind` is a beginning of all sequences, which was run before.
+    Of each layer `pick` returns the states to read, `[n_examples, n_tokens, d_model]`,
+    or None; where it picks none, they are the final-normed ones. `behind` is a
+    beginning of all sequences, which was run before.
     """
     begun = begin(backbone.layout, sequences, behind, is_seen=False)
     n_begun = 0 if begun is None else begun.n_tokens
     states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     lengths = [len(ids) - n_begun for ids in sequences]
 
-    def end_states(rows: list[int]) -> torch.Tensor:
+    def read_rows(rows: list[int]) -> torch.Tensor:
         ids = pad_batch([np.array(sequences[i]) for i in rows], backbone.device)
-        ends = torch.tensor([lengths[i] - 1 for i in rows], device=ids.device)
-        every = torch.arange(len(rows), device=ids.device)
+        # On the host: the layers of a model may lie on several devices.
+        at = torch.arange(len(rows)), torch.tensor([lengths[i] - 1 for i in rows])
         seen: list[torch.Tensor] = []
 
         def on_layer(layer_pass: LayerPass) -> None:
-            if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends])
+            if (picked := pick(layer_pass)) is not None:
+                seen.append(picked[at])
 
         cache = None if begun is None else continued_by(begun.cache, len(rows))
         rest = ids[:, n_begun:]  # behind the beginning
         final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
-        if entry == backbone.n_layers:
-            seen = [final[every, ends]]
-        return seen[0].cpu()
+        return (seen[0] if seen else final[at]).cpu()
 
     for batch in batches_of(lengths, tokens_per_batch, n_beside=n_begun):
         backbone.check_length(len(sequences[batch[0]]))
-        parts = backbone.halves.do(end_states, batch, lambda i: len(sequences[i]))
+        parts = backbone.halves.do(read_rows, batch, lambda i: len(sequences[i]))
         for rows, ends in parts:
             states[rows] = ends
     return states
@@ -194,7 +205,7 @@ def truth_probabilities(
     sequences = [ids[:-1] for _, ids in read]
     if not read:
         return result
-    states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
+    states = end_states(backbone, sequences, lambda _: None, tokens_per_batch)
     # All at once: what multiplies a state converts the head's weights to do so.
     scalars = token_probabilities(
         states.to(backbone.device),
@@ -220,7 +231,8 @@ def sample_states(
     first token of the prompt. Equal draws are read once. Returns per answer
     `[n_samples, d_model]`; NaN for a draw without tokens, or whose ids are not known.
     """
-    entry, width = middle_entry(backbone.n_layers), backbone.d_model
+    pick = hidden_state(backbone, middle_entry(backbone.n_layers))
+    width = backbone.d_model
     result = [np.full((len(draws), width), np.nan, np.float32) for draws in drawn]
     prompts = [answer.prompt_ids for answer in answers]
     common = begin(backbone.layout, prompts, is_seen=False)
@@ -228,7 +240,7 @@ def sample_states(
         # A question at a time: its prompt is run once for all its draws.
         index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
         sequences = [(*prompt, *ids) for ids in index_of]
-        states = _end_states(backbone, sequences, entry, tokens_per_batch, common)
+        states = end_states(backbone, sequences, pick, tokens_per_batch, common)
         for draw, ids in enumerate(draws):
             if ids:
                 rows[draw] = states[index_of[ids]].float().numpy()

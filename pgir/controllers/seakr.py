@@ -12,16 +12,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.local import continued_by, stop_ids
-from beatrice.extract.readings.batch import begin
+from beatrice.extract.generate.local import stop_ids
+from beatrice.extract.readings.reader import end_states
 from beatrice.extract.records import Example
-from beatrice.extract.signals.attention import run_decoder
-from beatrice.extract.signals.batch import pad_batch
-from beatrice.extract.signals.sequence import batches_of
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
@@ -78,7 +73,7 @@ class Spreading(BatchedService):
         texts = dict(answering.generator.stream(draws, self._sampling))
         stop = stop_ids(answering.probed.backbone)[0]
         n_new = [0] * len(calls)
-        sequences: list[list[np.ndarray]] = [[] for _ in calls]
+        sequences: list[list[tuple[int, ...]]] = [[] for _ in calls]
         for i, text in sorted(texts.items()):
             ids, log_probs = text.token_ids or (), text.log_probs or ()
             n_new[owners[i]] += len(log_probs)
@@ -86,39 +81,20 @@ class Spreading(BatchedService):
             before_stop = ids[:-1] if text.stop_id is None else ids
             if text.text:  # empty answers are left out
                 read_ids = (*prompts[owners[i]], *before_stop, stop)
-                sequences[owners[i]].append(np.array(read_ids, np.int64))
+                sequences[owners[i]].append(read_ids)
         spreads = (uncertainty(self._states(of_call)) for of_call in sequences)
         return list(zip(spreads, n_new, strict=True))
 
-    @torch.no_grad()
-    def _states(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the states at the last token of sequences, `[n, d_model]` float32.
-
-        What they begin with, the prompt, is computed once.
-        """
-        backbone = self._answering.probed.backbone
-        layout = backbone.layout
-        begun = begin(layout, [ids.tolist() for ids in sequences], is_seen=False)
-        n_begun = 0 if begun is None else begun.n_tokens
-        lengths = [len(ids) - n_begun for ids in sequences]
-        states = np.zeros((len(sequences), backbone.d_model), np.float32)
-        budget = self._answering.generator.tokens_per_batch
-        for batch in batches_of(lengths, budget, n_beside=n_begun):
-            outputs: list[torch.Tensor] = []
-            last = torch.tensor([lengths[i] - 1 for i in batch])
-
-            def on_layer(layer: LayerPass, last: torch.Tensor = last) -> None:
-                if layer.index == self._layer:
-                    rows = torch.arange(len(last), device=layer.ffn.device)
-                    at = last.to(layer.ffn.device)
-                    outputs.append(layer.ffn[rows, at].float().cpu())  # noqa: B023
-
-            rest = [sequences[i][n_begun:] for i in batch]
-            cache = None if begun is None else continued_by(begun.cache, len(batch))
-            ids = pad_batch(rest, backbone.device)
-            run_decoder(layout, ids, on_layer=on_layer, cache=cache)
-            states[batch] = outputs[0].numpy()
-        return states
+    def _states(self, sequences: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Return the states at the last token of sequences, `[n, d_model]` float32."""
+        answering = self._answering
+        states = end_states(
+            answering.probed.backbone,
+            sequences,
+            lambda layer: layer.ffn if layer.index == self._layer else None,
+            answering.generator.tokens_per_batch,
+        )
+        return states.float().numpy()
 
     def cost(self, call: Call, value: tuple[float, int]) -> Cost:
         """Return what draws cost; their request is that of the answer beside them.

@@ -120,8 +120,18 @@ class BatchedService(Service):
             for first in range(0, len(places), size):
                 batch = places[first : first + size]
                 if not all(i in done for i in batch):
-                    values = self.values([calls[i] for i in batch])
+                    values = self._in_halves([calls[i] for i in batch])
                     yield list(zip(batch, values, strict=True))
+
+    def _in_halves(self, calls: Sequence[Call]) -> list[Any]:
+        """Return the values of a batch; a call that the device cannot hold fails."""
+        try:
+            return [*self.values(calls)]
+        except DoesNotFit as error:
+            if len(calls) == 1:
+                return [Failed(str(error))]
+        middle = len(calls) // 2
+        return self._in_halves(calls[:middle]) + self._in_halves(calls[middle:])
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -709,17 +719,8 @@ class Scoring(BatchedService):
         signals, spans = zip(*readings, strict=True)
         return Reading(list(signals), np.stack(spans))
 
-    def values(self, calls: Sequence[Call]) -> list[DraftScore | Failed]:
-        """Return the score of each answer; one that the device cannot hold fails."""
-        try:
-            return self._scores(calls)
-        except DoesNotFit as error:
-            if len(calls) == 1:
-                return [Failed(str(error))]
-        middle = len(calls) // 2
-        return self.values(calls[:middle]) + self.values(calls[middle:])
-
-    def _scores(self, calls: Sequence[Call]) -> list[DraftScore | Failed]:
+    def values(self, calls: Sequence[Call]) -> list[DraftScore]:
+        """Return the score of each answer."""
         if len(self._closed_book) > _MOST_CACHED:
             self._closed_book.clear()
         setting: Setting = "with_context" if calls[0].passages else "closed_book"

@@ -1,6 +1,7 @@
 """Each rival does what its publication and its code do."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -17,6 +18,7 @@ from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
+from beatrice.extract.signals.batch import Halves
 from beatrice.extract.store.spec import Family
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import CONTROLLERS, adaptive, dragin, probing, seakr
@@ -32,7 +34,13 @@ from beatrice.pgir.controllers.loop import (
 )
 from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
-from beatrice.pgir.controllers.waves import ENTROPY, Answering, CallJournal, Scoring
+from beatrice.pgir.controllers.waves import (
+    ENTROPY,
+    Answering,
+    CallJournal,
+    Failed,
+    Scoring,
+)
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import rows_of, store_like
@@ -470,10 +478,26 @@ def test_the_prompt_that_draws_are_read_behind_is_computed_once(answering, answe
     prompt = answering.request(call)[0].prompt.ids
     stop = stop_ids(drawing.probed.backbone)[0]
     assert sum(sizes) <= len(prompt) + 12 * 3  # two ids and the stop token
-    whole = [np.array((*prompt, *ids, stop)) for ids, _ in draws]
+    whole = [(*prompt, *ids, stop) for ids, _ in draws]
     reading = seakr.Spreading(drawing)
     states = np.concatenate([reading._states([ids]) for ids in whole])
     assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
+
+
+def test_draws_are_read_in_halves_where_they_do_not_fit(answering, answers):
+    drawing, call = copy.copy(answering), as_kind(answers[1], "spread", 12)
+    drawing.probed = copy.copy(drawing.probed)
+    whole = drawing.probed.backbone
+    drawing.probed.backbone = dataclasses.replace(whole, halves=Halves())
+    drawing.generator = TextsInTurn(*(((40 + i, 41), str(i)) for i in range(12)))
+    ((expected, _),) = values_of(seakr.Spreading(drawing), [call])
+    with room_for(whole, 4) as refused:
+        ((spread, _),) = values_of(seakr.Spreading(drawing), [call])
+    assert refused and spread == pytest.approx(expected, abs=1e-3)
+    drawing.generator = TextsInTurn(((40, 41), "0"))
+    with room_for(whole, 0):
+        (failed,) = values_of(seakr.Spreading(drawing), [as_kind(call, "spread", 1)])
+    assert isinstance(failed, Failed) and "does not fit" in failed.reason
 
 
 def as_kind(call, kind, n=0):

@@ -12,8 +12,9 @@ from beatrice.extract.readings.reader import (
     PARTS,
     READINGS,
     SECOND_PASSES,
-    _end_states,
     _read_batch,
+    end_states,
+    hidden_state,
     middle_entry,
     read,
 )
@@ -268,7 +269,8 @@ def test_a_beginning_goes_on_from_a_shorter_one(name):
         assert short.n_tokens == N_SHARED
         assert begin(backbone.layout, draws, short).n_tokens == N_SHARED + 20
         assert begin(backbone.layout, PROMPTS, short) is short
-        both, once = (_end_states(backbone, draws, 2, 4096, b) for b in (short, None))
+        pick = hidden_state(backbone, 2)
+        both, once = (end_states(backbone, draws, pick, 4096, b) for b in (short, None))
     torch.testing.assert_close(both, once, rtol=1e-4, atol=1e-5)
 
 
@@ -288,9 +290,9 @@ def test_another_beginning_gives_other_readings():
 def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
     backbone = backbone_of(name)
     for entry in (2, backbone.n_layers):
-        with torch.no_grad():
-            together = _end_states(backbone, PROMPTS, entry, 4096)
-            alone = [_end_states(backbone, [ids], entry, 4096) for ids in PROMPTS]
+        pick = hidden_state(backbone, entry)
+        together = end_states(backbone, PROMPTS, pick, 4096)
+        alone = [end_states(backbone, [ids], pick, 4096) for ids in PROMPTS]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
