@@ -6,7 +6,7 @@ from collections.abc import Iterator
 # Packages of the extra `train`: what scores answers loads none of them.
 _TRAINING = {
     *("bm25s", "flax", "jax", "jaxlib", "matplotlib", "openai", "optax", "orbax"),
-    *("pandas", "pyarrow", "scipy", "sklearn", "statsmodels", "tensorstore"),
+    *("pandas", "pyarrow", "scipy", "sklearn", "tensorstore"),
     "threadpoolctl",
 }
 

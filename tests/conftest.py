@@ -36,7 +36,7 @@ def clear_compiled_code():
     mappings of memory as Linux allows one (65,530), where the compiler crashes.
 
     What is loaded by then is not looked at by the garbage collector again: two million
-    objects of libraries take it half a second, and statsmodels calls it in a function.
+    objects of libraries take it half a second.
     """
     gc.collect()
     gc.freeze()

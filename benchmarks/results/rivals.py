@@ -107,12 +107,11 @@ class Lead(NamedTuple):
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values corrected for their number by Holm's step-down method."""
-    if not p_values:
-        return []
-    from statsmodels.stats.multitest import multipletests  # a second to load
-
-    _, corrected, *_ = multipletests(p_values, method="holm")
-    return np.asarray(corrected).tolist()
+    p, order = np.asarray(p_values), np.argsort(p_values)
+    steps = p[order] * np.arange(len(p), 0, -1)
+    corrected = np.empty(len(p))
+    corrected[order] = np.minimum(np.maximum.accumulate(steps), 1)
+    return corrected.tolist()
 
 
 def seed_spread(results: pandas.DataFrame, place: Place) -> float | None:

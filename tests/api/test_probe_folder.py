@@ -55,7 +55,7 @@ from tests.records import flip_bit
 
 TRAINING_ALONE = (
     "jax", "flax", "optax", "orbax", "tensorstore", "sklearn", "scikit_learn", "scipy",
-    "matplotlib", "pyarrow", "pandas", "statsmodels", "bm25s", "openai",
+    "matplotlib", "pyarrow", "pandas", "bm25s", "openai",
 )  # fmt: skip
 ROWS = [
     {"question": QUESTION, "answer": "Guzolt Falls"},

@@ -36,7 +36,7 @@ from tests.process import ENVIRON
 LIBRARIES = (
     "numpy scipy.stats scipy.optimize sklearn.linear_model sklearn.metrics torch "
     "transformers jax flax.linen optax msgspec pyarrow tensorstore orbax.checkpoint "
-    "matplotlib.figure openai statsmodels.api safetensors.numpy rich.progress"
+    "matplotlib.figure openai safetensors.numpy rich.progress"
 ).split()
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
 NOT_COPIED = (".*", "__pycache__", "runs", "build", "*.egg-info", "shared")

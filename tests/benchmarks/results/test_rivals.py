@@ -44,6 +44,8 @@ SELECTION = PARTS["selection"]  # closed-book encoders alone, in both settings
 
 def test_holm_gives_the_textbook_values():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.3, 0.6, 0.3]) == pytest.approx([0.9, 0.9, 0.9])
+    assert holm([0.7, 0.1, 0.8]) == pytest.approx([1, 0.3, 1])
     assert holm([]) == []
 
 
