@@ -659,7 +659,7 @@ def retrieval_identity(config: RetrievalConfig, passages: Path) -> str:
 
 
 def open_retrieval(
-    config: RetrievalConfig, passages: Path, searches: Path, note: Note = _no_note
+    config: RetrievalConfig, passages: Path, searches: Path, note: Note
 ) -> Retrieval:
     """Return the retriever that a run has chosen, with its passages.
 

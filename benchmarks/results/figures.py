@@ -137,7 +137,7 @@ def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
     return Picture(title, Markup(to_svg(figure, name, f"{title}. {caption}")), caption)
 
 
-def _cropped(values: Sequence[float], above: float = 0.12) -> tuple[float, float]:
+def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
     """Return axis limits around the values; `above` leaves room for labels."""
     spread = max(max(values) - min(values), 0.01)
     return min(values) - 0.15 * spread, max(values) + above * spread

@@ -602,7 +602,7 @@ def _panorama(
     return table._replace(lines=(*chance.lines, *lines) if lines else ())
 
 
-def retrieved_table(results: pandas.DataFrame, titles: Titles | None = None) -> Table:
+def retrieved_table(results: pandas.DataFrame, titles: Titles | None) -> Table:
     """Lay out what `transfer` measured with context, by the column of all sets.
 
     tab:realrag-detection of the paper.

@@ -204,7 +204,7 @@ def append_answers(
     requests: Sequence[Request],
     sampling: SamplingConfig,
     update: Update,
-    share: Share = Share(),
+    share: Share,
 ) -> None:
     """Answer the requests of a share that have no row yet, batch by batch.
 

@@ -191,7 +191,7 @@ def bayesian_entropies(
     counts: np.ndarray,
     bounds: np.ndarray,
     prior: dict[int, float],
-    config: BayesConfig = _NOTEBOOK,
+    config: BayesConfig,
 ) -> np.ndarray:
     """Return the expected entropy of one row under the prior, `[n_seeds]` in nats.
 
