@@ -19,6 +19,7 @@ from beatrice.jaxprobe.config import PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
 from beatrice.jaxprobe.linear import block_scale
+from beatrice.jaxprobe.train import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
 from beatrice.pgir.controllers import dragin
 from beatrice.pgir.controllers import stage as control
@@ -124,3 +125,17 @@ def test_a_number_changes_with_what_it_stands_for(name):
     number, outputs = STANDS_FOR[name]
     digest = sha256_json(outputs())[:12]
     assert (number, digest) == EXPECTED[name], "raise the number and write both here"
+
+
+IN_RECORDS = [
+    (TRAINED, "protocol", PROTOCOL),
+    (stage.LABEL, "format", stage._FORMAT),
+    (judge.BASELINES, "format", judge.SCORE_FORMAT),
+    (anatomy.ANATOMY, "format", anatomy.FORMAT),
+    (control.CONTROL, "served", control._SERVED),
+]
+
+
+@pytest.mark.parametrize(("done", "name", "number"), IN_RECORDS)
+def test_the_record_of_a_stage_names_the_number(done, name, number):
+    assert done.identity(done.presets.get("smoke"))[name] == str(number)

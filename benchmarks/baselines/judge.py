@@ -739,7 +739,8 @@ def _identity(config: BaselinesConfig) -> dict[str, str | NotNamed]:
         return sha256_of_code(find_detector(spec, option="--only").score)
 
     plugs = filter(is_plug, config.only)
-    return {f"detector:{x}": identity_or_error(partial(identity_of, x)) for x in plugs}
+    codes = {f"detector:{x}": identity_or_error(partial(identity_of, x)) for x in plugs}
+    return {"format": SCORE_FORMAT, **codes}
 
 
 BASELINES = Stage(

@@ -686,6 +686,7 @@ def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
 
     judges = [name for name in config.rivals if name.startswith(OWN_JUDGE)]
     identity = {x: identity_or_error(partial(identity_of, x)) for x in judges}
+    identity["served"] = str(_SERVED)
     if config.encoder is not None:
         identity["encoder"] = encoder_identity(
             read_encoder_config(Path(config.encoder))
