@@ -70,10 +70,10 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     """Return the mean over sentences of their rarest token's surprisal, in nats.
 
     Shares of tokens are counted over the answer and all samples together, so no token
-    of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob"). 0 or more;
-    NaN without a sentence.
+    of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob"). Sentences
+    without a token (zero-width characters) do not count. 0 or more; NaN if none does.
     """
-    tokens = [tokens_of(sentence) for sentence in sentences]
+    tokens = [*filter(None, map(tokens_of, sentences))]
     drawn = map(tokens_of, samples)
     counts = collections.Counter(itertools.chain.from_iterable([*tokens, *drawn]))
     rarest = [min(counts[token] for token in sentence) for sentence in tokens]

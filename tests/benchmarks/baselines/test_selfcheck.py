@@ -71,6 +71,12 @@ def test_a_sentence_is_as_likely_as_its_rarest_token(sentence, sample, one_in):
     assert unigram_max([sentence], [sample] * 10) == pytest.approx(math.log(one_in))
 
 
+def test_a_sentence_of_nothing_that_is_seen_changes_no_score():
+    expected = unigram_max(["Paris."], SAMPLES)
+    assert unigram_max(["Paris.", "\u200b"], SAMPLES) == expected
+    assert math.isnan(unigram_max(["\u200b"], SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("text", "sentences"),
     [
