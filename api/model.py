@@ -483,12 +483,14 @@ def _answer_on_disk(
     folder: Path,
 ) -> "tuple[list[Answer], Reader]":
     """Answer and read, some at a time; what an earlier call wrote in `folder` stays."""
+    from beatrice.extract.generate.local import stop_ids
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
     from beatrice.extract.signals.decode import generate_and_read
     from beatrice.extract.signals.written import ReadBefore, WrittenSignals, save_batch
 
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
+    about.append(list(stop_ids(reader.backbone)))
     write_text_atomic(folder / "about", sha256_json(about), is_new=True)
     lines = JsonLines.open(folder / "answers.jsonl")
     rows = {row.example_id: row for row in lines.intact_rows(Answer)}

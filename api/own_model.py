@@ -264,10 +264,13 @@ def without_worked_examples(
 
 def _store_name(model: Any, questions: Sequence[Example], setting: Setting) -> str:
     """Return a name of all that answers depend on: what is different begins anew."""
+    from beatrice.extract.generate.local import stop_ids
+
     pairs = zip(questions, _shown(questions, setting), strict=True)
     about = [
         [model.backbone.revision, str(model.backbone.dtype)],
         [model.backbone.attention, dataclasses.asdict(model.prompt)],
+        list(stop_ids(model.backbone)),
         *([q.id, q.question, *([p.title, p.text] for p in x)] for q, x in pairs),
     ]
     return f"signals-{sha256_json(about)[:12]}"

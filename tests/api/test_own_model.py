@@ -14,6 +14,7 @@ from beatrice.extract.run.files import JsonLines
 from beatrice.fitting import drawn_splits
 from beatrice.own_model import (
     Labelled,
+    _store_name,
     answer_and_label,
     in_parts,
     split_answers,
@@ -113,6 +114,19 @@ def test_the_answers_that_a_forecast_is_made_by_are_not_written_again(tmp_path):
     (written,) = tmp_path.glob("*.written")
     rows = JsonLines.open(written / "answers.jsonl").intact_rows(Answer)
     assert [row.text for row in rows] == [answer.text for answer in alone]
+
+
+def test_answers_that_ended_at_other_tokens_are_not_gone_on_with(tmp_path):
+    model, store = beatrice.LanguageModel("embedded"), tmp_path / "signals"
+    question = an_example(question="Where was Skiband born?")
+    options = {"max_new_tokens": 1, "read": True, "store": store}
+    name = _store_name(model, [question], "closed_book")
+    assert _store_name(model, [question], "closed_book") == name
+    model.answer([question], **options)
+    model.backbone.model.generation_config.eos_token_id = 5
+    assert _store_name(model, [question], "closed_book") != name
+    with pytest.raises(ValueError, match="other content"):
+        model.answer([question], **options)
 
 
 def test_prompts_of_one_length_are_answered_together_in_whatever_order(tmp_path):
