@@ -364,7 +364,8 @@ class Answering(Service):
         journal: CallJournal,
         state_layers: Sequence[int] = (),
     ) -> None:
-        """Open the generator."""
+        """Open the generator; a ValueError where the model can be asked nothing."""
+        probed.requests("closed_book", ["?"], [()])  # as of every question it would be
         self.probed = probed
         self.passages = passages
         self.journal = journal

@@ -114,6 +114,8 @@ def test_a_model_that_can_be_asked_nothing_is_an_error_and_no_reason_of_each(pro
     scorer.probed.template = PromptConfig(chat=True).prompt_template()
     with pytest.raises(ValueError, match="chat template"):
         lenient(scorer).draft([QUESTION])
+    with pytest.raises(ValueError, match="chat template"):
+        run_pgir(scorer, [QUESTION], finding(), threshold=0.5)
 
 
 @pytest.mark.parametrize("bad", ["", "what is <s>?", "who is " * 600])
