@@ -564,15 +564,14 @@ class Answering(Service):
         for answer, read in zip(answers, signals, strict=True):
             if read is None:  # its stop string is several tokens
                 (read,) = self._reader.read(self.probed.sequences([answer]))
-            hidden = read.hidden
             is_kept = self._is_probing or answer.prompt_ids in self._lasting
             if slots and is_kept:
                 start, stop = written_tokens(answer)
                 rows = slice(start - read.first_token, stop - read.first_token)
-                means = hidden[rows, slots].mean(axis=0)
+                means = read.hidden[rows, slots].mean(axis=0)
                 self._states[answer.prompt_ids] = means
             self._signals[answer.prompt_ids] = dataclasses.replace(
-                read, hidden=hidden[:, slot : slot + 1].copy()
+                read, hidden=read.hidden[:, slot : slot + 1].copy()
             )
 
     def _rewrite(self, calls: Sequence[Call], ids_in_memory: Collection[Any]) -> None:
@@ -612,10 +611,8 @@ class Answering(Service):
                 self._rewrite(calls[rows], self._states)
             else:
                 some = answers[rows]
-                batches = self.probed.read_batches(
-                    self._reader, self.probed.sequences(some)
-                )
-                for batch, signals in batches:
+                sequences = self.probed.sequences(some)
+                for batch, signals in self.probed.read_batches(self._reader, sequences):
                     self._keep([some[i] for i in batch], signals)
             self._trim()
         return np.stack([self._states[answer.prompt_ids] for answer in answers])
@@ -712,10 +709,13 @@ class Scoring(BatchedService):
         return reading
 
     def _closed_book_of(self, calls: Sequence[Call]) -> Reading:
-        for call in calls:
-            if call.text not in self._closed_book:
-                wave = self._answering.journal.wave_of(Call("score", call.text))
-                self._read_closed_book([other for other in wave if not other.passages])
+        scored = [Call("score", call.text) for call in calls]
+        while lost := [c for c in scored if c.text not in self._closed_book]:
+            wave = self._answering.journal.wave_of(lost[0])
+            try:
+                self._read_closed_book([call for call in wave if not call.passages])
+            except DoesNotFit:  # perhaps of a question that is not among these
+                self._read_closed_book(lost)
         readings = [self._closed_book[call.text] for call in calls]
         signals, spans = zip(*readings, strict=True)
         return Reading(list(signals), np.stack(spans))

@@ -618,6 +618,27 @@ def test_an_answer_too_long_to_be_written_again_costs_its_question_alone(answeri
     assert [known.raw, last.raw] == raw
 
 
+def test_a_first_answer_too_long_to_be_written_again_costs_no_other_question(answering):
+    questions = [QUESTION, "who is " * 60, "who was it?"]
+    drafts = [Call("answer", question) for question in questions]
+    shown = [Call("answer", question, (0,)) for question in questions]
+    parts = answering.probed, answering.passages, CallJournal(None, "")
+    first, resumed = Answering(*parts), Answering(*parts)
+    for wave in (drafts, shown):
+        first.journal.add(str(wave), wave, values_of(first, wave), 0.0)
+    scores, grounded = ([as_kind(c, "score") for c in w] for w in (drafts, shown))
+    scoring = Scoring(first)
+    first.journal.add("scores", scores, values_of(scoring, scores), 0.0)
+    expected = values_of(scoring, grounded)
+    lengths = [len(first.request(call)[0].prompt.ids) for call in (*shown, drafts[1])]
+    with room_for(answering.probed.backbone, n_tokens=lengths[-1] - 1):
+        known, wrong, last = values_of(Scoring(resumed), grounded)
+    assert max(lengths[0], lengths[2]) + 8 < lengths[-1]
+    assert "does not fit in the device" in wrong.reason
+    raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
+    assert [known.raw, last.raw] == raw
+
+
 def test_states_are_kept_of_first_answers_and_written_again_of_others(answering):
     passages = [Passage(title="", text=f"{PASSAGE} {x}") for x in ("Yes.", "No.")]
     probed, layers = answering.probed, probing.state_layers(6)
