@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import re
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, Literal, get_args
@@ -419,6 +420,9 @@ def set_compiler(preset: Preset) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+_ENVIRONMENT = threading.Lock()
+
+
 def set_library_compiler() -> None:
     """Set the compiler in a program of the user's, whose environment stays as it is.
 
@@ -427,11 +431,12 @@ def set_library_compiler() -> None:
     """
     import jax
 
-    names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
-    set_compiler("demo")
-    jax.devices()  # JAX has read them with its first device
-    for name in names:
-        os.environ.pop(name, None)  # which another thread's fit may have done
+    with _ENVIRONMENT:  # or another thread's fit takes these flags for the user's
+        names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
+        set_compiler("demo")
+        jax.devices()  # JAX has read them with its first device
+        for name in names:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

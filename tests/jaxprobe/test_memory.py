@@ -1,6 +1,9 @@
 """What memory allows, and that results do not depend on it."""
 
 import dataclasses
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -18,6 +21,7 @@ from beatrice.jaxprobe.config import (
     TrainConfig,
     as_bytes,
     row_choices,
+    set_library_compiler,
 )
 from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, Member, grid_members
@@ -266,3 +270,17 @@ def test_jax_leaves_room_on_a_gpu_unless_a_person_says_otherwise():
     assert run_python(program).stdout == "false\n"
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     assert run_python(program, **{name: "true"}).stdout == "true\n"
+
+
+def test_threads_that_fit_at_once_leave_the_environment_as_it_was():
+    before, interval = {**os.environ}, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: set_library_compiler(), range(20_000)))
+    finally:
+        sys.setswitchinterval(interval)
+        left = {**os.environ}
+        os.environ.clear()
+        os.environ.update(before)
+    assert left == before
