@@ -69,6 +69,7 @@ class Halves:
     # tokenizer keeps settings of its last call.
     lock: ModelLock = dataclasses.field(default_factory=ModelLock)
     _too_many: float = math.inf  # tokens of a batch, padding included
+    _is_noted: bool = False  # that batches are done in halves
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Begin anew in a copy, and in another process: a lock is not sent."""
@@ -96,7 +97,8 @@ class Halves:
                         f"memory ({reason}); end what else is there, hold the model in "
                         "bfloat16, give shorter passages, or use a device with more"
                     ) from error
-                if self._too_many == math.inf:
+                if not self._is_noted:
+                    self._is_noted = True
                     Progress().note(
                         f"a batch of {len(rows)} texts, {n_tokens} tokens with their "
                         f"padding, does not fit in the device's memory ({reason}); "

@@ -107,6 +107,15 @@ def test_batches_are_whole_again_after_a_moment_in_which_no_text_did_fit():
     assert refused[0] == len(requests)
 
 
+def test_halves_are_named_once_where_a_text_of_each_batch_does_not_fit(capsys):
+    backbone, requests = backbone_of("llama"), requests_of()
+    with room_for(backbone, 0):
+        for _ in range(3):
+            with pytest.raises(DoesNotFit):
+                generate(backbone, requests, CONFIG)
+    assert capsys.readouterr().err.count("are done in halves") == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [
