@@ -16,6 +16,7 @@ import functools
 import http.client
 import inspect
 import json
+import math
 import os
 import re
 import threading
@@ -223,8 +224,10 @@ class CachedRetriever:
         ]
         reasons: dict[str, str] = {}
         try:
-            for start in range(0, len(missing), _BATCH):
-                self._search_batch(missing[start : start + _BATCH], depth, reasons)
+            # What a run before has failed stands first: a share of it to each batch.
+            n_batches = math.ceil(len(missing) / _BATCH)
+            for first in range(n_batches):
+                self._search_batch(missing[first::n_batches], depth, reasons)
         except _ServerFails as error:
             left = [q for q in missing if (q, depth) not in self._rankings]
             reasons = dict.fromkeys(left, str(error)) | reasons
@@ -252,9 +255,9 @@ class CachedRetriever:
                 reasons[queries[0]] = str(error)
                 return
             # Some of them may be what the server stumbles over, those of a run before
-            # side by side; three that lie apart rarely.
-            apart = queries[:: max(1, len(queries) // _N_TRIED)]
-            order = [*dict.fromkeys([*apart[:_N_TRIED], *queries])]
+            # side by side; first, middle and last rarely.
+            places = (n * (len(queries) - 1) // (_N_TRIED - 1) for n in range(_N_TRIED))
+            order = [*dict.fromkeys([*(queries[i] for i in places), *queries])]
             for n_asked, query in enumerate(order, start=1):
                 self._search_batch([query], depth, reasons)
                 if n_asked == _N_TRIED and reasons.keys() >= set(order[:n_asked]):
