@@ -231,7 +231,7 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
       label: True, False, or None where the judges do not agree.
       reason: how the label came about, in words.
       answer_sha: of the answer's text, see `answer_sha`; None in older files.
-      question_key: `text_key` of the question, in hex; None in older files.
+      question_key: a digest of the question's text; None in older files.
     """
 
     verdicts: tuple[str, ...]

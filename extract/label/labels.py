@@ -139,8 +139,13 @@ def label_of(
         label=label,
         reason=reason,
         answer_sha=answer_sha(answer.text),
-        question_key=text_key(example.question).hex(),
+        question_key=_question_key(example.question),
     )
+
+
+def _question_key(question: str) -> str:
+    """Return a digest of the text with any blanks: another version may fold more."""
+    return sha256_json(" ".join(question.split()))[:12]
 
 
 def pair_answers(
@@ -294,9 +299,10 @@ def import_labels(
     pairs = pair_answers(answers, examples)
     by_question: dict[tuple[str | None, str | None], list[Answer]] = {}
     for example, answer in pairs:
-        text = text_key(example.question).hex()
-        for key in ((example.id, text), (example.id, None), (None, text)):
-            by_question.setdefault(key, []).append(answer)
+        folded = text_key(example.question).hex()  # some versions named it in labels
+        for text in (_question_key(example.question), folded, None):
+            by_question.setdefault((example.id, text), []).append(answer)
+        by_question.setdefault((None, folded), []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
     n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0

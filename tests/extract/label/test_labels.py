@@ -22,6 +22,7 @@ from beatrice.extract.label.labels import (
     exact_match,
     import_labels,
     label_by_match,
+    label_of,
     label_with,
     token_f1,
 )
@@ -30,6 +31,7 @@ from beatrice.extract.records import (
     Label,
     normalise,
     read_records,
+    text_key,
     write_lines,
 )
 from beatrice.extract.run.files import write_text_atomic
@@ -358,6 +360,21 @@ def test_a_label_of_another_run_holds_for_no_other_question_of_the_same_id(tmp_p
     old = [msgspec.structs.replace(label, question_key=None) for label in labels]
     path.write_text(write_lines(old))
     assert import_labels(path, answers, shifted).n_unchecked == 3
+
+
+def test_a_label_names_its_question_and_not_what_a_version_folds_it_to(tmp_path):
+    texts = ("Is Mali  in Africa?", "Is Mali in Africa? ", "is Mali in Africa")
+    questions = [example("Mali", text) for text in texts]
+    answer = answered("yes", name="Mali")
+    keys = [label_of(x, answer, True, "by hand").question_key for x in questions]
+    assert keys[0] == keys[1] != keys[2]
+    earlier = msgspec.structs.replace(
+        label_of(questions[0], answer, True, "by hand"),
+        question_key=text_key(texts[0]).hex(),
+    )
+    (path := tmp_path / "labels.jsonl").write_text(write_lines([earlier]))
+    (label,) = import_labels(path, [answer], questions[:1]).labels
+    assert (label.label, label.question_key) == (True, keys[0])
 
 
 def test_questions_about_c_c_sharp_and_c_plus_plus_take_their_own_verdicts(tmp_path):
