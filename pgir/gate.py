@@ -200,7 +200,7 @@ class Gate:
                 question=question,
                 answer=score.text or "",
                 p_correct=score.p_correct,
-                decision=self._decide(score),
+                decision=self._decide(score, score.text or ""),
                 reason=score.reason if score.p_correct is None else None,
                 warnings=score.warnings,
             )
@@ -250,7 +250,7 @@ class Gate:
                 # `score` raises where an answer cannot be read; the draft can stand.
                 row = (draft.question, grounded, shown)
                 (score,) = self.scorer.score_many([row])
-        decision = self._decide(score)
+        decision = self._decide(score, grounded)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
         if not draft.answer.strip():  # not written, or without a word
             is_better = bool(grounded.strip())
@@ -281,7 +281,9 @@ class Gate:
         counts = {"n": len(passages), "n_empty": n_empty, "n_split": n_split}
         return shown, [WARNINGS["changed_passages"].format(**counts)]
 
-    def _decide(self, score: Score) -> Decision:
+    def _decide(self, score: Score, answer: str) -> Decision:
+        if score.p_correct is not None and not answer.strip():
+            return "distrust"  # whatever its P, it would stand for no answer
         if self.threshold is None:
             return score.decision
         if score.p_correct is None:

@@ -81,6 +81,15 @@ def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scor
     assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
 
 
+def test_a_draft_without_a_word_is_never_trusted(probed, scorer):
+    (score,) = scorer.answer([QUESTION])
+    config = dataclasses.replace(probed.config, stop=(score.text[0],))
+    gate = lenient(Scorer(probed.backbone, probed.detector, config))
+    (empty,) = gate.draft([QUESTION])
+    assert (empty.answer, empty.decision) == ("", "distrust") and empty.p_correct > 0
+    assert gate.keep(empty, ANSWER, [PASSAGE]).answer == ANSWER
+
+
 def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(scorer):
     gate, long = lenient(scorer), "who is " * 600
     short, overlong = gate.draft([QUESTION, long])
