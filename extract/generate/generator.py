@@ -158,8 +158,8 @@ def cut_at_stop(
     if start is None:
         return reply
     cut = {"text": text[:start].strip(), "finish": "stop"}
-    if ids is None:
-        return msgspec.structs.replace(reply, **cut)
+    if ids is None:  # nobody can tell which of its tokens are left
+        return msgspec.structs.replace(reply, **cut, log_probs=None)
     # By their text, not its length: bytes may decode to a sign each until their
     # character is whole.
     n_tokens = next(

@@ -120,6 +120,14 @@ def test_a_text_is_not_cut_within_a_character(text, stop):
     assert (cut.text, cut.token_ids, cut.stop_id) == (text, ids[:n_kept], ids[n_kept])
 
 
+def test_a_text_without_ids_that_is_cut_keeps_no_log_probs_of_what_followed():
+    fields = {"text": "Paris\nQ: who?", "token_ids": None, "log_probs": (-0.5,) * 9}
+    reply = msgspec.structs.replace(generated("", finish="stop"), **fields)
+    cut = cut_at_stop(reply, ("\n",), None)
+    assert (cut.text, cut.log_probs) == ("Paris", None)
+    assert cut_at_stop(reply, ("!",), None) == reply
+
+
 def byte_fallback():
     """A tokenizer as Llama 2's and Gemma's, which has words for few characters."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Pariswho?"]
