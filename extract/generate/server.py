@@ -198,9 +198,11 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     text = (choice.message.content or "") if is_chat else choice.text
     text.encode()  # half of a surrogate pair is no text
     usage = getattr(reply, "usage", None)
+    n_new = usage and usage.completion_tokens
+    # A server that says 0 of what was there does not count, which is not free.
     counts = {
-        "n_prompt_tokens": usage and usage.prompt_tokens,
-        "n_new_tokens": usage and usage.completion_tokens,
+        "n_prompt_tokens": (usage and usage.prompt_tokens) or None,
+        "n_new_tokens": (n_new or None) if text or ids else n_new,
     }
     fields = {
         "text": text.strip(),

@@ -430,6 +430,19 @@ def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(serv
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.parametrize(("text", "n_booked"), [("x", 13), ("", 3)])
+def test_a_server_that_says_no_tokens_of_a_text_is_booked_at_the_most(
+    client, server, text, n_booked
+):
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
+    choice = {"finish_reason": "stop", "text": text}
+    server.failures = [(200, {"choices": [choice], "usage": usage})]
+    generator = client(**UNIT_PRICES)
+    (reply,) = texts(generator, [THREE_IDS])
+    assert generator.account.spent == sum(reply.booked) == n_booked
+    assert reply.n_prompt_tokens is None
+
+
 def test_what_earlier_processes_spent_counts_towards_the_cap(server):
     capped = ServerOptions(server=server.url, **UNIT_PRICES, max_cost=100.0)
     with ServedGenerator("m", capped, earlier=(40, 50)) as generator:
