@@ -192,7 +192,6 @@ class CachedRetriever:
         self._name, self._fetch = name, fetch
         self.passages: list[Passage] = []
         self.n_empty = 0
-        self._has_answered = False  # any request of this process
         self._places: dict[str, int] = {}
         self._rankings: dict[tuple[str, int], tuple[int, ...]] = {}
         self._journal: Journal[tuple[str, int], _CachedRanking] | None = None
@@ -203,6 +202,8 @@ class CachedRetriever:
                 note(text)
             for row in self._journal.values():
                 self._add(row)
+        # Any question; until then a server without documents is taken for a broken one.
+        self._has_answered = any(self._rankings.values())
 
     def _add(self, row: _CachedRanking) -> None:
         for contents in row.new:

@@ -182,6 +182,7 @@ def test_a_server_that_finds_others_may_find_nothing_for_a_question(tmp_path):
         asking = client(f"{url}/retrieve", cache)
         assert asking.search(["word3", "zzzz"], 2) == [(0,), ()]
         assert asking.search(["yyyy"], 2) == [()]
+        assert client(f"{url}/retrieve", cache).search(["xxxx"], 2) == [()]  # resumed
     assert client(f"{url}/retrieve", cache).search(["zzzz"], 2) == [()]
 
 
