@@ -248,6 +248,11 @@ class Scorer(AnswerScorer):
 
         def p_correct(answer: Answer, signals: AnswerSignals) -> float | None:
             sequence = probed.sequence(request, answer)
+            prepared = ScoringInput(
+                prompt=prompt, answer=answer, pieces=(), sequence=sequence
+            )
+            if why_unreadable(probed.backbone, prepared) is not None:
+                return None
             reading = probed.reading([signals], [sequence])
             scores = self._detect(setting, reading.features(setting))
             p = float(scores.p_correct[0])
@@ -573,8 +578,10 @@ def stream_tokens(
                 break
             assert step is not None  # a token came
             ids = (*ids, step.id)
-            text = decode_ids(tokenizer, ids)
-            is_end = step.id in stops or find_stop(text, stop) is not None
+            # A stop token is of no text, though some are plain words.
+            is_end = step.id in stops
+            text = decode_ids(tokenizer, ids[:-1] if is_end else ids)
+            is_end |= find_stop(text, stop) is not None
             # The last token of an answer that is cut has no next; there is the score.
             is_due = bool(every) and len(ids) % every == 0 and not is_end
             is_due &= len(ids) < n_most
@@ -591,7 +598,7 @@ def stream_tokens(
             yield dataclasses.replace(token, text=shown[n_shown:])
             n_shown = max(n_shown, len(shown))
     answer, signals = written
-    text = decode_ids(tokenizer, ids)
+    _, text = waiting[-1]  # of an end nothing was shown
     text = text[: find_stop(text, stop)]
     n_left = len(answer.token_ids) - (len(ids) - len(waiting))
     yield from _last_tokens(waiting, text, n_shown, n_left)
@@ -612,5 +619,6 @@ def _last_tokens(
 
 
 def _may_begin(text: str, stop: Sequence[str]) -> bool:
-    """Return whether a text ends in what one of the strings begins with."""
-    return any(text.endswith(s[:n]) for s in stop for n in range(1, len(s)))
+    """Return whether one of the strings may have begun at the end of a text."""
+    begins = (s[:n] for s in stop for n in range(1, len(s)))
+    return bool(stop) and text.endswith((HALF, *begins))

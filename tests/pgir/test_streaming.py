@@ -6,7 +6,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import stop_ids
@@ -14,6 +19,7 @@ from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.pgir.asking import QuestionBatch
 from beatrice.pgir.scorer import Scorer
+from tests.extract.generate.test_local import byte_fallback
 from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.pgir.test_scorer import CHAT, FOREIGN
 
@@ -98,6 +104,53 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
         # The last prefix is the answer: it is read once, and P is the same.
         assert tokens[-2].p_correct == score.p_correct
+
+
+def reciting(tokenizer, text):
+    """A model that goes on with a text behind a colon; no token comes twice in it."""
+    n_words, config = len(tokenizer), {"num_attention_heads": 4, "hidden_size": 272}
+    config |= {"num_hidden_layers": LAYER, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=n_words, **config))
+    ids = tokenizer(f":{text}")["input_ids"]
+    states = 10 * torch.eye(n_words, config["hidden_size"])
+    heads = torch.zeros_like(states)
+    heads[ids[1:]] = states[ids[:-1]]
+    model.get_input_embeddings().weight.data, model.lm_head.weight.data = states, heads
+    return Backbone.from_model(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stop": ["。"]}, "Paré"),
+        ({"stop": ["é。"]}, "Par"),
+        ({"stop": ["。", "!"], "max_new_tokens": 5}, "Paré"),
+    ],
+)
+def test_a_stream_shows_no_token_of_a_stop_string_of_several_bytes(options, text):
+    scorer = scorer_of(reciting(byte_fallback(), "Paré。who?"))
+    *tokens, score = scorer.stream(QUESTION, **options)
+    assert score.text == "".join(token.text for token in tokens).strip()
+    assert score.text.startswith(text)
+    assert sum(not token.is_stop for token in tokens) == len(score.tokens)
+
+
+def test_a_stop_token_that_is_a_plain_word_is_no_text_of_a_stream(backbone, scorer):
+    (request,) = scorer._requests(QuestionBatch(texts=[QUESTION]))[1]
+    (answer,), _ = scorer.probed.answer_and_read([request])
+    model = copy.deepcopy(backbone.model)
+    model.generation_config.eos_token_id = [2, answer.token_ids[-1]]
+    ending = scorer_of(Backbone.from_model(model, backbone.tokenizer))
+    *tokens, score = ending.stream(QUESTION, every=1)
+    assert "".join(token.text for token in tokens).strip() == score.text
+    assert (tokens[-1].is_stop, tokens[-1].text) == (True, "")
+
+
+def test_a_question_that_has_no_p_has_none_within_a_stream(scorer):
+    *tokens, score = scorer.stream("xyzzy plugh qwerty?", every=1)
+    assert len(tokens) > 1 and "are unknown to" in score.reason
+    assert {token.p_correct for token in tokens} == {None}
+    assert {token.p_if_cut for token in tokens} == {None}
 
 
 def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
