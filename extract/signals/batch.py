@@ -1,5 +1,6 @@
 """One padded batch: sizes of chunks, copies, rows; in halves where it does not fit."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -57,6 +58,10 @@ class DoesNotFit(ValueError):
     """The device cannot hold one text by itself."""
 
 
+def _reason(error: torch.OutOfMemoryError) -> str:
+    return ". ".join(str(error).split(". ")[:2]).rstrip(".")
+
+
 @dataclasses.dataclass(eq=False)
 class Halves:
     """Does batches of rows, in halves where the device cannot hold them whole.
@@ -75,6 +80,18 @@ class Halves:
         """Begin anew in a copy, and in another process: a lock is not sent."""
         return Halves, ()
 
+    @contextlib.contextmanager
+    def one_text(self, n_tokens: int) -> Iterator[None]:
+        """Raise `DoesNotFit` where the device cannot hold a text that is done alone."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"one text of {n_tokens} tokens does not fit in the device's memory "
+                f"({_reason(error)}); end what else is there, hold the model in "
+                "bfloat16, give shorter passages, or use a device with more"
+            ) from error
+
     def do(
         self,
         work: Callable[[list[int]], Done],
@@ -86,24 +103,18 @@ class Halves:
         longest = max(map(n_tokens_of, rows))
         n_tokens, before = len(rows) * longest, self._too_many
         if n_tokens < self._too_many or len(rows) == 1:
+            one = self.one_text(longest) if len(rows) == 1 else contextlib.nullcontext()
             try:
-                with self.lock, exact_products():
+                with one, self.lock, exact_products():
                     done = work(rows)
             except torch.OutOfMemoryError as error:
-                reason = ". ".join(str(error).split(". ")[:2]).rstrip(".")
-                if len(rows) == 1:
-                    raise DoesNotFit(
-                        f"one text of {longest} tokens does not fit in the device's "
-                        f"memory ({reason}); end what else is there, hold the model in "
-                        "bfloat16, give shorter passages, or use a device with more"
-                    ) from error
                 if not self._is_noted:
                     self._is_noted = True
                     Progress().note(
                         f"a batch of {len(rows)} texts, {n_tokens} tokens with their "
-                        f"padding, does not fit in the device's memory ({reason}); "
-                        "such batches are done in halves, and numbers differ by "
-                        "rounding alone"
+                        "padding, does not fit in the device's memory "
+                        f"({_reason(error)}); such batches are done in halves, and "
+                        "numbers differ by rounding alone"
                     )
                 self._too_many = n_tokens
             else:

@@ -579,9 +579,11 @@ def read_stepwise(
     watch = DecodeReading(reader, [request.prompt], sampling.max_new_tokens, **how)
     generator = TransformersGenerator(backbone=reader.backbone)
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
+    n_tokens = len(request.prompt.ids) + sampling.max_new_tokens
+    halves = reader.backbone.halves
     while True:
         try:
-            with reader.backbone.halves.lock:
+            with halves.one_text(n_tokens), halves.lock:
                 token = next(steps)
         except StopIteration as end:
             reply: Generated = end.value

@@ -13,7 +13,7 @@ from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import read
 from beatrice.extract.run.console import in_one_sentence, is_of_machine
 from beatrice.extract.signals.batch import DoesNotFit
-from beatrice.extract.signals.decode import generate_and_read
+from beatrice.extract.signals.decode import generate_and_read, read_stepwise
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from tests.extract.signals.readers import assert_same_signals
@@ -84,15 +84,17 @@ def test_a_batch_too_large_is_tried_once_and_named_once(capsys):
     assert "8 texts" in note and "Tried to allocate 2.00 GiB)" in note
 
 
-@pytest.mark.parametrize("is_written", [True, False])
-def test_a_text_that_does_not_fit_is_an_error_with_its_length(is_written):
+@pytest.mark.parametrize("how", ["written", "streamed", "read"])
+def test_a_text_that_does_not_fit_is_an_error_with_its_length(how):
     backbone, requests = backbone_of("llama"), requests_of()
     reader = SignalReader(backbone)
     answers = generate(backbone, requests, CONFIG)
     message = r"one text of \d+ tokens does not fit in .*2.00 GiB\); .* use a device"
     with room_for(backbone, 0), pytest.raises(ValueError, match=message):
-        if is_written:
+        if how == "written":
             generate(backbone, requests, CONFIG, SamplingConfig(max_new_tokens=3))
+        elif how == "streamed":
+            next(read_stepwise(reader, requests[0], SamplingConfig(max_new_tokens=3)))
         else:
             reader.read([sequence_of(answer) for answer in answers])
 
