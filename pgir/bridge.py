@@ -29,7 +29,7 @@ from beatrice.extract.signals.sequence import (
     reading_batches,
     sequence_of,
 )
-from beatrice.extract.store.spec import ReadingPath, as_written
+from beatrice.extract.store.spec import as_written
 from beatrice.jaxprobe.config import MatmulDtype
 from beatrice.jaxprobe.detector import (
     Detector,
@@ -47,16 +47,15 @@ MOST_ROWS = 256  # answers that are encoded together
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Signals of some answers, as rows; see `Provenance` on their path."""
+    """Signals of some answers, as rows."""
 
     signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
-    path: ReadingPath = "teacher_forced"
 
     def rows(self, first: int, n: int) -> "Reading":
         """Return the signals of at most `n` answers from `first` on."""
         rows = slice(first, first + n)
-        return Reading(self.signals[rows], self.spans[rows], self.path)
+        return Reading(self.signals[rows], self.spans[rows])
 
     def features(self, setting: Setting) -> Features:
         """Return the spans of a setting, padded to the longest of each."""
@@ -178,16 +177,12 @@ class ProbedBackbone:
         return [sequence_of(a, answer_span=self.answer_span) for a in answers]
 
     def reading(
-        self,
-        signals: Sequence[AnswerSignals],
-        sequences: Sequence[TokenSequence],
-        path: ReadingPath = "decode",
+        self, signals: Sequence[AnswerSignals], sequences: Sequence[TokenSequence]
     ) -> Reading:
         """Return signals with their spans, rounded as those of training."""
         return Reading(
             [self._as_trained(item) for item in signals],
             np.stack([sequence.spans for sequence in sequences]),
-            path,
         )
 
     def read(self, answers: Sequence[Answer]) -> Reading:
@@ -200,7 +195,7 @@ class ProbedBackbone:
         for batch, of_batch in self.read_batches(self.reader, sequences):
             signals |= zip(batch, of_batch, strict=True)
         ordered = [signals[i] for i in range(len(sequences))]
-        return self.reading(ordered, sequences, "teacher_forced")
+        return self.reading(ordered, sequences)
 
     def read_batches(
         self, reader: SignalReader, sequences: Sequence[TokenSequence]

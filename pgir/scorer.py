@@ -441,9 +441,10 @@ class Scorer(AnswerScorer):
         features, name = reading.features(setting), OWN_PASS_HEADS[setting]
         scores = self._detect(setting, features)
         outside = warn_after(detector, features, setting)
-        mixed = [*warn_of_path(probed.trained, probed.backbone, reading.path)]
         doubts = detector.heads[name].evidence.doubts
         for i, prepared in enumerate(inputs):
+            path = reading.signals[i].path
+            mixed = warn_of_path(probed.trained, probed.backbone, path)
             warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
             if not np.isfinite(scores.raw[i]):
                 yield _unknown(prepared, REASONS["not_finite"], warnings)

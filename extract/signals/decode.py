@@ -399,6 +399,7 @@ class DecodeReading(AttentionReading):
                     prob=prob[row, read],
                     resid=resid[row, read],
                     attn=attn[row, read],
+                    path="decode",
                 )
             )
         return signals

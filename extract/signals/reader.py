@@ -34,7 +34,13 @@ from beatrice.extract.signals.batch import (
 )
 from beatrice.extract.signals.parity import check_parity
 from beatrice.extract.signals.sequence import TokenSequence, first_read
-from beatrice.extract.store.spec import Spans, StoreConfig, check_layers, model_shapes
+from beatrice.extract.store.spec import (
+    ReadingPath,
+    Spans,
+    StoreConfig,
+    check_layers,
+    model_shapes,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,7 @@ class AnswerSignals:
     # `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span (the other
     # two, ordered) entropy in nats and mass.
     attn: np.ndarray
+    path: ReadingPath  # by which they came
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,7 @@ class PendingSignals:
             yield AnswerSignals(
                 first_token=first,
                 hidden=self.hidden[:, hidden_rows].float().transpose(0, 1).numpy(),
+                path="teacher_forced",
                 **{name: values[rows] for name, values in scalars.items()},
             )
 

@@ -557,6 +557,20 @@ def test_a_second_pass_over_what_was_written_is_a_warning_where_it_rounds(dtype,
     assert sum(f"which {dtype} rounds otherwise" in text for text in warnings) == n
 
 
+def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
+    probe = beatrice.load("embedded", dtype="bfloat16", strict=False)
+    questions = [QUESTION, "what is the genre of Skiband Rugrond?"]
+    first, _ = probe.answer(questions)
+    stop = "".join(first.tokens[-2:])[1:]  # it begins in a token before the last
+    scores = probe.answer(questions, stop=[stop])
+    *_, streamed = probe.stream(QUESTION, stop=[stop])
+    assert scores[0].text != first.text
+    assert [
+        sum("rounds otherwise" in text for text in score.warnings)
+        for score in (*scores, streamed)
+    ] == [1, 0, 1]
+
+
 def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
     params = probed.detector.heads["closed_book"].params
     # Stands for a model whose states overflow: what comes of them is no number either.
