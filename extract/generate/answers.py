@@ -25,7 +25,6 @@ from beatrice.extract.generate.generator import (
     TextStage,
     count_requests,
     plan_of,
-    stop_ids_of,
 )
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
@@ -35,6 +34,7 @@ from beatrice.extract.generate.prompts import (
     Requests,
     TokenizerOnly,
     make_requests,
+    stop_ids_of,
 )
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Answer, Key, Sample, Setting, to_json, write_lines
@@ -400,7 +400,8 @@ def load_tokenizer_only(
     model = TokenizerOnly(
         outline.tokenizer, max_length=window_of(outline.config), name=config.model
     )
-    return model, stop_ids_of(defaults, outline.config, config.model)
+    stops = stop_ids_of(defaults, outline.config, outline.tokenizer, config.model)
+    return model, stops
 
 
 def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:

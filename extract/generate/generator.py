@@ -248,18 +248,6 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
     return int(sha256_json([config.seed, prompt.as_key(config)])[:8], 16) >> 1
 
 
-def stop_ids_of(defaults: Any, config: Any, name: str) -> tuple[int, ...]:
-    """Return the tokens that end a text: of generation defaults, else of the config."""
-    stop = defaults.eos_token_id
-    stop = config.eos_token_id if stop is None else stop
-    if stop is None:
-        raise ValueError(
-            f"{name} names no end-of-text token, so no answer would ever "
-            "end; add eos_token_id to its generation_config.json"
-        )
-    return (stop,) if isinstance(stop, int) else tuple(stop)
-
-
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
     """Return the SHA-256 of a fast tokenizer and of its chat template.
 

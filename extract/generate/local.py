@@ -39,15 +39,14 @@ from beatrice.extract.generate.generator import (
     decode_ids,
     draw_seed,
     find_stop,
-    stop_ids_of,
     tokenizer_identity,
 )
 from beatrice.extract.generate.prompts import (
     GenerationConfig,
     Request,
     encode_any,
-    end_of_turn,
     render_message,
+    stop_ids_of,
 )
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.attention import CACHE, run_decoder
@@ -321,15 +320,10 @@ class RowsDone(StoppingCriteria):
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
-    """Return the tokens that end a text, last the end of a turn that no config names.
-
-    Fine-tuned models keep the config of their base, which ends its texts otherwise.
-    """
-    model, name = backbone.model, backbone.name
-    config = model.config.get_text_config()
-    ids = stop_ids_of(model.generation_config, config, name)
-    end = end_of_turn(backbone.tokenizer)
-    return ids if end is None or end in ids else (*ids, end)
+    """Return the tokens that end a text, see `stop_ids_of`."""
+    defaults, config = backbone.model.generation_config, backbone.model.config
+    config = config.get_text_config()
+    return stop_ids_of(defaults, config, backbone.tokenizer, backbone.name)
 
 
 def _n_common(

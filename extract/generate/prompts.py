@@ -290,6 +290,26 @@ def end_of_turn(tokenizer: Any) -> int | None:
     return max(ends, default=(0, None))[1]
 
 
+def stop_ids_of(
+    defaults: Any, config: Any, tokenizer: Any, name: str
+) -> tuple[int, ...]:
+    """Return the tokens that end a text: of generation defaults, else of the config.
+
+    Last the end of a turn that neither names: fine-tuned models keep the config of
+    their base, which ends its texts otherwise.
+    """
+    stop = defaults.eos_token_id
+    stop = config.eos_token_id if stop is None else stop
+    if stop is None:
+        raise ValueError(
+            f"{name} names no end-of-text token, so no answer would ever "
+            "end; add eos_token_id to its generation_config.json"
+        )
+    ids = (stop,) if isinstance(stop, int) else tuple(stop)
+    end = end_of_turn(tokenizer)
+    return ids if end is None or end in ids else (*ids, end)
+
+
 @functools.lru_cache(maxsize=8)
 def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
     """Return what a tokenizer's chat template writes before and behind a reply.

@@ -353,6 +353,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             **tokenizer_identity(self._tokenizer),
             "enable_thinking": False,
             "log_probs": self._log_probs,
+            **({"stop_ids": sorted(self._stop_ids)} if self._stop_ids else {}),
         }
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
@@ -506,6 +507,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 extra["chat_template_kwargs"] = TEMPLATE_FIELDS
             if config.stop:
                 extra["include_stop_str_in_output"] = True
+            if self._stop_ids:  # beside those of the server's own config
+                extra["stop_token_ids"] = sorted(self._stop_ids)
             fields["extra_body"] = {**extra, "return_token_ids": True}
         elif top_k is not None:
             raise ValueError(

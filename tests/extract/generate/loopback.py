@@ -87,9 +87,22 @@ class Loopback:
         )
         with self._model_lock:
             ((_, answer),) = self.generator.stream([prompt], config)
+        if body.get("stop_token_ids"):
+            answer = self.ended(answer, body["stop_token_ids"])
         if body.get("stop"):
             answer = self.stopped(answer, body["stop"])
         return 200, self.choice(answer, body, is_chat)
+
+    def ended(self, answer, stop_ids):
+        """Return a text as vLLM ends it at a token that a request names."""
+        ends = (n for n, i in enumerate(answer.token_ids) if i in stop_ids)
+        if (n := next(ends, None)) is None:
+            return answer
+        ids, stop_id = answer.token_ids[:n], answer.token_ids[n]
+        cut = {"token_ids": ids, "stop_id": stop_id, "finish": "stop"}
+        cut |= {"log_probs": answer.log_probs[: n + 1], "n_new_tokens": n + 1}
+        cut["text"] = self.generator.backbone.tokenizer.decode(ids).strip()
+        return msgspec.structs.replace(answer, **cut)
 
     def stopped(self, answer, stop):
         """Return a text as vLLM ends it: with the token that completes the string."""

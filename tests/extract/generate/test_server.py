@@ -1,6 +1,7 @@
 """A server as a backend: its texts, failures, spending and keys."""
 
 import contextlib
+import copy
 import dataclasses
 import gzip
 import json
@@ -19,6 +20,7 @@ import click
 import msgspec
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from beatrice.doctor import look_at_server
 from beatrice.extract.backbone.loading import load_backbone
@@ -35,7 +37,7 @@ from beatrice.extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.local import stop_ids
+from beatrice.extract.generate.local import TransformersGenerator, stop_ids
 from beatrice.extract.generate.options import BackendOptions, ServerOptions
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
@@ -468,14 +470,15 @@ def test_everything_known_of_a_server_and_its_tokenizer_is_in_its_keys(tmp_path)
     with RunDir.open(tmp_path / "run", smoke()) as run:
         tokenizer = load_tokenizer_only(run)[0].tokenizer
 
-    def key(name="m", tokenizer=tokenizer, log_probs=False, **changed):
+    def key(name="m", tokenizer=tokenizer, log_probs=False, stop_ids=(), **changed):
         options = ServerOptions(server="http://x/v1", **changed)
-        known = {"log_probs": log_probs, "tokenizer": tokenizer}
+        known = {"log_probs": log_probs, "tokenizer": tokenizer, "stop_ids": stop_ids}
         with ServedGenerator(name, options, **known) as generator:
             return reply_key(generator.identity, QUESTION, GREEDY)
 
     known = {"revision": "r", "served_dtype": "bfloat16", "dialect": "openai"}
     keys = [key(), key("n"), key(log_probs=True), key(tokenizer=None)]
+    keys += [key(stop_ids=(2,)), key(stop_ids=(2, 3))]
     keys += [key(**{name: value}) for name, value in known.items()]
     assert key() == keys[0]
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
@@ -588,6 +591,38 @@ def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp
     with RunDir.open(tmp_path / "run", smoke(model)) as run:
         _, stops = load_tokenizer_only(run)
     assert stops == stop_ids(load_backbone(model)) == (2,)
+
+
+def test_a_chat_ends_where_its_template_ends_a_turn_also_without_weights(tmp_path):
+    model = shutil.copytree(WEIGHTS, tmp_path / "model")
+    turn = "{{ m['content'] }}<s>"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    (model / "chat_template.jinja").write_text(template)
+    with RunDir.open(tmp_path / "run", smoke(model)) as run:
+        _, stops = load_tokenizer_only(run)
+    assert stops == stop_ids(load_backbone(model)) == (2, 1)
+
+
+def test_a_server_ends_its_texts_at_the_tokens_at_which_local_ones_end(
+    local, server, requests
+):
+    """As vLLM with a fine-tuned model that keeps the config of its base."""
+    prompts = prompts_of(requests, 3)
+    end = texts(local, prompts)[0].token_ids[-1]
+    tokenizer = copy.deepcopy(local.backbone.tokenizer)
+    word = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.add_tokens([AddedToken(word, special=True)], special_tokens=True)
+    turn = "{{ m['content'] }}" + word
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    backbone = dataclasses.replace(local.backbone, tokenizer=tokenizer)
+    here = texts(TransformersGenerator(backbone=backbone), prompts)
+    options, stops = ServerOptions(server=server.url), stop_ids(backbone)
+    with ServedGenerator("m", options, stop_ids=stops) as generator:
+        there = texts(generator, prompts)
+    assert here[0].stop_id == end
+    for a, b in zip(here, there, strict=True):
+        fields = ("text", "token_ids", "stop_id", "finish", "n_new_tokens")
+        assert [getattr(a, x) for x in fields] == [getattr(b, x) for x in fields]
 
 
 def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
