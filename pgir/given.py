@@ -192,13 +192,16 @@ class _PromptText:
     ids: tuple[int, ...]
     offsets: Sequence[Range] | None
     begin: int  # character at which the question begins where no range is known
+    end: int | None = None  # character at which a chat's last message ends
 
 
 def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
-    begin, has_special = 0, True
+    begin, end, has_special = 0, None, True
     if given.messages is not None:
         text = apply_template(tokenizer, given.messages)
-        begin = max(0, text.rfind(given.messages[-1]["content"].strip()))
+        first, end = _last_message(tokenizer, given.messages, text)
+        words = given.messages[-1]["content"].strip()
+        begin = max(first, text.rfind(words, first, end))
     elif given.prompt is not None:
         text, bos = given.prompt, tokenizer.bos_token
         has_special = bos is not None and text.startswith(bos)
@@ -212,7 +215,23 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
     offsets: Sequence[Range] | None = encoded.offsets
     if given.prompt_ids is not None and ids != given.prompt_ids:
         ids, offsets = tuple(given.prompt_ids), None
-    return _PromptText(text, ids, offsets, begin)
+    return _PromptText(text, ids, offsets, begin, end)
+
+
+def _last_message(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str
+) -> Range:
+    """Return where the last message lies in the text of all.
+
+    Its words may stand in what the template writes behind it, as "a" does. The whole
+    text where the template writes other words around another message.
+    """
+    mark = "BEATRICE-MESSAGE"  # as of `render_message`
+    marked = [*messages[:-1], {**messages[-1], "content": mark}]
+    before, _, after = apply_template(tokenizer, marked).partition(mark)
+    start, stop = len(before), len(text) - len(after)
+    is_around = text.startswith(before) and text.endswith(after)
+    return (start, stop) if is_around and start <= stop else (0, len(text))
 
 
 def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
@@ -244,11 +263,11 @@ def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
     return (edges[0], edges[-1]) if edges else None
 
 
-def _find_question(text: str, question: str, after: int) -> Range:
+def _find_question(text: str, question: str, after: int, end: int | None) -> Range:
     """Find the last place of the question behind the context, as it is or trimmed."""
     check_text(question, "the question")
     for words in (question, question.strip()):
-        if (at := text.rfind(words, after)) >= 0:
+        if (at := text.rfind(words, after, end)) >= 0:
             return at, at + len(words)
     raise ValueError(
         "the question is not in the prompt's text behind the context, where the "
@@ -264,7 +283,7 @@ def _ranges(
     after = context[1] if context else 0
     question = given.question_range
     if question is None and given.question is not None:
-        question = _find_question(prompt.text, given.question, after)
+        question = _find_question(prompt.text, given.question, after, prompt.end)
     for name, char_range in (("context", context), ("question", question)):
         if char_range is not None and char_range[1] > len(prompt.text):
             raise ValueError(

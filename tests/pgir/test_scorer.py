@@ -353,6 +353,20 @@ def test_messages_go_through_the_chat_template(chatting):
     np.testing.assert_array_equal(ranged.sequence.spans[0], named.sequence.spans[0])
 
 
+@pytest.mark.parametrize("named", [{}, {"question": "assistant"}])
+def test_no_question_is_looked_for_in_what_a_template_writes_behind_its_message(
+    chatting, named
+):
+    chat = {"messages": [{"role": "user", "content": "assistant"}], "answer": ANSWER}
+    text = Scorer(chatting.backbone, chatting.detector).render(chat["messages"])
+    assert text.count("assistant") == 2  # its header comes behind
+    place = {"question_range": range_of("assistant", text)}
+    spans = prepared_of(chatting, **chat, **named).sequence.spans
+    np.testing.assert_array_equal(
+        spans, prepared_of(chatting, **chat, **place).sequence.spans
+    )
+
+
 def test_without_places_the_last_message_is_the_question(chatting):
     texts = {"system": "short", "user": PROMPT}
     messages = [{"role": role, "content": text} for role, text in texts.items()]
