@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply(404, {"error": _PATHS})
         if self.close_connection:
-            self._drop(self._n_bytes())
+            self._drop()
 
     do_HEAD = do_GET
 
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not n_bytes or n_bytes > _MOST_REQUEST_BYTES:
             expected = f"a Content-Length of at most {_MOST_REQUEST_BYTES} bytes"
             self._refuse(413 if n_bytes else 400, f"expected {expected}")
-            self._drop(n_bytes)
+            self._drop()
             return
         try:
             request = json.loads(self.rfile.read(n_bytes))
@@ -209,9 +209,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(500, str(error))
             raise  # whoever serves sees where
 
-    def _drop(self, n_bytes: int) -> None:
-        """Read a body: a client that is still sending would not read the reply."""
-        n_left = min(n_bytes, _MOST_DROPPED_BYTES)
+    def _drop(self) -> None:
+        """Read a body: a client that is still sending would not read the reply.
+
+        To where the client closes, since a body in chunks does not say how long it is.
+        """
+        with contextlib.suppress(OSError):  # the client was faster
+            self.connection.shutdown(socket.SHUT_WR)
+        n_left = _MOST_DROPPED_BYTES
         while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
             n_left -= len(part)
 
@@ -220,6 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> None:
         """Reply as JSON where a request is none, or of another method."""
         self._refuse(code, f"{message or explain or 'no request'}; {_PATHS}")
+        self._drop()
 
     def _refuse(self, status: int, reason: str) -> None:
         self.close_connection = True

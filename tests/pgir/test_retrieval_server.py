@@ -241,6 +241,20 @@ def test_what_is_no_request_is_refused_in_json_and_closes_the_connection(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST /retrieve HTTP/1.1\r\nTransfer-Encoding: chunked",
+        "OPTIONS /retrieve HTTP/1.1\r\nContent-Length: 16777216",
+        "GET /health HTTP/1.1\r\nTransfer-Encoding: chunked",
+    ],
+)
+def test_a_client_whose_body_is_not_wanted_can_send_it_and_read_why(head):
+    with corpus_server() as server, serving(server):
+        text = replies_to(server, f"{head}\r\n\r\n{'x' * (16 << 20)}")
+    assert text.startswith("HTTP/1.1 ") and "Connection: close" in text
+
+
 def test_head_is_answered_without_a_body():
     with corpus_server() as server, serving(server):
         text = replies_to(server, "HEAD /health HTTP/1.1\r\n\r\n")
