@@ -277,6 +277,10 @@ class SavedReply(Generated, frozen=True, kw_only=True):
     key: str
 
 
+def _reply_line(key: str, text: Generated) -> str:
+    return json.dumps({"key": key, **msgspec.structs.asdict(text)})
+
+
 def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, SavedReply]:
     """Return where replies lie: a file, and a folder of what is not in it yet."""
     return JournalFiles(path, SavedReply, lambda reply: reply.key, parts)
@@ -303,37 +307,43 @@ class Replies:
     ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
-        Equal prompts share a text. Progress is texts that are there, and texts in all.
-        Every new text is written down and then checked, which may raise. None after a
-        share of the texts; `n_missing` counts what others have to do.
+        Equal prompts share a text. Progress is texts of this share that are there, and
+        texts of it in all. The new texts of a batch are written down and then checked,
+        which may raise. None after a share of the texts; `n_missing` counts what others
+        have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        done = {i for i, k in enumerate(keys) if k in self.journal or first[k] != i}
-        n_there = sum(key in self.journal for key in first)
-        self.n_reused += n_there
-        progress(n_there, len(first))
-        if not self.share.is_whole:
-            batches = self.share.mine(plan_of(generator, prompts, config))
-            done |= {*range(len(prompts))} - {i for batch in batches for i in batch}
+        batches = self.share.mine(plan_of(generator, prompts, config))
+        batch_of = {i: batch for batch in batches for i in batch}
+        mine = {i: key for key, i in first.items() if i in batch_of}
+        todo = {i for i, key in mine.items() if key not in self.journal}
+        self.n_reused += len(mine) - len(todo)
+        progress(len(mine) - len(todo), len(mine))
+        new: dict[int, Generated] = {}
         began = time.monotonic()
-        for i, text in generator.stream(prompts, config, done):
+        for i, text in generator.stream(prompts, config, {*range(len(keys))} - todo):
             now = time.monotonic()
             seconds, began = round(now - began, 6) if self.is_timed else None, now
-            if keys[i] in self.journal:
+            if i not in todo:
                 continue
-            fields = msgspec.structs.asdict(text) | {"seconds": seconds}
-            self.journal.append({keys[i]: json.dumps({"key": keys[i], **fields})})
-            self.n_new += 1
-            n_there += 1
-            progress(n_there, len(first))
-            check(text)
+            new[i] = msgspec.structs.replace(text, seconds=seconds)
+            todo.discard(i)
+            if todo.isdisjoint(batch_of[i]):
+                texts = {keys[k]: new.pop(k) for k in batch_of[i] if k in new}
+                self.journal.append({k: _reply_line(k, t) for k, t in texts.items()})
+                if hasattr(generator, "plan"):  # which waited while they were written
+                    began = time.monotonic()
+                self.n_new += len(texts)
+                progress(len(mine) - len(todo) - len(new), len(mine))
+                for written in texts.values():
+                    check(written)
         if not self.share.is_whole:
             there = self.journal.files.places()
             self.n_missing = sum(key not in there for key in first)
             return None
-        return [self.journal[key] for key in keys]
+        return self.journal.read(keys)
 
     def summary(self) -> str:
         """Count the texts that were generated, and those that were reused."""

@@ -502,7 +502,7 @@ class Journal(Mapping[Key, Decoded]):
         journal = cls(files, lines, notes, places)
         if stale:
             aside = path.with_name(path.name + ".stale")
-            _append(aside, b"".join(map(_line_at, stale)))
+            _append(aside, b"".join(_lines_at(stale)))
             notes.append(
                 f"{path}: {len(stale)} rows are no longer asked for, or are there "
                 f"twice, and now lie in {aside.name}"
@@ -527,8 +527,13 @@ class Journal(Mapping[Key, Decoded]):
 
     def __getitem__(self, key: Key) -> Decoded:
         """Read a row."""
-        location = self._places[key]
-        return from_json(self.files.kind, _line_at(location), str(location.path))
+        return self.read([key])[0]
+
+    def read(self, keys: Iterable[Key]) -> list[Decoded]:
+        """Read the rows of some keys, in their order."""
+        places = [self._places[key] for key in keys]
+        pairs = zip(places, _lines_at(places), strict=True)
+        return [from_json(self.files.kind, x, str(at.path)) for at, x in pairs]
 
     def append(self, rows: Mapping[Key, str]) -> None:
         """Add rows durably, as lines of JSON by key; all or none of them."""
@@ -547,26 +552,27 @@ class Journal(Mapping[Key, Decoded]):
     def _rewrite(self, order: Sequence[Key]) -> None:
         """Replace the file in one step by these rows, which may lie in parts."""
         path, places = self.files.path, {}
-        with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
-            # Kept open, which is slow on another machine's disk; parts may be many.
-            sources: dict[Path, BinaryIO] = {}
-            for key in order:
-                source, start, n_bytes = self._places[key]
-                if source not in sources:
-                    if len(sources) == _MOST_OPEN:
-                        opened.close()
-                        sources.clear()
-                    sources[source] = opened.enter_context(source.open("rb"))
-                places[key] = _Location(path, stream.tell(), n_bytes)
-                sources[source].seek(start)
-                stream.write(sources[source].read(n_bytes))
+        with write_stream_atomic(path) as stream:
+            lines = _lines_at(self._places[key] for key in order)
+            for key, line in zip(order, lines, strict=True):
+                places[key] = _Location(path, stream.tell(), len(line))
+                stream.write(line)
         self._places = places
 
 
-def _line_at(location: _Location) -> bytes:
-    with location.path.open("rb") as stream:
-        stream.seek(location.start)
-        return stream.read(location.n_bytes)
+def _lines_at(locations: Iterable[_Location]) -> Iterator[bytes]:
+    """Yield lines, in any order; parts of a journal may be many files."""
+    with contextlib.ExitStack() as opened:
+        # Kept open: to open a file is slow on another machine's disk.
+        sources: dict[Path, BinaryIO] = {}
+        for path, start, n_bytes in locations:
+            if path not in sources:
+                if len(sources) == _MOST_OPEN:
+                    opened.close()
+                    sources.clear()
+                sources[path] = opened.enter_context(path.open("rb"))
+            sources[path].seek(start)
+            yield sources[path].read(n_bytes)
 
 
 def _is_whole(line: bytes) -> bool:
