@@ -218,7 +218,12 @@ def answer_and_label(
     questions = without_worked_examples(questions, model.prompt.shots, note)
     asked = _asked(questions, model.prompt.prompt_template(), note)
 
-    stores = {x: work / _store_name(model, part, x) for x, part in asked.items()}
+    stores = {}
+    for x, part in asked.items():
+        pairs = zip(part, _shown(part, x), strict=True)
+        rows = ([q.id, q.question, *([p.title, p.text] for p in y)] for q, y in pairs)
+        about = [dataclasses.asdict(model.prompt), *rows]
+        stores[x] = work / _store_name(model, about)
 
     def answered(
         some: Sequence[Example], setting: Setting, is_ahead: bool = False
@@ -262,17 +267,13 @@ def without_worked_examples(
     return kept
 
 
-def _store_name(model: Any, questions: Sequence[Example], setting: Setting) -> str:
-    """Return a name of all that answers depend on: what is different begins anew."""
+def _store_name(model: Any, asked: Sequence[Any]) -> str:
+    """Return a name of all that signals depend on: what is different begins anew."""
     from beatrice.extract.generate.local import stop_ids
 
-    pairs = zip(questions, _shown(questions, setting), strict=True)
-    about = [
-        [model.backbone.revision, str(model.backbone.dtype)],
-        [model.backbone.attention, dataclasses.asdict(model.prompt)],
-        list(stop_ids(model.backbone)),
-        *([q.id, q.question, *([p.title, p.text] for p in x)] for q, x in pairs),
-    ]
+    backbone = model.backbone
+    about = [backbone.revision, str(backbone.dtype), backbone.attention]
+    about += [list(stop_ids(backbone)), *asked]
     return f"signals-{sha256_json(about)[:12]}"
 
 
@@ -350,9 +351,13 @@ def _class_advice(
 def read_given(
     model: Any,
     rows: Sequence[tuple["AnswerToScore", bool]],
+    work: Path,
     note: Callable[[str], None],
 ) -> Parts:
-    """Read the signals of answers that somebody has labelled."""
+    """Read the signals of answers that somebody has labelled.
+
+    They lie in `work`, where the same call continues.
+    """
     answers, parts = model.as_answers([given for given, _ in rows]), Parts()
     for setting in SETTINGS:
         is_here = [answer.setting == setting for answer in answers]
@@ -364,8 +369,12 @@ def read_given(
         parts[setting] = Labelled(texts, contexts, here, None, np.array(labels))
     parts = in_parts(parts, note)  # before they are read, which takes longer
     for setting, part in parts.items():
-        _forecast(model.read, part.answers, setting, note)
-        parts[setting] = part._replace(signals=model.read(part.answers))
+        about = [[*x.key, *x.prompt_ids, *x.token_ids] for x in part.answers]
+        store = work / _store_name(model, about)
+        if not store.exists():
+            _forecast(model.read, part.answers, setting, note)
+        signals = model.read(part.answers, store=store)
+        parts[setting] = part._replace(signals=signals)
     return parts
 
 
@@ -491,13 +500,10 @@ def fit_own(
 
     note, work = Progress().note, folder.with_name(f"{folder.name}.work")
     language_model, began = LanguageModel(model, prompt=words), time.monotonic()
-    if is_labelled:
-        parts = read_given(language_model, rows, note)
-        _fit_and_save(parts, folder, began, untrustworthy, say)
-        return
+    read = read_given if is_labelled else answer_and_label
     with locked(work):
         check_folder(folder)  # another that was waited for may have written it
-        parts = answer_and_label(language_model, rows, work, note)
+        parts = read(language_model, rows, work, note)
         _fit_and_save(parts, folder, began, untrustworthy, say)
         clear_work(work)  # the probe is all that is needed
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import beatrice
+from beatrice.extract.backbone.names import locked
 from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.records import Answer
 from beatrice.extract.run.contents import read_examples
@@ -16,10 +17,13 @@ from beatrice.own_model import (
     Labelled,
     _store_name,
     answer_and_label,
+    clear_work,
     in_parts,
+    read_given,
     split_answers,
     without_worked_examples,
 )
+from beatrice.pgir.given import AnswerToScore
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
 from tests.records import an_example, labelled_rows
@@ -120,13 +124,30 @@ def test_answers_that_ended_at_other_tokens_are_not_gone_on_with(tmp_path):
     model, store = beatrice.LanguageModel("embedded"), tmp_path / "signals"
     question = an_example(question="Where was Skiband born?")
     options = {"max_new_tokens": 1, "read": True, "store": store}
-    name = _store_name(model, [question], "closed_book")
-    assert _store_name(model, [question], "closed_book") == name
+    name = _store_name(model, ["asked"])
+    assert _store_name(model, ["asked"]) == name
     model.answer([question], **options)
     model.backbone.model.generation_config.eos_token_id = 5
-    assert _store_name(model, [question], "closed_book") != name
+    assert _store_name(model, ["asked"]) != name
     with pytest.raises(ValueError, match="other content"):
         model.answer([question], **options)
+
+
+def test_labelled_answers_that_were_read_are_not_read_again(tmp_path):
+    model, passes = beatrice.LanguageModel("embedded"), []
+    rows = [
+        (AnswerToScore(question=f"Where was person {i} born?", answer="x"), i % 2 == 0)
+        for i in range(24)
+    ]
+    decoder = model.backbone.layout.decoder
+    decoder.register_forward_pre_hook(lambda *_: passes.append(1))
+    read_given(model, rows, tmp_path, print)
+    n_passes = len(passes)
+    read_given(model, rows, tmp_path, print)
+    assert 0 < n_passes == len(passes)
+    with locked(tmp_path):
+        clear_work(tmp_path)  # what a probe that is saved does not need
+    assert not tmp_path.exists()
 
 
 def test_prompts_of_one_length_are_answered_together_in_whatever_order(tmp_path):
