@@ -28,6 +28,7 @@ from beatrice.extract.generate.prompts import (
     make_requests,
 )
 from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import (
     EXTRACT_PRESETS,
@@ -58,11 +59,12 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
     """
     from beatrice.extract.signals.decode import ReadingGenerator, check_decoding
     from beatrice.extract.signals.reader import SignalReader
-    from beatrice.extract.signals.written import save_batch
+    from beatrice.extract.signals.written import save_batch, waiting_config
 
     engine = open_local(run, config)
     config_of_store = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     reader = SignalReader.for_config(cast("Backbone", engine.model), config_of_store)
+    features = run.features(settings_of(run)[0]).parent
     if (reason := check_decoding(reader)) is not None:
         return engine._replace(why_alone=reason)
 
@@ -70,9 +72,9 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
         prompts = {request.prompt.ids: request.prompt for request in requests}.values()
         check_room(
             run,
-            run.written,
+            # Until all are in the store, none of those that wait is deleted.
+            {run.written: waiting_config(config_of_store), features: config_of_store},
             reader.shapes,
-            config_of_store,
             n_tokens=sum(len(p.ids) - first_read(p.context_span[0]) for p in prompts),
             n_answer=0,  # not known yet
             advice="answer with --no-read, or make the run with --hidden-layers or "

@@ -467,9 +467,8 @@ def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
 
 def check_room(
     run: RunDir,
-    folder: Path,
+    folders: Mapping[Path, StoreConfig],
     shapes: Mapping[str, tuple[int, ...]],
-    config: ExtractConfig,
     *,
     n_tokens: int,
     n_answer: int,
@@ -477,17 +476,21 @@ def check_room(
 ) -> None:
     """Check that the disk has room for signals, before hours of reading them.
 
-    They go into a folder, whose files are some of them; shapes are the reader's, and
-    tokens at least those that are read.
+    They go into each of the folders as its config says; files that are there are some
+    of them. Shapes are the reader's, and tokens at least those that are read.
     """
-    families = stored_families(shapes, config)
-    sizes = family_bytes(families, n_tokens=n_tokens, n_answer=n_answer)
-    files = (file for file in folder.rglob("*") if file.is_file())
-    missing = sum(sizes.values()) - sum(file.stat().st_size for file in files)
+    missing, kept = 0, []
+    for folder, config in folders.items():
+        families = stored_families(shapes, config)
+        sizes = family_bytes(families, n_tokens=n_tokens, n_answer=n_answer)
+        files = (file for file in folder.rglob("*") if file.is_file())
+        there = sum(file.stat().st_size for file in files)
+        missing += max(0, sum(sizes.values()) - there)
+        kept.append(f"{config.describe()} in {folder.name}")
     free = shutil.disk_usage(run.path).free
     if missing > free:
         raise ValueError(
-            f"{config.describe()} take {bytes_in_words(missing)} at least, and "
+            f"{' and '.join(kept)} take {bytes_in_words(missing)} at least, and "
             f"{bytes_in_words(free)} are free at {run.path}; keep less: {advice}"
         )
 
@@ -518,7 +521,7 @@ def _extract(
     features = run.features(next(iter(answers))).parent
     advice = "extract with --hidden-layers or --set hidden_spans=answer"
     counts = _n_read(sequences)
-    check_room(run, features, reader.shapes, config, **counts, advice=advice)
+    check_room(run, {features: config}, reader.shapes, **counts, advice=advice)
     if hasattr(reader, "is_written") or run.written.exists():
         is_written = getattr(reader, "is_written", lambda sequence: False)
         n_waiting = sum(map(is_written, sequences))

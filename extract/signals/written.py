@@ -47,13 +47,19 @@ def sequence_key(*sequences: TokenSequence) -> str:
     return digest.hexdigest()
 
 
-def _types(config: StoreConfig) -> dict[str, Dtype]:
-    """Return in which type each family waits.
+def waiting_config(config: StoreConfig) -> StoreConfig:
+    """Return how signals wait, as a config.
 
-    That of the store, so that rounding again changes nothing. Eight bits would be
-    rounded twice: their values wait as they are.
+    In the types of the store, so that rounding again changes nothing. Eight bits would
+    be rounded twice: their values wait as they are.
     """
-    hidden = "float32" if config.dtype == "int8" else config.dtype
+    dtype = "float32" if config.dtype == "int8" else config.dtype
+    return dataclasses.replace(config, dtype=dtype)
+
+
+def _types(config: StoreConfig) -> dict[str, Dtype]:
+    """Return in which type each family waits."""
+    hidden = waiting_config(config).dtype
     return {
         n: hidden if n == "hidden" else config.scalars for n in WaitingSignals._fields
     }

@@ -25,7 +25,12 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.extract import EXTRACT_PRESETS, extract_stage
-from beatrice.extract.signals.written import WrittenSignals, save_batch
+from beatrice.extract.signals.written import (
+    WrittenSignals,
+    save_batch,
+    waiting_config,
+)
+from beatrice.extract.store.spec import family_bytes, stored_families
 from beatrice.extract.store.store import open_store, read_family, verify
 from tests.extract import small_run
 from tests.extract.signals.readers import files_under
@@ -123,11 +128,17 @@ def test_signals_larger_than_the_free_disk_are_refused_before_the_first_answer(
     listed = make_requests(
         read_examples(opened), engine.model, SMALL_BATCHES.prompt, 10, SETTINGS
     )
-    engine.reading(listed.requests)
-    prompt = dataclasses.replace(listed.requests[0].prompt, ids=range(1 << 50))
+    shapes = engine.reading(listed.requests).reader.shapes
+    # They wait beside the store until it is whole: one copy would fit, two do not.
+    families = stored_families(shapes, EXTRACT)
+    per_token = sum(family_bytes(families, n_tokens=1, n_answer=1).values())
+    n_tokens = int(0.75 * shutil.disk_usage(unanswered).free / per_token)
+    prompt = dataclasses.replace(listed.requests[0].prompt, ids=range(n_tokens))
     huge = dataclasses.replace(listed.requests[0], prompt=prompt)
     with pytest.raises(ValueError, match=r"are free at .* --no-read, or make the run"):
         engine.reading([huge])
+    eight_bits = dataclasses.replace(EXTRACT, dtype="int8")
+    assert waiting_config(eight_bits).dtype == "float32"
     shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
     reader = SimpleNamespace(shapes=shapes | {"hidden": (1 << 20, 1 << 30)})
     with RunDir.open(run) as opened, pytest.raises(ValueError, match="keep less: extr"):
