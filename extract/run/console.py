@@ -138,19 +138,24 @@ class Progress:
             with _bar(name) as update:
                 yield update
         else:
-            yield self._plain_lines(name)
+            yield self.plain_lines(name)
         self.note(f"{name}: done in {in_words(time.monotonic() - began)}")
 
-    def _plain_lines(self, name: str) -> Update:
-        """Return an update that says how far it is: after 10, 30, 90, … seconds."""
-        estimate, began, due = Estimate(), time.monotonic(), 10.0
+    def plain_lines(
+        self, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> Update:
+        """Return an update that says how far it is: after 10, 30, 90, … seconds.
+
+        Later lines come once an hour.
+        """
+        estimate, began, due = Estimate(clock), clock(), 10.0
 
         def update(done: int, total: int) -> None:
             nonlocal due
             estimate.add(done, total)
-            left, elapsed = estimate.left, time.monotonic() - began
+            left, elapsed = estimate.left, clock() - began
             if elapsed >= due and left:
-                due = max(3 * due, elapsed)
+                due = max(min(3 * due, due + 3600), elapsed)
                 self.note(f"{name}: {estimate.share:.0%}, about {in_words(left)} left")
 
         return update

@@ -276,3 +276,13 @@ def test_a_stage_prints_what_it_took(capsys):
     with Progress().stage("answer") as update:
         update(1, 2)
     assert capsys.readouterr().err == "answer: done in 0 s\n"
+
+
+def test_a_stage_of_days_says_once_an_hour_how_far_it_is(capsys):
+    now = [0.0]
+    update = Progress().plain_lines("answer", lambda: now[0])
+    for minute in range(3 * 24 * 60):
+        now[0] = 60.0 * minute
+        update(minute, 3 * 24 * 60)
+    lines = capsys.readouterr().err.splitlines()
+    assert 72 <= len(lines) <= 78 and lines[-1].startswith("answer: 9")
