@@ -677,14 +677,18 @@ def _rows(
 
 
 def open_relations(
-    config: BaselinesConfig, detectors: Iterable[Baseline], progress: Update
+    config: BaselinesConfig, detectors: Iterable[Baseline], progress: Progress
 ) -> Relations | None:
-    """Return the NLI model of a config; None without one or where no detector asks."""
+    """Return the NLI model of a config; None without one or where no detector asks.
+
+    Its passes have lines of their own: to a stage they are a detector's scores.
+    """
     if config.nli is None or not any("entailment" in x.needs for x in detectors):
         return None
     from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
 
-    return MeteredRelations(load_entailment(Path(config.nli), progress=progress))
+    lines = partial(progress.plain_lines, "entailment")
+    return MeteredRelations(load_entailment(Path(config.nli), lines))
 
 
 def _baselines(
@@ -697,7 +701,7 @@ def _baselines(
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
     names = [name for name, reason in lacks.items() if reason is None]
-    relations = open_relations(config, (x for x in known if x.name in names), update)
+    relations = open_relations(config, (x for x in known if x.name in names), progress)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
         write_json_atomic(run.path / _MODELS, models)
@@ -722,7 +726,7 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")
-    relations = open_relations(config, [detector], lambda done, total: None)
+    relations = open_relations(config, [detector], Progress())
     identities = run_identities(run, config.models)
     faults = []
     for setting in settings_of(run):

@@ -168,8 +168,8 @@ class Entailment:
     columns: Mapping[str, int]
     max_tokens: int  # of a pair; the longer text of a longer pair is cut
     n_batch: int = 32  # pairs that are read together
-    # told how many pairs are read, of how many
-    progress: Update = lambda done, total: None
+    # opens the progress of a pass, which is told how many pairs are read, of how many
+    progress: Callable[[], Update] = lambda: lambda done, total: None
     # what was found for each pair, so that no pair is read twice: several detectors ask
     # for the same ones
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
@@ -184,10 +184,11 @@ class Entailment:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
         new.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
+        update = self.progress()
         for start in range(0, len(new), self.n_batch):
             batch = new[start : start + self.n_batch]
             self.known.update(zip(batch, self._read(batch), strict=True))
-            self.progress(start + len(batch), len(new))
+            update(start + len(batch), len(new))
         return np.array([self.known[pair] for pair in pairs]).reshape(-1, 3)
 
     def _read(self, pairs: list[tuple[str, str]]) -> np.ndarray:
@@ -265,7 +266,7 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
 
 
 def load_entailment(
-    path: Path, progress: Update = lambda done, total: None
+    path: Path, progress: Callable[[], Update] = lambda: lambda done, total: None
 ) -> Entailment:
     """Load an NLI model in float32, on the GPU if Torch has one."""
     import torch

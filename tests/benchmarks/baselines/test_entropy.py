@@ -414,15 +414,22 @@ def test_on_a_gpu_weights_and_pairs_are_there_and_relations_are_the_same(saved):
         np.testing.assert_allclose(model(PAIRS), expected, atol=1e-6)
 
 
-def test_no_pair_is_read_twice(saved):
-    read = []
-    loaded = load_entailment(saved, progress=lambda *at: read.append(at))
+def test_no_pair_is_read_twice_and_every_pass_has_a_progress_of_its_own(saved):
+    read, passes = [], itertools.count()
+
+    def progress():
+        number = next(passes)
+        return lambda *at: read.append((number, *at))
+
+    loaded = load_entailment(saved, progress)
     model = dataclasses.replace(loaded, n_batch=2)
     first = model([*PAIRS, PAIRS[0]])
-    assert read == [(2, 4), (4, 4)]
+    assert read == [(0, 2, 4), (0, 4, 4)]
     np.testing.assert_array_equal(first, model([*PAIRS, PAIRS[0]]))
     assert model([]).shape == (0, 3)
     assert len(read) == 2 and len(model.known) == 4
+    model([("a", "b")])
+    assert read[-1][1:] == (1, 1) and read[-1][0] > 0
 
 
 def test_a_pair_longer_than_the_model_is_cut(saved):
