@@ -19,6 +19,7 @@ from beatrice.jaxprobe.rows import Rows
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
+    from beatrice.extract.readings.reader import Neighbours
 
 FORMAT = "3"  # of cached readings: 3 says of which rows
 # What readings depend on beside the answers.
@@ -75,6 +76,12 @@ class AnswerReader:
 
         return cue_length((self.cue_like or self.inputs).answers)
 
+    @cached_property
+    def _neighbours(self) -> "Neighbours":
+        from beatrice.extract.readings.reader import neighbours_of
+
+        return neighbours_of(self.inputs.questions)
+
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Return readings of some rows by name, `[n, ...]` float32."""
         from beatrice.extract.readings.reader import read, swapped_prompt, truth_prompt
@@ -91,9 +98,9 @@ class AnswerReader:
                 for (x, answer), row in zip(pairs, drawn, strict=True)
             ]
         if "lumina_mmd" in names:
-            template, questions = inputs.known_template, inputs.questions
+            template, beside = inputs.known_template, self._neighbours
             extra["swapped"] = [
-                swapped_prompt(model, template, *pair, questions) for pair in pairs
+                swapped_prompt(model, template, *pair, beside) for pair in pairs
             ]
         answers = [answer for _, answer in pairs]
         readings = [*read(model, answers, names, n_cue=self._n_cue, **extra)]

@@ -9,7 +9,7 @@ one float32 array per answer, NaN where there is nothing to read.
 
 import functools
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,22 +85,37 @@ def _known(passages: Sequence[Passage]) -> set[str]:
     return {name.strip().casefold() for name in names}
 
 
+# By id the questions of the same set, and which of them it is.
+Neighbours = Mapping[str, tuple[Sequence[Example], int]]
+
+
+def neighbours_of(examples: Iterable[Example]) -> Neighbours:
+    """Return where every question stands among those of its set."""
+    sets: dict[str, list[Example]] = {}
+    places: dict[str, tuple[Sequence[Example], int]] = {}
+    for example in examples:
+        same = sets.setdefault(example.dataset, [])
+        places[example.id] = same, len(same)
+        same.append(example)
+    return places
+
+
 def other_passages(
-    example: Example, answer: Answer, others: Sequence[Example]
+    example: Example, answer: Answer, neighbours: Neighbours
 ) -> Iterator[tuple[Passage, ...]]:
     """Yield the passages that may stand for a question's own, best first.
 
     LUMINA's rule is not published. Here: those of another question of the same set, as
     many as the answer was given behind, none with a title of the question's own
     passages and none that holds a gold answer of it; the next question in order comes
-    first, and behind the last the first. The question is among the others.
+    first, and behind the last the first.
     """
     context = example.context(answer.variant)
     n_read = len(context) - len(answer.dropped)
     golds = [gold.strip().casefold() for gold in example.golds if gold.strip()]
-    same = [other for other in others if other.dataset == example.dataset]
-    at = next(i for i, other in enumerate(same) if other.id == example.id)
-    for other in (*same[at + 1 :], *same[:at]):
+    same, at = neighbours[example.id]
+    for step in range(1, len(same)):
+        other = same[(at + step) % len(same)]
         passages = other.context(answer.variant)[:n_read]
         words = " ".join(f"{p.title} {p.text}" for p in passages).casefold()
         is_own = _known(passages) & _known(context) or any(g in words for g in golds)
@@ -113,14 +128,14 @@ def swapped_prompt(
     template: PromptTemplate,
     example: Example,
     answer: Answer,
-    others: Sequence[Example],
+    neighbours: Neighbours,
 ) -> Ids | None:
     """Return the prompt of a question behind another question's passages, as ids.
 
     These are the first of `other_passages` with which prompt and answer fit the model's
     window; None if there are none.
     """
-    for passages in other_passages(example, answer, others):
+    for passages in other_passages(example, answer, neighbours):
         prompt = build_prompt(model.tokenizer, template, example.question, passages)
         n_tokens = len(prompt.ids) + len(answer.token_ids)
         if model.max_length is None or n_tokens <= model.max_length:

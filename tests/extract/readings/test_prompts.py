@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from beatrice.extract.generate.prompts import TokenizerOnly, build_prompt
 from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.readings.reader import (
+    neighbours_of,
     other_passages,
     read,
     swapped_prompt,
@@ -78,7 +79,7 @@ def answered(other, **fields):
 
 
 def titles_lent(example, every, **fields):
-    groups = other_passages(example, answered(example, **fields), every)
+    groups = other_passages(example, answered(example, **fields), neighbours_of(every))
     return [[passage.title for passage in passages] for passages in groups]
 
 
@@ -105,7 +106,7 @@ def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
 
 def test_without_titles_texts_tell_passages_apart():
     every = [example(i, [""], texts=[t]) for i, t in enumerate(["same", "same", "b"])]
-    result = other_passages(every[0], answered(every[0]), every)
+    result = other_passages(every[0], answered(every[0]), neighbours_of(every))
     assert [passages[0].text for passages in result] == ["b"]
 
 
@@ -113,14 +114,16 @@ def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
     every = [example(0, "a"), example(1, "b"), example(2, "c")]
     answer = answered(every[0])
     model = TokenizerOnly(bytewise)
-    ids = swapped_prompt(model, SHORT, every[0], answer, every)
+    ids = swapped_prompt(model, SHORT, every[0], answer, neighbours_of(every))
     expected = build_prompt(bytewise, SHORT, "question 0?", every[1].passages)
     assert ids == expected.ids
-    assert swapped_prompt(model, SHORT, every[0], answer, every[:1]) is None
+    assert (
+        swapped_prompt(model, SHORT, every[0], answer, neighbours_of(every[:1])) is None
+    )
     # What does not fit the window with the answer gives way to what does.
     window = dataclasses.replace(model, max_length=len(ids) + 1)
     lent = [every[0], example(1, "b", texts=["much longer " * 9]), every[2]]
-    result = swapped_prompt(window, SHORT, every[0], answer, lent)
+    result = swapped_prompt(window, SHORT, every[0], answer, neighbours_of(lent))
     assert result == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
 
 
@@ -138,7 +141,7 @@ def test_other_passages_change_what_the_microworlds_model_says(local):
         return np.array([row["lumina_mmd"] for row in rows])
 
     swapped = [
-        swapped_prompt(backbone, SHORT, item, answer, every)
+        swapped_prompt(backbone, SHORT, item, answer, neighbours_of(every))
         for item, answer in zip(every, answers, strict=True)
     ]
     assert None not in swapped
