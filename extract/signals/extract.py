@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -516,34 +516,41 @@ def _extract(
             "--settings closed-book"
         )
     reader = open_reader(run, config)
-    every = [answer for rows in answers.values() for answer in rows]
-    sequences = [sequence_of(a, answer_span=config.answer_span) for a in every]
-    features = run.features(next(iter(answers))).parent
+    settings, n_all = [*answers], sum(map(len, answers.values()))
+
+    def sequences() -> Iterator[TokenSequence]:  # all at once would fill the memory
+        for answer in itertools.chain.from_iterable(answers.values()):
+            yield sequence_of(answer, answer_span=config.answer_span)
+
+    features = run.features(settings[0]).parent
     advice = "extract with --hidden-layers or --set hidden_spans=answer"
-    counts = _n_read(sequences)
+    counts = _n_read(sequences())
     check_room(run, {features: config}, reader.shapes, **counts, advice=advice)
     if hasattr(reader, "is_written") or run.written.exists():
         is_written = getattr(reader, "is_written", lambda sequence: False)
-        n_waiting = sum(map(is_written, sequences))
+        n_waiting = sum(map(is_written, sequences()))
         progress.note(
-            f"extract: {n_waiting} of {len(every)} answers were read while they were "
-            f"written, {config.describe()}; {len(every) - n_waiting} are read again"
+            f"extract: {n_waiting} of {n_all} answers were read while they were "
+            f"written, {config.describe()}; {n_all - n_waiting} are read again"
         )
     n_before = 0
-    for setting, rows in answers.items():
-        show = partial(_show, update, n_before, len(rows), len(every))
+    for setting in settings:
+        rows = answers.pop(setting)
+        show = partial(_show, update, n_before, len(rows), n_all)
         url, share = run.features(setting), run.share
         extract(reader, rows, url, config, share=share, progress=show)
         n_before += len(rows)
     # Counted behind the last setting: of two workers one may be ahead in the first and
     # the other in the second, and each would have left it to the other to join them.
-    return sum(_n_missing(open_store(run.features(setting))) for setting in answers)
+    return sum(_n_missing(open_store(run.features(setting))) for setting in settings)
 
 
-def _n_read(sequences: Sequence[TokenSequence]) -> dict[str, int]:
+def _n_read(sequences: Iterable[TokenSequence]) -> dict[str, int]:
     """Count the tokens of answers that are read, and those of their answer spans."""
-    n_tokens = sum(len(s.ids) - first_read(s.spans[0, 0]) for s in sequences)
-    n_answer = sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences)
+    n_tokens = n_answer = 0
+    for s in sequences:
+        n_tokens += len(s.ids) - first_read(s.spans[0, 0])
+        n_answer += s.spans[2, 1] - s.spans[2, 0]
     return {"n_tokens": int(n_tokens), "n_answer": int(n_answer)}
 
 
