@@ -200,7 +200,7 @@ class CachedRetriever:
             self._journal = Journal.open(JournalFiles(cache, _CachedRanking, key))
             for text in self._journal.notes:
                 note(text)
-            for row in self._journal.values():
+            for row in self._journal.read(self._journal):
                 self._add(row)
         # Any question; until then a server without documents is taken for a broken one.
         self._has_answered = any(self._rankings.values())
