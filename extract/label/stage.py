@@ -6,12 +6,14 @@ right and half wrong, so that each kind of mistake has an interval; what that sa
 all answers is weighted by how many have either label.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from beatrice.extract.label.labels import (
     RUBRICS,
     RULES,
     ConsensusConfig,
+    Judge,
     Judgements,
     LabelConfig,
     Match,
@@ -50,7 +53,9 @@ from beatrice.extract.records import (
     Example,
     Key,
     Label,
+    Record,
     read_records,
+    to_json,
     write_lines,
 )
 from beatrice.extract.run.console import Progress, Update
@@ -62,6 +67,8 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import (
+    Journal,
+    JournalFiles,
     sha256_file,
     sha256_json,
     write_json_atomic,
@@ -613,16 +620,67 @@ def judge_stage(
     )
 
 
+class _Verdict(Record, frozen=True, kw_only=True):
+    """What a person's judge says of an answer."""
+
+    key: str  # of judge, question and answer
+    label: bool | None
+
+
+@contextlib.contextmanager
+def _saved_verdicts(
+    run: RunDir, judge: Judge, identity: Mapping[str, str], progress: Progress
+) -> Iterator[Judge]:
+    """Yield a judge whose verdicts are written down, and asked for once.
+
+    Those of a second are written together: a rule gives thousands.
+    """
+    path = run.replies("judge_with")
+    journal = Journal.open(JournalFiles(path, _Verdict, lambda row: row.key))
+    for note in journal.notes:
+        progress.note(note)
+    new: dict[str, str] = {}
+    due = time.monotonic() + 1
+
+    def write() -> None:
+        nonlocal due
+        journal.append(new)
+        new.clear()
+        due = time.monotonic() + 1
+
+    def saved(example: Example, answer: Answer) -> bool | None:
+        key = sha256_json([dict(identity), to_json(example), to_json(answer)])
+        if key in journal:
+            return journal[key].label
+        label = judge(example, answer)
+        if label is None or isinstance(label, bool | np.bool_):
+            verdict = _Verdict(key=key, label=None if label is None else bool(label))
+            new[key] = to_json(verdict)
+            if time.monotonic() > due:
+                write()
+        return label
+
+    try:
+        yield saved
+    finally:
+        write()
+
+
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
     identity = {"rule": f"judge {spec}"}
     if code := sha256_of_code(judge):  # judged again where this file has changed
         identity["judge_with"] = code
+    is_saved = code and callable(judge)  # else it is refused, or may change unseen
 
     def make() -> list[Label]:
-        with progress.stage("judge") as update:
-            return label_with(*_answered(run), judge, name=spec, progress=update)
+        with contextlib.ExitStack() as stack:
+            update, saved = stack.enter_context(progress.stage("judge")), judge
+            if is_saved:
+                verdicts = _saved_verdicts(run, judge, identity, progress)
+                saved = stack.enter_context(verdicts)
+            return label_with(*_answered(run), saved, name=spec, progress=update)
 
     _label_by(run, identity, make, progress)
 

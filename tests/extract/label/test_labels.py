@@ -487,6 +487,27 @@ def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_b
         assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
+def test_a_judge_that_fails_is_asked_again_only_for_what_it_has_not_judged(
+    run, working_folder
+):
+    code = """
+def costly(question, answer):
+    with open("calls.txt", "a+") as calls:
+        n_calls = calls.write("x") and calls.tell()
+    if n_calls == 2:
+        raise OSError("no credit left")
+    return question.id == "x"
+"""
+    (working_folder / "costly_judge.py").write_text(code)
+    options = ("--judge", "costly_judge:costly")
+    assert "no credit left" in beatrice("label", run.path, *options, code=1).stderr
+    beatrice("label", run.path, *options)
+    labels = [label.label for label in read_records(run.labels, Label)]
+    assert labels == [False] * 3
+    # One verdict and a failure, then the two that were missing.
+    assert (working_folder / "calls.txt").read_text() == "x" * 4
+
+
 def test_an_audit_is_of_the_labels_of_now_whatever_a_sample_of_before_holds(
     run, tmp_path
 ):
