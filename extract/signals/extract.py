@@ -516,7 +516,7 @@ def _extract(
             "--settings closed-book"
         )
     reader = open_reader(run, config)
-    settings, n_all = [*answers], sum(map(len, answers.values()))
+    settings, n_all = settings_of(run), sum(map(len, answers.values()))
 
     def sequences() -> Iterator[TokenSequence]:  # all at once would fill the memory
         for answer in itertools.chain.from_iterable(answers.values()):
