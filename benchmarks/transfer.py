@@ -602,7 +602,7 @@ def _transfer(
             progress.note(f"transfer: {rival.name} {lack}")
         else:
             detectors.append(rival)
-    relations = open_relations(how, detectors, progress)
+    relations = open_relations(run, how, detectors, progress)
     for index, setting in enumerate(SETTINGS):
         scene = run_scene(run, _inner(run), setting, how, relations)
         encoders, _ = checkpoint.restore(run.encoders(setting))

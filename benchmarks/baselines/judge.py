@@ -30,6 +30,7 @@ from beatrice.benchmarks.baselines.readings import (
     NOTHING_READ,
     AnswerReader,
     CachedReadings,
+    MeteredRelations,
     cached_readings,
     chunks_of,
     reading_keys,
@@ -157,25 +158,6 @@ def _file(detector: Baseline) -> str:
 
 def _as_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
-
-
-@dataclasses.dataclass
-class MeteredRelations:
-    """An NLI model whose time for a pair is charged to every detector that reads it."""
-
-    relations: Relations  # the model
-    seconds: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    owed: float = 0.0  # beyond what the clock shows
-
-    def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs."""
-        new = set(pairs) - set(self.seconds)
-        self.owed += sum(self.seconds[pair] for pair in set(pairs) - new)
-        began = time.monotonic()
-        relations = self.relations(pairs)
-        share = (time.monotonic() - began) / max(1, len(new))
-        self.seconds |= dict.fromkeys(new, share)
-        return relations
 
 
 def no_scores(n_rows: int, reason: str) -> JudgedOutput:
@@ -677,7 +659,10 @@ def _rows(
 
 
 def open_relations(
-    config: BaselinesConfig, detectors: Iterable[Baseline], progress: Progress
+    run: RunDir,
+    config: BaselinesConfig,
+    detectors: Iterable[Baseline],
+    progress: Progress,
 ) -> Relations | None:
     """Return the NLI model of a config; None without one or where no detector asks.
 
@@ -687,8 +672,12 @@ def open_relations(
         return None
     from beatrice.benchmarks.baselines.detectors.clustering import load_entailment
 
-    lines = partial(progress.plain_lines, "entailment")
-    return MeteredRelations(load_entailment(Path(config.nli), lines))
+    path = Path(config.nli)
+    return MeteredRelations(
+        load_entailment(path),
+        Cache(run.path / "readings" / "entailment", str(sha256_tree(path))),
+        partial(progress.plain_lines, "entailment"),
+    )
 
 
 def _baselines(
@@ -701,7 +690,8 @@ def _baselines(
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
     names = [name for name, reason in lacks.items() if reason is None]
-    relations = open_relations(config, (x for x in known if x.name in names), progress)
+    chosen = [x for x in known if x.name in names]
+    relations = open_relations(run, config, chosen, progress)
     identities = run_identities(run, config.models)
     if models := {x: identities[x] for x in config.models if x in identities}:
         write_json_atomic(run.path / _MODELS, models)
@@ -726,7 +716,7 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")
-    relations = open_relations(config, [detector], Progress())
+    relations = open_relations(run, config, [detector], Progress())
     identities = run_identities(run, config.models)
     faults = []
     for setting in settings_of(run):

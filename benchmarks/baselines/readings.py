@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    Relations,
+)
+from beatrice.extract.run.console import Update
+from beatrice.extract.run.files import sha256_json
 from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.rows import Rows
@@ -25,6 +31,7 @@ FORMAT = "3"  # of cached readings: 3 says of which rows
 # What readings depend on beside the answers.
 _BESIDE = {"sample_states": "samples", "p_true": "samples", "lookback": "cue"}
 _ANSWERS_PER_CHUNK = 256
+_PAIRS_PER_CHUNK = 1024
 _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
 
@@ -56,6 +63,55 @@ def reading_keys(
         if identity := identities.get(_BESIDE.get(name, "")):
             key.append(identity)
     return {name: " ".join(key) for name, key in keys.items()}
+
+
+@dataclasses.dataclass
+class MeteredRelations:
+    """An NLI model whose time for a pair is charged to every detector that reads it.
+
+    Pairs are read a chunk at a time, so that an interrupted start continues.
+    """
+
+    relations: Relations  # the model
+    cache: Cache = dataclasses.field(default_factory=Cache)  # of chunks, by their pairs
+    # opens the progress of a pass: a stage counts the scores that it is for
+    progress: Callable[[], Update] = lambda: lambda done, total: None
+    owed: float = 0.0  # seconds beyond what the clock shows
+    # of each pair its relations, `[3]`, and the seconds that they took
+    known: dict[tuple[str, str], tuple[np.ndarray, float]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        """Return the relations of pairs, `[n_pairs, 3]` float64."""
+        # The longest first: what does not fit in memory shows at once.
+        ordered = sorted(set(pairs), key=lambda x: (-len(x[0]) - len(x[1]), x))
+        update = self.progress()
+        for start in range(0, len(ordered), _PAIRS_PER_CHUNK):
+            chunk = ordered[start : start + _PAIRS_PER_CHUNK]
+            self._read(chunk)
+            update(start + len(chunk), len(ordered))
+        return np.array([self.known[pair][0] for pair in pairs]).reshape(-1, 3)
+
+    def _read(self, chunk: list[tuple[str, str]]) -> None:
+        """Read the pairs of a chunk that are not known, and charge for the others."""
+        seconds = {pair: self.known[pair][1] for pair in chunk if pair in self.known}
+        self.owed += sum(seconds.values())
+        if len(seconds) == len(chunk):
+            return
+        name = sha256_json(chunk)[:32]
+        arrays = self.cache.load(name)
+        if arrays is None:
+            began = time.monotonic()
+            relations = self.relations(chunk)
+            each = (time.monotonic() - began) / (len(chunk) - len(seconds))
+            took = np.array([seconds.get(pair, each) for pair in chunk])
+            arrays = {"relations": relations, "seconds": took}
+            self.cache.save(name, arrays)
+        else:
+            self.owed += float(arrays["seconds"].sum()) - sum(seconds.values())
+        rows = zip(arrays["relations"], arrays["seconds"].tolist(), strict=True)
+        self.known |= zip(chunk, rows, strict=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from scipy.special import softmax
 from beatrice.benchmarks.baselines.detector import DetectorInput, Requirement
 from beatrice.extract.backbone.names import check_weights
 from beatrice.extract.records import normalise
-from beatrice.extract.run.console import Update
 
 RELATIONS = ("entailment", "neutral", "contradiction")
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
@@ -168,8 +167,6 @@ class Entailment:
     columns: Mapping[str, int]
     max_tokens: int  # of a pair; the longer text of a longer pair is cut
     n_batch: int = 32  # pairs that are read together
-    # opens the progress of a pass, which is told how many pairs are read, of how many
-    progress: Callable[[], Update] = lambda: lambda done, total: None
     # what was found for each pair, so that no pair is read twice: several detectors ask
     # for the same ones
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
@@ -184,11 +181,9 @@ class Entailment:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first: what does not fit in memory shows at once.
         new.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
-        update = self.progress()
         for start in range(0, len(new), self.n_batch):
             batch = new[start : start + self.n_batch]
             self.known.update(zip(batch, self._read(batch), strict=True))
-            update(start + len(batch), len(new))
         return np.array([self.known[pair] for pair in pairs]).reshape(-1, 3)
 
     def _read(self, pairs: list[tuple[str, str]]) -> np.ndarray:
@@ -265,9 +260,7 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
     return tokenizer, model, sorted(report["missing_keys"])
 
 
-def load_entailment(
-    path: Path, progress: Callable[[], Update] = lambda: lambda done, total: None
-) -> Entailment:
+def load_entailment(path: Path) -> Entailment:
     """Load an NLI model in float32, on the GPU if Torch has one."""
     import torch
 
@@ -289,5 +282,4 @@ def load_entailment(
         tokenizer=tokenizer,
         columns=columns,
         max_tokens=tokenizer.model_max_length if is_limited else n_positions,
-        progress=progress,
     )

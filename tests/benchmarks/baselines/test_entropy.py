@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import time
 
 import numpy as np
 import pytest
@@ -39,6 +40,8 @@ from beatrice.benchmarks.baselines.detectors.entropy import (
     tail_of,
     weighted_entropy,
 )
+from beatrice.benchmarks.baselines.readings import MeteredRelations
+from beatrice.jaxprobe.checkpoint import Cache
 from tests.benchmarks.baselines.planted import (
     by_last_word,
     drawn_inputs,
@@ -414,22 +417,39 @@ def test_on_a_gpu_weights_and_pairs_are_there_and_relations_are_the_same(saved):
         np.testing.assert_allclose(model(PAIRS), expected, atol=1e-6)
 
 
-def test_no_pair_is_read_twice_and_every_pass_has_a_progress_of_its_own(saved):
-    read, passes = [], itertools.count()
-
-    def progress():
-        number = next(passes)
-        return lambda *at: read.append((number, *at))
-
-    loaded = load_entailment(saved, progress)
-    model = dataclasses.replace(loaded, n_batch=2)
+def test_no_pair_is_read_twice(saved):
+    model, batches = dataclasses.replace(load_entailment(saved), n_batch=2), []
+    model.model.register_forward_pre_hook(lambda *_: batches.append(1))
     first = model([*PAIRS, PAIRS[0]])
-    assert read == [(0, 2, 4), (0, 4, 4)]
+    assert len(batches) == 2
     np.testing.assert_array_equal(first, model([*PAIRS, PAIRS[0]]))
     assert model([]).shape == (0, 3)
-    assert len(read) == 2 and len(model.known) == 4
-    model([("a", "b")])
-    assert read[-1][1:] == (1, 1) and read[-1][0] > 0
+    assert len(batches) == 2 and len(model.known) == 4
+
+
+def test_pairs_that_a_killed_start_read_are_charged_and_not_read_again(tmp_path):
+    pairs, read, counts = [(str(i), "b") for i in range(3000)], [], []
+
+    def relations(chunk):
+        if len(read) == 2048:
+            raise KeyboardInterrupt
+        read.extend(chunk)
+        time.sleep(0.01)
+        return np.array([[int(a), 0, 0] for a, _ in chunk], float)
+
+    def opened():
+        # A pass counts for itself, whatever was counted before.
+        progress = lambda: lambda *at: counts.append(at)  # noqa: E731
+        return MeteredRelations(relations, Cache(tmp_path, "model"), progress)
+
+    with pytest.raises(KeyboardInterrupt):
+        opened()(pairs)
+    read.append("killed")
+    again = opened()
+    np.testing.assert_array_equal(again(pairs[::-1])[:, 0], np.arange(3000)[::-1])
+    assert len(read) == 3001
+    assert again.owed >= 0.02  # of two chunks
+    assert counts == [(1024, 3000), (2048, 3000)] * 2 + [(3000, 3000)]
 
 
 def test_a_pair_longer_than_the_model_is_cut(saved):

@@ -27,7 +27,6 @@ from beatrice.benchmarks.baselines.judge import (
     BASELINES,
     BaselinesConfig,
     JudgedOutput,
-    MeteredRelations,
     ScoreCache,
     _open_backbone,
     chosen_detectors,
@@ -44,6 +43,7 @@ from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.benchmarks.baselines.readings import (
     AnswerReader,
     CachedReadings,
+    MeteredRelations,
     cached_readings,
     chunks_of,
     load_chunk,
