@@ -672,7 +672,7 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     identity = {"rule": f"judge {spec}"}
     if code := sha256_of_code(judge):  # judged again where this file has changed
         identity["judge_with"] = code
-    is_saved = code and callable(judge)  # else it is refused, or may change unseen
+    is_saved = all((code, callable(judge)))  # else it is refused, or may change unseen
 
     def make() -> list[Label]:
         with contextlib.ExitStack() as stack:
