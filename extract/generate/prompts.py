@@ -6,7 +6,6 @@ reads, never from tokenising a substring, which may split differently.
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import math
 import re
@@ -162,9 +161,10 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
 
 
 # Templates would write today's date, and a run that is continued tomorrow ask its
-# questions differently. This is the default of Llama's.
-_TODAY = datetime.datetime(2024, 7, 26)
-_PARTS = (f"replace('%{c}', '{_TODAY.strftime(f'%{c}')}')" for c in "aAbBdjmyHMSY")
+# questions differently. This is the default of Llama's, spelled out: what `strftime`
+# makes of a date is in the language of the process.
+_TODAY = "a=Fri A=Friday b=Jul B=July d=26 j=208 m=07 y=24 H=00 M=00 S=00 Y=2024"
+_PARTS = ("replace('%{}', '{}')".format(*x.split("=")) for x in _TODAY.split())
 # Before a template that asks for it (Granite's, gpt-oss's): it takes data, no function.
 _STRFTIME = (
     f"{{% macro strftime_now(f) %}}{{{{ f | {' | '.join(_PARTS)} }}}}{{% endmacro %}}"
@@ -173,7 +173,7 @@ _STRFTIME = (
 TEMPLATE_FIELDS: dict[str, Any] = {
     "enable_thinking": False,  # Qwen, Gemma
     "thinking": False,  # Granite, DeepSeek
-    "date_string": f"{_TODAY:%d %b %Y}",  # Llama
+    "date_string": "26 Jul 2024",  # Llama
 }
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -19,6 +21,8 @@ from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
+    _STRFTIME,
+    TEMPLATE_FIELDS,
     Request,
     TokenizerOnly,
     blank_before_answer,
@@ -49,6 +53,7 @@ from tests.extract.datasets import published as pub
 from tests.extract.generate.loopback import GREEDY, prompts_of, served, texts
 from tests.extract.label.scripted import generated
 from tests.extract.small_run import beatrice
+from tests.process import run_line, run_python
 from tests.records import an_example
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
@@ -266,6 +271,20 @@ def test_a_template_that_does_not_end_is_refused(tokenizer):
 def test_a_template_that_writes_the_date_asks_the_same_on_every_day(chatty):
     chatty.chat_template = "{{ strftime_now('%H %d %b %Y') }} " + TEMPLATE
     assert render_message(chatty, "x").text.startswith("00 26 Jul 2024 ")
+
+
+def test_the_date_of_a_template_is_the_same_in_every_language(tmp_path):
+    if not shutil.which("localedef") or not Path("/usr/share/i18n/locales").exists():
+        pytest.skip("this machine makes no locale")
+    run_line("localedef", "-i", "fr_FR", "-f", "UTF-8", tmp_path / "fr_FR.UTF-8")
+    program = (
+        "import locale\nlocale.setlocale(locale.LC_TIME, 'fr_FR.UTF-8')\n"
+        "from beatrice.extract.generate.prompts import _STRFTIME, TEMPLATE_FIELDS\n"
+        "print(TEMPLATE_FIELDS['date_string'], _STRFTIME)"
+    )
+    parts = run_python(program, LOCPATH=str(tmp_path), PYTHONUTF8="1").stdout
+    assert parts == f"{TEMPLATE_FIELDS['date_string']} {_STRFTIME}\n"
+    assert "'Fri'" in parts and "'July'" in parts and "26 Jul 2024" in parts
 
 
 def test_a_timer_of_the_callers_survives_a_template(chatty):
