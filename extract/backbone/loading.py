@@ -56,7 +56,11 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.process import keep_freed_memory
 from beatrice.extract.signals.batch import Halves
-from beatrice.extract.signals.precision import float32_precision, rounding_of
+from beatrice.extract.signals.precision import (
+    check_default_dtype,
+    float32_precision,
+    rounding_of,
+)
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -488,12 +492,7 @@ class Backbone:
                 "on no device, as what is offloaded); expected one device that holds "
                 "all of them; load it there, without another device_map"
             )
-        if (default := torch.get_default_dtype()) != torch.float32:
-            raise ValueError(
-                f"Torch's default type is {str(default).removeprefix('torch.')}, in "
-                "which sums would be kept; expected float32: call "
-                "torch.set_default_dtype(torch.float32) when your weights are loaded"
-            )
+        check_default_dtype()
         _check_quantization(name, bare.config.to_dict())
         config = bare.config.get_text_config()
         return cls(

@@ -177,7 +177,8 @@ def end_states(
     """
     begun = begin(backbone.layout, sequences, behind, is_seen=False)
     n_begun = 0 if begun is None else begun.n_tokens
-    states = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
+    room = len(sequences), backbone.d_model
+    states = torch.empty(room, dtype=backbone.dtype, device="cpu")
     lengths = [len(ids) - n_begun for ids in sequences]
 
     def read_rows(rows: list[int]) -> torch.Tensor:

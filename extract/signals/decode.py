@@ -67,6 +67,7 @@ class DecodeReading(AttentionReading):
     Generation calls `watching` around each of its runs and `on_choice` after each step.
     """
 
+    @exact_products()
     def __init__(
         self,
         reader: SignalReader,
@@ -584,7 +585,7 @@ def read_stepwise(
     halves = reader.backbone.halves
     while True:
         try:
-            with halves.one_text(n_tokens), halves.lock:
+            with halves.one_text(n_tokens), halves.lock, exact_products():
                 token = next(steps)
         except StopIteration as end:
             reply: Generated = end.value

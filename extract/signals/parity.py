@@ -106,7 +106,8 @@ def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     n_ids, n_tokens = sum(lengths), lengths[0]
     # Embedding tables may be shorter than a padded head.
     n_used = min(vocab_size, len(backbone.model.get_input_embeddings().weight))
-    ids = torch.arange(1, n_ids + 1) * max(1, n_used // (n_ids + 1)) % n_used
+    step = max(1, n_used // (n_ids + 1))
+    ids = torch.arange(1, n_ids + 1, device="cpu") * step % n_used
     second = torch.cat([ids[n_tokens:], ids[-1].expand(n_tokens - lengths[1])])
     return torch.stack([ids[:n_tokens], second]).to(backbone.device)
 

@@ -24,13 +24,25 @@ _EXACT: collections.Counter[int] = collections.Counter()
 _UNCOMPILED = contextlib.ExitStack()  # entered while some thread is inside
 
 
+def check_default_dtype() -> None:
+    """Check that Torch's default type is the one that sums are kept in."""
+    if (default := torch.get_default_dtype()) != torch.float32:
+        raise ValueError(
+            f"Torch's default type is {str(default).removeprefix('torch.')}, in which "
+            "sums would be kept; expected float32: call "
+            "torch.set_default_dtype(torch.float32) when your weights are loaded"
+        )
+
+
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
     """Let nothing round this thread's float32 products: no other thread, no autocast.
 
+    What has no device of its own is on the CPU, whatever Torch's default device is.
     What is compiled runs as it is written meanwhile, in the whole process: of compiled
     layers hooks would see nothing, or be compiled too, which takes minutes.
     """
+    check_default_dtype()
     thread = threading.get_ident()
     with _SETTING:
         if not _EXACT:
@@ -38,8 +50,10 @@ def exact_products() -> Iterator[None]:
         _EXACT[thread] += 1
     try:
         with contextlib.ExitStack() as stack:
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
                 stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             yield
     finally:
         with _SETTING:

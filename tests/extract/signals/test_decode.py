@@ -193,6 +193,34 @@ def test_autocast_around_a_model_rounds_nothing_that_is_written_or_read():
     assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
+def test_a_default_device_and_a_default_type_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))  # all is checked again
+    requests, backbone = requests_of(n_shared=20), backbone_of("llama")
+    reader = SignalReader(backbone)
+    answers, signals = generate_and_read(reader, requests, CONFIG)
+    sequences = [sequence_of(answer) for answer in answers]
+    other = backbone_of("llama", torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        assert check_decoding(SignalReader(other)) is None
+        assert generate(backbone, requests, CONFIG) == answers
+        written = generate_and_read(reader, requests, CONFIG)
+        again = reader.read(sequences)
+        *_, last = read_stepwise(reader, requests[0], SAMPLING)
+        torch.set_default_dtype(torch.bfloat16)
+        for work in (
+            lambda: reader.read(sequences),
+            lambda: generate_and_read(reader, requests, CONFIG),
+        ):
+            with pytest.raises(ValueError, match="default type is bfloat16, .* call"):
+                work()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert written[0] == answers and last.ids == answers[0].token_ids
+    assert_same_signals([*written[1], *again], signals * 2, 5e-4)
+
+
 def test_threads_that_share_a_model_write_and_read_as_one_alone():
     requests, backbone = requests_of(), backbone_of("llama")
     answers, signals = generate_and_read(SignalReader(backbone), requests, CONFIG)
