@@ -5,7 +5,10 @@ loading it no time; see docs/measurements.md.
 """
 
 import array
+import contextlib
 import logging
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import numpy as np
 
 from beatrice.extract.records import Passage, spaced, word_pattern
 from beatrice.extract.run.files import replaced_folder, sha256_json, verify_checksums
+from beatrice.jaxprobe.config import set_library_compiler
 from beatrice.pgir.corpus import Corpus
 
 # What `_words` takes for a word: part of a ranking's identity.
@@ -78,7 +82,13 @@ def _load(folder: Path, identity: str, note: Callable[[str], None]) -> Any:
 
 
 def _library() -> Any:
-    import bm25s  # runs a JAX function when imported, which fixes JAX's options
+    # It runs a JAX function when imported, which fixes JAX's options: unless a verb has
+    # set them, they are to leave room on a GPU.
+    is_set = "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
+    if "bm25s" not in sys.modules and not is_set:
+        with contextlib.suppress(ImportError):  # there may be no JAX
+            set_library_compiler()
+    import bm25s
 
     # It sets its logger to the lowest level when imported.
     logging.getLogger("bm25s").setLevel(logging.WARNING)

@@ -70,7 +70,7 @@ from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.config import set_compiler, set_library_compiler
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import Rows, check_whole, rows_of
@@ -313,6 +313,7 @@ def judge(
       Rows as in results.jsonl: AUROC and AUPRC with their intervals, what validation
       chose ("chosen"), and of pairs the difference with its p ("paired").
     """
+    set_library_compiler()
     store, indices = _store_of(signals)
     rows = _rows_of_labels(store, indices, labels, questions, splits)
     grouped, known = _grouped(rows, indices, groups), _distinct(detectors, pairs)

@@ -284,3 +284,20 @@ def test_threads_that_fit_at_once_leave_the_environment_as_it_was():
         os.environ.clear()
         os.environ.update(before)
     assert left == before
+
+
+@pytest.mark.parametrize(
+    ("module", "work", "events"),
+    [
+        ("pgir.bm25", "_library()", "os.putenv os.unsetenv import"),
+        ("benchmarks.baselines.judge", "judge([], [], [])", "os.putenv os.unsetenv"),
+    ],
+)
+def test_jax_leaves_room_on_a_gpu_in_a_persons_program(module, work, events):
+    program = (
+        f"import sys\nfrom beatrice.{module} import {work.split('(')[0]}\n"
+        "names = b'XLA_PYTHON_CLIENT_PREALLOCATE', 'bm25s'\n"
+        "sys.addaudithook(lambda event, x: x and x[0] in names and print(event))\n"
+        f"try: {work}\nexcept AttributeError: pass  # no signals are judged"
+    )
+    assert run_python(program).stdout.split() == events.split()
