@@ -29,6 +29,7 @@ from beatrice.benchmarks.baselines.detectors.probes import (
     take_steps,
 )
 from beatrice.benchmarks.baselines.plain import chosen_row
+from beatrice.jaxprobe.config import usual_jax
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import Rows
 
@@ -339,6 +340,7 @@ def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Ar
     return jnp.where(is_first.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
 
+@usual_jax()
 def gnosis_scores(
     maps: np.ndarray, states: np.ndarray, rows: Rows, config: GnosisConfig | None = None
 ) -> DetectorOutput:

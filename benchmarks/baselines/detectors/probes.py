@@ -38,6 +38,7 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
 from beatrice.benchmarks.baselines.detectors.entropy import entropies_of
 from beatrice.benchmarks.baselines.plain import chosen_row, linear_scores
 from beatrice.extract.store.store import FeatureStore
+from beatrice.jaxprobe.config import usual_jax
 from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 
@@ -139,6 +140,7 @@ def _fit_seeds(
     return jax.vmap(logits_of)(seed_keys(config.root_seed, config.n_seeds))
 
 
+@usual_jax()
 def saplma_logits(
     train: np.ndarray,
     labels: np.ndarray,

@@ -331,6 +331,22 @@ def test_either_stream_alone_tells_right_from_wrong_where_both_were_read(where):
     assert tuple(np.flatnonzero(np.isnan(result.scores[0]))) == NOT_READ
 
 
+@pytest.mark.parametrize("work", ["saplma", "gnosis"])
+def test_a_published_detector_depends_on_no_setting_of_jax(work):
+    labels = some_labels(N_READ)
+    rows, store = rows_of(labels), stored(planted(labels, step=-1))
+
+    def scores():
+        if work == "saplma":
+            return catalogue()["saplma_last"].score(inputs(rows, store)).scores
+        return gnosis_scores(*gnosis_inputs(labels, "maps"), rows, SMALL).scores
+
+    usual = scores()
+    numbers = jax.enable_x64(True), jax.default_prng_impl("rbg")
+    with numbers[0], numbers[1], jax.transfer_guard("disallow"), jax.debug_nans(True):
+        np.testing.assert_array_equal(scores(), usual)
+
+
 TRAIN, VALID = np.arange(5, 103), np.arange(150, 250)  # as many as above, all read
 
 
