@@ -177,15 +177,22 @@ def proc_bytes(path: str, field: str) -> int | None:
     return None
 
 
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory(
+    environ: Mapping[str, str] = os.environ,
+    mallopt: Callable[[int, int], int] | None = None,
+) -> bool:
     """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
 
     For a backbone on a CPU: the largest activations of one layer are below that.
     Returns whether it was done: not without glibc, nor where the environment says how
-    it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
+    it allocates (`MALLOC_…`, `GLIBC_TUNABLES`). `mallopt` is glibc's, if None.
     """
-    # Either alone would stop glibc from finding the other by itself.
-    return _set_malloc({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
+    # Either alone would stop glibc from finding the other by itself. An old one takes
+    # blocks of 32 MiB at most.
+    return any(
+        _set_malloc({_MMAP_THRESHOLD: n, _TRIM_THRESHOLD: 512 << 20}, environ, mallopt)
+        for n in (64 << 20, 32 << 20)
+    )
 
 
 def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
@@ -206,11 +213,15 @@ def trim_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set_malloc(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
-    """Set limits of glibc's allocator; return whether all of them are set."""
+def _set_malloc(
+    limits: Mapping[int, int],
+    environ: Mapping[str, str],
+    mallopt: Callable[[int, int], int] | None = None,
+) -> bool:
+    """Set limits of glibc's allocator up to one it refuses; return if all are set."""
     malloc = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
     chosen = {"GLIBC_TUNABLES", *(f"MALLOC_{name}" for name in malloc)}
     if sys.platform != "linux" or chosen & environ.keys():
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(*limit) for limit in limits.items()])
+    mallopt = mallopt or getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(*limit) for limit in limits.items())

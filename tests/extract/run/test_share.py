@@ -154,6 +154,20 @@ def test_freed_memory_is_used_again_and_is_not_without_the_call():
     assert int(run_python(CHURN, "keep").stdout) < n_pages // 64
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
+@pytest.mark.parametrize("most", [64, 32, 16])  # MiB that this glibc takes
+def test_an_old_glibc_keeps_the_blocks_it_can_and_is_else_left_alone(most):
+    limits = {}
+
+    def mallopt(name, value):
+        is_taken = name != -3 or value <= most << 20
+        limits.update({name: value} if is_taken else {})
+        return int(is_taken)
+
+    assert keep_freed_memory({}, mallopt) == (most >= 32)
+    assert limits == ({-3: most << 20, -1: 512 << 20} if most >= 32 else {})
+
+
 # Frees a block of 24 MiB, by which glibc learns to keep such blocks, then leaves one of
 # 16 MiB below one that stays; prints how much of it is still resident.
 LEARN = """
