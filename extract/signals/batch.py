@@ -43,7 +43,6 @@ class ModelLock(ForkLock):
 
     def __enter__(self) -> None:
         """Wait until no other thread of this process has it."""
-        super().__enter__()
         if self.is_forked and torch.get_num_threads() > 1:
             torch.set_num_threads(1)
             warnings.warn(
@@ -52,6 +51,7 @@ class ModelLock(ForkLock):
                 "more, load the model in a process that was begun by 'spawn'",
                 stacklevel=2,
             )
+        super().__enter__()  # behind a warning, which may be an error
 
 
 class DoesNotFit(ValueError):

@@ -20,6 +20,7 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
+from beatrice.extract.signals.batch import ModelLock
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -238,6 +239,21 @@ def test_threads_that_share_a_model_write_and_read_as_one_alone():
             assert written[0] == alone == answers
             assert ids == answers[0].token_ids
             assert_same_signals([*written[1], *again], signals * 2, 5e-4)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_forked_process_whose_warnings_are_errors_does_not_keep_the_model():
+    torch.set_num_threads(2)
+    lock = ModelLock()
+
+    def child():
+        with warnings.catch_warnings(action="error"):
+            with pytest.raises(UserWarning, match="was forked"):
+                lock.__enter__()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            pool.submit(lock.__enter__).result(20)
+
+    assert forked(child) == 0
 
 
 @pytest.mark.usefixtures("threads_as_before")
