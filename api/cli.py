@@ -41,7 +41,7 @@ from beatrice.extract.run.console import (
 )
 from beatrice.extract.run.contents import read_answers, read_examples, settings_of
 from beatrice.extract.run.directory import NotWritten, RunDir
-from beatrice.extract.run.files import JsonLines, write_text_atomic
+from beatrice.extract.run.files import JsonLines, lock_file, write_text_atomic
 from beatrice.extract.run.process import find_share
 from beatrice.extract.run.rows import check_evaluated, read_result_rows
 from beatrice.extract.run.stages import run_stage
@@ -425,7 +425,7 @@ def _held(out: Path | None) -> Iterator[None]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("ab") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"{out} is written by another process; wait or end it, or give another "

@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, NamedTuple
 import msgspec
 
 from beatrice.extract.run.files import (
+    lock_file,
     open_unlinked,
     read_json,
     sha256_of_model,
@@ -361,10 +362,10 @@ def name_of_released(revision: str) -> str | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock; other processes wait for it."""
+    """Make a folder and hold its lock, if its disk has locks; others wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "wb", opener=open_unlinked) as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        lock_file(stream, fcntl.LOCK_EX)
         yield
 
 

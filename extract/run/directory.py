@@ -26,6 +26,7 @@ import msgspec
 
 from beatrice.extract.records import Record, Setting
 from beatrice.extract.run.files import (
+    lock_file,
     open_unlinked,
     read_json,
     read_sealed,
@@ -77,28 +78,42 @@ def _boot_id() -> str:
         return ""
 
 
-def acquire_lock(path: Path, *, shared: bool = False) -> BinaryIO:
+def acquire_lock(
+    path: Path,
+    *,
+    shared: bool = False,
+    flock: Callable[[Any, int], None] = fcntl.flock,
+) -> BinaryIO:
     """Lock a file until the returned stream is closed; raises `InUse`.
 
     The kernel's lock ends with its owner. It may not reach across machines (network
     file systems), therefore the file also says who holds it, and an owner on another
-    machine is believed. A shared lock writes nothing into the file.
+    machine is believed. A shared lock writes nothing into the file. Where the disk has
+    no locks nobody is kept out, and a shared one is a ValueError.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     file = open_unlinked(path, os.O_RDWR | os.O_CREAT)
     stream = os.fdopen(file, "r+b", 0)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(stream, kind | fcntl.LOCK_NB)
+        has_locks = lock_file(stream, kind | fcntl.LOCK_NB, flock)
         is_held = False
     except BlockingIOError:
-        is_held = True
+        has_locks = is_held = True
+    if shared and not has_locks:
+        stream.close()
+        raise ValueError(
+            f"{path.parent} lies on a disk without locks, by which processes that "
+            "share the work keep others out; put it on another disk, or let one "
+            "process do all of the work"
+        )
     owner = _lock_owner(stream)
     same_kernel = here["boot"] and owner.get("boot") == here["boot"]
     is_away = bool(owner) and owner.get("host") != here["host"] and not same_kernel
     if is_held or is_away:
         stream.close()
-        do = f"if that process is gone, delete {path}" if is_away else "wait or end it"
+        # Whoever has the kernel's lock lives, whatever the machine was called then.
+        do = "wait or end it" if is_held else f"if that process is gone, delete {path}"
         who = (
             f"process {owner.get('pid', 'unknown')} on "
             f"{owner.get('host', here['host'])} since {owner.get('started', '?')}"

@@ -48,6 +48,19 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def lock_file(
+    file: int | BinaryIO, kind: int, flock: Callable[[Any, int], None] = fcntl.flock
+) -> bool:
+    """Lock a file as `flock` does; return False where its disk has no locks."""
+    try:
+        flock(file, kind)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
 @functools.cache
 def _left_in(folder: Path) -> dict[str, list[Path]]:
     """Return what looks as `temporary` makes it, by what it was to become."""

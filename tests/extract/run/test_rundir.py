@@ -18,6 +18,7 @@ from beatrice.extract.run.directory import (
     NotWritten,
     OtherSettings,
     RunDir,
+    acquire_lock,
     write_or_compare_manifest,
 )
 from beatrice.extract.run.files import (
@@ -25,6 +26,7 @@ from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     JsonLines,
+    lock_file,
     remembered,
     replaced_folder,
     sha256_file,
@@ -238,6 +240,32 @@ def test_an_owner_on_another_machine_is_believed(tmp_path):
         RunDir.open(tmp_path, SMOKE)
     (tmp_path / "lock").unlink()
     RunDir.open(tmp_path, SMOKE).close()
+
+
+def test_who_has_the_kernels_lock_is_waited_for_whatever_its_machine_is_called(
+    tmp_path,
+):
+    """As on a Mac, whose name follows the network: to delete it would let two in."""
+    with RunDir.open(tmp_path, SMOKE):
+        elsewhere = {"pid": 7, "host": "old-name", "boot": "", "started": "2026-01-01"}
+        (tmp_path / "lock").write_text(json.dumps(elsewhere))
+        with pytest.raises(InUse, match="process 7 on old-name since .*; wait or end"):
+            RunDir.open(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_on_a_disk_without_locks_a_process_works_alone_and_no_share_does(
+    tmp_path, number
+):
+    def no_locks(file, kind):
+        raise OSError(number, "no locks")
+
+    lock = tmp_path / "lock"
+    with acquire_lock(lock, flock=no_locks):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    with pytest.raises(ValueError, match="a disk without locks.*another disk, or let"):
+        acquire_lock(lock, shared=True, flock=no_locks)
+    assert not lock_file(0, fcntl.LOCK_EX, no_locks)
 
 
 def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
