@@ -129,7 +129,15 @@ def look_at_devices() -> Iterator[Finding]:
         is_old = torch.cuda.get_device_capability(index) < (8, 0)
         text += ", no bfloat16; use float16" if is_old else ""
         yield Finding(f"cuda:{index}", "warning" if is_old else "ok", text)
-    devices = ", ".join(map(str, jax.devices()))
+    try:
+        devices = ", ".join(map(str, jax.devices()))
+    except (RuntimeError, AssertionError) as error:  # no platform that was named
+        text = (
+            f"JAX {jax.__version__} has no device ({_shorten(error, 200)}); "
+            "JAX_PLATFORMS may name what this machine lacks: unset it, or name cpu"
+        ).replace(" ()", "")
+        yield Finding("jax", "problem", text)
+        return
     limits = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     of = "" if limits is None else f", {bytes_in_words(limits)} each for its programs"
     yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}{of}")

@@ -127,6 +127,18 @@ def test_a_gpu_that_emulates_bfloat16_has_none():
     assert "no bfloat16; use float16" in second.text
 
 
+@pytest.mark.parametrize("platform", ["cuda", "no_such_platform"])
+def test_a_jax_without_a_device_is_a_problem(platform):
+    program = (
+        "from beatrice.doctor import look_at_devices\n"
+        "print(*look_at_devices(), sep='\\n')"
+    )
+    hidden = {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
+    shown = run_python(program, **hidden).stdout.splitlines()
+    assert "about='jax', status='problem'" in shown[-1]
+    assert "has no device" in shown[-1] and "unset it, or name cpu" in shown[-1]
+
+
 def test_every_choice_of_what_is_kept_has_its_bytes():
     rows = doctor("--model", "embedded")["kept"]["text"].splitlines()
     assert [row.split()[0] for row in rows[2:]] == ["bf16", "fp16", "fp32", "int8"]
