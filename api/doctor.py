@@ -152,7 +152,7 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
 
     if model is None or model in MODELS:  # those come from the package index
         return
-    if Path(model_path(model)).expanduser().exists():
+    if Path(os.path.expanduser(model_path(model))).exists():
         return
     if (hub := unreachable_hub()) is not None:
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -12,6 +12,7 @@ Vectors are float16, as FlashRAG encodes them.
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def _read_pooling(path: Path) -> Pooling:
 
 def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     """Return how an encoder is run, by its files, by its name (E5), or as chosen."""
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     path = given.resolve()
     if not (path / "config.json").is_file():
         raise ValueError(

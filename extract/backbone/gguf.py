@@ -606,7 +606,7 @@ def unpacked(name: str) -> str:
 
     One process unpacks at a time; the others wait, and then read what it wrote.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         return str(path) if path.exists() else name
     folder = _model_folder(path)
@@ -633,7 +633,7 @@ def _unpack(weights: Weights, header: Header, target: Path) -> None:
 @contextlib.contextmanager
 def outlined(name: str) -> Iterator[str]:
     """Yield a folder of config and tokenizer; no weight of a GGUF file is read."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         yield unpacked(name)
     elif (folder := _model_folder(path)).is_dir():

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -659,7 +660,7 @@ def load_backbone(
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
         raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     name = str(local if local.exists() else path)
     check_name(name)
     check_device(device)

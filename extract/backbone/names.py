@@ -122,7 +122,7 @@ def _check_built_in(what: str, config: Mapping[str, Any]) -> None:
 
 def check_name(name: str) -> None:
     """Check that a name is a directory or GGUF file, or could be a Hub id."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         _check_directory(path)
     elif path.suffix == ".gguf":
@@ -152,7 +152,7 @@ def model_path(name: str) -> str:
 
 def lasting_name(name: str) -> str:
     """Return the name of a model in whatever folder: the absolute one of a path."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     is_path = path.exists() and name not in (EMBEDDED, *MODELS)
     return os.path.abspath(path) if is_path else name
 

@@ -4,6 +4,7 @@ Whether a model can be read is told at once, and not after an hour of answers.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -151,7 +152,7 @@ def check_backbone(
             check_device(config.device)
         except ValueError as error:
             click.echo(f"note: {error}", err=True)
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
     from beatrice.extract.backbone.loading import load_outline

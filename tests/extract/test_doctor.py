@@ -193,8 +193,9 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
 
 
 def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
-    model = doctor("--model", tmp_path / "none", code=1)["model"]
-    assert model["status"] == "problem" and "no such directory" in model["text"]
+    for name in (tmp_path / "none", "~no-such-user/none"):
+        model = doctor("--model", name, code=1)["model"]
+        assert model["status"] == "problem" and "no such directory" in model["text"]
     server = doctor("--server", "http://127.0.0.1:9/v1", code=1)["server"]
     assert server["status"] == "problem"
 

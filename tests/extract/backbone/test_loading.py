@@ -216,6 +216,7 @@ def test_sums_are_never_kept_in_another_default_type():
     [
         ("/no/such/place", "no such directory"),
         ("./runs/none", "no such directory"),
+        ("~no-such-user/model", "no such directory"),
         ("a/b/c", "no such directory"),
         ("gema3-270m", "did you mean gemma3-270m"),
         ("nobody/nothing", "could not be loaded"),
