@@ -75,6 +75,14 @@ def test_no_other_thread_rounds_until_the_last_exact_products_end():
     assert precision_beside() == "bf16"
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_no_device_of_a_model_rounds_by_autocast(device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        with exact_products():
+            assert not torch.is_autocast_enabled(device)
+        assert torch.is_autocast_enabled(device)
+
+
 def test_the_highest_precision_of_a_process_is_left_as_it_is():
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
