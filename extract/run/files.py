@@ -315,7 +315,9 @@ def replaced_folder(path: Path) -> Iterator[Path]:
                 if (old / name).exists() and not (path / name).exists():
                     (old / name).rename(path / name)
             sync_folder(path.parent)
-            shutil.rmtree(aside)
+            # The new folder is there: what cannot go, as what others have open on NFS,
+            # stays beside it.
+            shutil.rmtree(aside, ignore_errors=True)
         else:
             work.rename(path)
             sync_folder(path.parent)

@@ -39,7 +39,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.process import Share
 from beatrice.pgir.controllers.waves import CallJournal
-from tests.process import ROOT
+from tests.process import ROOT, on_disk
 from tests.records import flip_bit
 
 SMOKE = NewRun(preset="smoke")
@@ -240,6 +240,19 @@ def test_an_owner_on_another_machine_is_believed(tmp_path):
         RunDir.open(tmp_path, SMOKE)
     (tmp_path / "lock").unlink()
     RunDir.open(tmp_path, SMOKE).close()
+
+
+def test_a_folder_is_replaced_also_where_a_part_of_the_old_one_cannot_go(tmp_path):
+    part = tmp_path / "folder" / "disk"  # as what another has open on NFS
+    part.mkdir(parents=True)
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from beatrice.extract.run.files import replaced_folder\n"
+        "with replaced_folder(Path(sys.argv[1]).parent) as work:\n"
+        "    (work / 'new').touch()"
+    )
+    on_disk("size=1m", part, program)
+    assert {path.name for path in part.parent.iterdir()} == {"new", CHECKSUMS}
 
 
 def test_who_has_the_kernels_lock_is_waited_for_whatever_its_machine_is_called(
