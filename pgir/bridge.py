@@ -39,7 +39,7 @@ from beatrice.jaxprobe.detector import (
     SettingHead,
     leaves,
 )
-from beatrice.jaxprobe.families import FAMILIES, SPANS, Features, assemble
+from beatrice.jaxprobe.families import FAMILIES, FLOATS, SPANS, Features, assemble
 from beatrice.pgir.warnings import differences
 
 MOST_ROWS = 256  # answers that are encoded together
@@ -208,10 +208,10 @@ class ProbedBackbone:
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
         """Round signals as the store of the training does, which may keep 8 bits."""
+        types = self.trained.stored_as or FLOATS
         rounded = {
             name: as_written(getattr(signals, name), kind)
-            for name, kind in zip(FAMILIES, self.trained.stored_as, strict=False)
-            if kind != "float32"
+            for name, kind in zip(FAMILIES, types, strict=False)
         }
         return dataclasses.replace(signals, **rounded)
 

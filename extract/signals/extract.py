@@ -276,8 +276,9 @@ class _RangeRows:
                 f"range {self._range_id}) has values that "
                 f"{self._spec.families[name].dtype} cannot hold or that are not "
                 f"numbers: {n_overflowed} overflow, {n_invalid} were NaN or infinite "
-                "when read; nothing of this range is stored; use a wider dtype (bf16, "
-                "fp32), or leave these answers out"
+                "when read; nothing of this range is stored; a wider dtype (bf16, "
+                "fp32) holds what overflows; against NaN load the model in another "
+                "dtype, or leave these answers out"
             )
 
 

@@ -116,18 +116,17 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """Return float32 values as they would be read back after being written."""
+    """Return float32 values as they would be read back after being written.
+
+    All are NaN if a store refuses some of them, for what a network makes of an infinite
+    value may be a number.
+    """
     encoded = encode(values, dtype)
-    n_lost = encoded.n_invalid + encoded.n_overflowed
-    if n_lost:
-        raise ValueError(
-            f"{n_lost} of {values.size} values are not numbers or too large for "
-            f"{dtype}, in which the features were written; extract with "
-            "--set dtype=bf16"
-        )
+    if encoded.n_invalid or encoded.n_overflowed:
+        return np.full_like(values, np.nan)
     if encoded.scales is not None:
         return decode(encoded.codes, encoded.scales)
-    return encoded.codes.astype(np.float32)
+    return encoded.codes.astype(np.float32, copy=False)
 
 
 def _quantise(

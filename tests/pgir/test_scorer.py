@@ -7,13 +7,13 @@ import multiprocessing
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import AddedToken, normalizers
 from tokenizers.decoders import Sequence, Strip
 
 import beatrice
+from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
 from beatrice.extract.signals.reader import AnswerSignals
@@ -29,7 +29,7 @@ from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.extract.generate.test_local import byte_fallback
 from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import KNOWN, wide_scope
-from tests.pgir.small import PASSAGE, QUESTION
+from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
 from tests.process import ROOT
 
 ANSWER = "Guzolt Falls"
@@ -585,13 +585,24 @@ def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
     ] == [1, 0, 1]
 
 
-def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
-    params = probed.detector.heads["closed_book"].params
-    # Stands for a model whose states overflow: what comes of them is no number either.
-    params = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
-    score = with_head(probed, params=params).score(QUESTION, ANSWER)
+def test_an_answer_whose_states_overflow_has_no_p_and_costs_no_other(probed):
+    model = copy.deepcopy(probed.backbone.model)
+    backbone = Backbone.from_model(model, probed.backbone.tokenizer)
+    detector = make_detector(backbone)
+    stored_as = ("bfloat16", *["float32"] * 3)  # as `fit` stores them
+    trained = dataclasses.replace(detector.provenance, stored_as=stored_as)
+    scorer = Scorer(backbone, dataclasses.replace(detector, provenance=trained))
+    rows = [(QUESTION, ANSWER)] * 2
+    _, expected = scorer.score_many(rows)
+
+    def overflow(layer, _, states):
+        states[0, 3, 0] = np.inf
+
+    model.model.layers[LAYER - 1].register_forward_hook(overflow)
+    score, other = scorer.score_many(rows)
     assert (score.p_correct, score.decision) == (None, "unknown")
     assert "not finite" in score.reason
+    assert other.p_correct == expected.p_correct
 
 
 def judged(probed, p_correct, evidence=KNOWN["evidence"], precision=None):

@@ -92,7 +92,8 @@ def test_other_answers_of_equal_length_are_refused(tmp_path):
 def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
     sequences = sequences_of(10)
     sequences[4].ids[0] = 99
-    with pytest.raises(ValueError, match=r"'hidden' of answer \('q4', .* not numbers"):
+    advice = r"'hidden' of answer \('q4', .* numbers: 0 .* 1 were NaN .* load the model"
+    with pytest.raises(ValueError, match=advice):
         run(tmp_path, sequences=sequences, reader=id_reader(poison=99))
     store = open_store(tmp_path)
     range_id = int(np.searchsorted(store.spec.range_examples, 4, side="right")) - 1
