@@ -362,10 +362,10 @@ def real(
     if data_dir is None or run_dir is None:
         raise click.UsageError("give DATA_DIR and RUN_DIR, or --fetch")
     files = questions.files()
-    names = {source.dataset for source in files}
+    given = {(source.role, source.dataset) for source in files}
     files += [
         Source(dataset=name, role=role, path=path)
-        for role, name, path in find_questions(data_dir, progress.note, names)
+        for role, name, path in find_questions(data_dir, progress.note, given)
     ]
     if asking.model_dtype is None:
         is_cpu = asking.device == "cpu"

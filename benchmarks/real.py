@@ -86,33 +86,36 @@ def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]
 
 
 def find_questions(
-    folder: Path, note: Callable[[str], None], given: Collection[str] = ()
+    folder: Path, note: Callable[[str], None], given: Collection[tuple[Role, str]] = ()
 ) -> list[tuple[Role, str, Path]]:
     """Return (role, set, file) of the sets that a real run is made of.
 
-    Of several files of one set, the one with the most questions that can be used. Sets
-    in `given` have their files already.
+    Of several files of one set, the one with the most questions that can be used. What
+    is in `given` has its file already.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
         dataset, n = _n_usable(path, note)
         if dataset is not None and n > best.get(dataset, (0, path))[0]:
             best[dataset] = n, path
-    looked_for = [name for name in WANTED if name not in given]
-    missing = [name for name in looked_for if name not in best]
+    looked_for = [
+        (role, name)
+        for name, wanted in WANTED.items()
+        for role in wanted.roles
+        if (role, name) not in given
+    ]
+    names = dict.fromkeys(name for _, name in looked_for)
+    missing = [name for name in names if name not in best]
     if missing:
+        options = [f"--{role} {m}=FILE" for role, m in looked_for if m in missing]
         raise ValueError(
             f"{folder} lacks "
             + "; ".join(f"{WANTED[m].title}: {WANTED[m].remedy}" for m in missing)
-            + "; put it there, or name the file, as in --train NAME=FILE"
+            + f"; put it there, or name the file: {' '.join(options)}"
         )
-    for name in looked_for:
+    for name in names:
         note(f"{WANTED[name].title}: {best[name][0]} questions in {best[name][1]}")
-    return [
-        (role, name, best[name][1])
-        for name in looked_for
-        for role in WANTED[name].roles
-    ]
+    return [(role, name, best[name][1]) for role, name in looked_for]
 
 
 _BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 twice, and ARM

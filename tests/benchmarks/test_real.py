@@ -170,15 +170,19 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     wanted = {(role, name) for name, x in WANTED.items() for role in x.roles}
     assert {(role, name) for role, name, _ in result} == wanted
     assert {small, bare}.isdisjoint(path for _, _, path in result)
+    others = find_questions(folder, print, {("train", "nq")})
+    assert {x[:2] for x in result} - {x[:2] for x in others} == {("train", "nq")}
     assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 
 def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
     pub.write_array(tmp_path / "bare.json", [pub.trivia(i) for i in range(3)])
     with pytest.raises(ValueError, match="lacks Natural Questions"):
-        find_questions(tmp_path, print, ("triviaqa",))
+        find_questions(tmp_path, print, {("train", "triviaqa"), ("dev", "triviaqa")})
     output = beatrice("real", tmp_path, tmp_path / "run", code=1).stderr
     assert re.search(r"lacks Natural Questions: .*oracle.*; PopQA: .*popqa\.j", output)
+    options = "--train nq=FILE --dev nq=FILE --held-out popqa=FILE"
+    assert output.rstrip().endswith(options)
     assert not (tmp_path / "run").exists()
 
 
