@@ -242,13 +242,12 @@ class LanguageModel:
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
         self._require_tokenizer()
+        places = {example.id: f"questions[{n}]" for n, example in enumerate(examples)}
         with self.backbone.halves.lock:
             requests = make_requests(
-                examples, self.backbone, self.prompt, max_new_tokens, (setting,)
+                examples, self.backbone, self.prompt, max_new_tokens, (setting,), places
             )
-        ids = {row.example_id for row in requests.left_out}
-        places = [n for n, example in enumerate(examples) if example.id in ids]
-        if too_long := [f"questions[{n}]" for n in places]:
+        if too_long := [places[row.example_id] for row in requests.left_out]:
             raise ValueError(
                 f"the prompts of {len(too_long)} of {len(examples)} questions do not "
                 "fit with any one of their passages; take them out, or ask them "
@@ -309,7 +308,9 @@ class LanguageModel:
                 )
         return answers, self._store(reader, answers, store, config, generation)
 
-    def as_answers(self, rows: Iterable[Any]) -> list[Answer]:
+    def as_answers(
+        self, rows: Iterable[Any], *, names: Sequence[str] | None = None
+    ) -> list[Answer]:
         """Return answers that exist as records, which `read` takes.
 
         Ids are those that `answer` gives the questions. Each answer ends with the token
@@ -318,9 +319,11 @@ class LanguageModel:
         Args:
           rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
             this order, or a data frame. The model's own template asks.
+          names: what errors call the rows; of None, `rows[0]` and so on.
 
         Raises:
-          ValueError: a row is something else, or has a prompt of its own.
+          ValueError: a row is something else, has a prompt of its own, or is longer
+            than the model reads.
         """
         from beatrice.extract.generate.local import stop_ids
         from beatrice.extract.generate.prompts import usual_stop_id
@@ -347,8 +350,10 @@ class LanguageModel:
                         stop_id=stop,
                         example_id=_name(answer.question or "", counts),
                     )
+                self.backbone.check_length(len(prepared.sequence.ids))
             except ValueError as error:
-                raise ValueError(f"rows[{number}]: {error}") from None
+                name = names[number] if names else f"rows[{number}]"
+                raise ValueError(f"{name}: {error}") from None
             answers.append(prepared.answer)
         return answers
 

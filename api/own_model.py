@@ -61,8 +61,8 @@ IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 
 def read_labelled(
     path: Path, note: Callable[[str], None]
-) -> list[tuple["AnswerToScore", bool]]:
-    """Return answers and labels of a file's records, without those of no label.
+) -> list[tuple["AnswerToScore", bool, str]]:
+    """Return a file's answers, labels and places, without those of no label.
 
     The file is of any kind that questions are read from. `note` is called with how many
     have no label, and with which fields are not read.
@@ -92,7 +92,7 @@ def read_labelled(
         if label is None:
             n_unlabelled += 1
             continue
-        rows.append((given, label))
+        rows.append((given, label, f"{path}, {raw.at}"))
         known_fields = {"id", "question", "answer", "label", field}
         unread.update(row.keys() - known_fields)
     if not rows:
@@ -350,7 +350,7 @@ def _class_advice(
 
 def read_given(
     model: Any,
-    rows: Sequence[tuple["AnswerToScore", bool]],
+    rows: Sequence[tuple["AnswerToScore", bool, str]],
     work: Path,
     note: Callable[[str], None],
 ) -> Parts:
@@ -358,12 +358,13 @@ def read_given(
 
     They lie in `work`, where the same call continues.
     """
-    answers, parts = model.as_answers([given for given, _ in rows]), Parts()
+    every, _, names = zip(*rows, strict=True)
+    answers, parts = model.as_answers(every, names=names), Parts()
     for setting in SETTINGS:
         is_here = [answer.setting == setting for answer in answers]
         if not any(is_here):
             continue
-        given, labels = zip(*itertools.compress(rows, is_here), strict=True)
+        given, labels, _ = zip(*itertools.compress(rows, is_here), strict=True)
         texts, contexts = [x.question for x in given], [x.context for x in given]
         here = list(itertools.compress(answers, is_here))
         parts[setting] = Labelled(texts, contexts, here, None, np.array(labels))

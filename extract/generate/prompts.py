@@ -613,12 +613,14 @@ def make_requests(
     config: PromptConfig,
     max_new_tokens: int,
     settings: Sequence[Setting] = SETTINGS,
+    places: Mapping[str, str] | None = None,
 ) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
     The longest answer, of `max_new_tokens`, has to fit into the window too: prompts
     that do not are a ValueError, unless their last passages may be left out. A question
-    of which no passage fits is then not asked with context, but listed.
+    of which no passage fits is then not asked with context, but listed. `places` are
+    what errors call questions, by their ids.
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens
@@ -633,10 +635,11 @@ def make_requests(
     )
     for example, setting, variant, passages in cells:
         n_passages = len(passages)
-        prompt = _prompt(model, template, example, passages)
+        name = places[example.id] if places else f"question {example.id!r}"
+        prompt = _prompt(model, template, example, passages, name)
         while len(prompt.ids) > room and may_cut and n_passages > 1:
             n_passages -= 1
-            prompt = _prompt(model, template, example, passages[:n_passages])
+            prompt = _prompt(model, template, example, passages[:n_passages], name)
         n_tokens = len(prompt.ids)
         key = example.id, setting, variant
         if n_tokens <= room:
@@ -645,22 +648,21 @@ def make_requests(
         elif may_cut and passages:
             result.left_out.append(LeftOut(*key, n_tokens, int(room)))
         else:
-            too_long.append((n_tokens, example.id))
+            too_long.append((n_tokens, bool(passages), name))
     if too_long:
-        n_tokens, example_id = max(too_long)
+        n_tokens, has_passages, name = max(too_long)
         do = (
-            "their questions and the worked examples alone are too long: take these "
+            "drop whole passages, listed and counted, with PromptConfig(overlong="
+            "'drop-passages') (of `beatrice data`, --overlong drop-passages), or give "
+            "fewer or shorter passages"
+            if has_passages
+            else "such questions and the worked examples alone are too long: take these "
             "questions out, or give another template (of a verb, --template)"
-            if may_cut
-            else "drop whole passages, listed and counted, with PromptConfig(overlong="
-            "'drop-passages') (of a verb, --overlong drop-passages), or give fewer or "
-            "shorter passages"
         )
         raise ValueError(
-            f"{len(too_long)} prompts do not fit: the longest, question "
-            f"{example_id!r}, has {n_tokens} tokens, and beside an answer of "
-            f"{max_new_tokens} there is room for {room} in the window of "
-            f"{model.name}; {do}"
+            f"prompts that do not fit: {len(too_long)}; the longest, {name}, has "
+            f"{n_tokens} tokens, and beside an answer of {max_new_tokens} there is "
+            f"room for {room} in the window of {model.name}; {do}"
         )
     return result
 
@@ -670,11 +672,12 @@ def _prompt(
     template: PromptTemplate,
     example: Example,
     passages: Sequence[Passage],
+    name: str,
 ) -> Prompt:
     try:
         return build_prompt(model.tokenizer, template, example.question, passages)
     except ValueError as error:
-        raise ValueError(f"question {example.id!r}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ import json
 import pandas as pd
 import pytest
 
-from beatrice.own_model import read_labelled
+from beatrice import LanguageModel
+from beatrice.own_model import read_given, read_labelled
 from tests.extract.datasets.published import write_lines
 from tests.extract.small_run import beatrice
 
@@ -27,7 +28,7 @@ def test_labels_are_read_as_people_write_them_and_a_missing_one_leaves_its_row_o
     rows = [a_row(written) for written, _ in KNOWN]
     notes = []
     read = read_labelled(write_lines(tmp_path / "l.jsonl", rows), notes.append)
-    assert [label for _, label in read] == [x for _, x in KNOWN if x is not None]
+    assert [label for _, label, _ in read] == [x for _, x in KNOWN if x is not None]
     assert notes == ["7 of 23 answers have no label and are left out"]
 
 
@@ -41,7 +42,7 @@ def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
     write = table.to_csv if suffix == "csv" else table.to_parquet
     write(path, index=False)
     read = read_labelled(path, notes.append)
-    assert [label for _, label in read] == [bool(x) for x in labels if x is not None]
+    assert [label for _, label, _ in read] == [bool(x) for x in labels if x is not None]
     assert len(notes) == labels.count(None)
 
 
@@ -73,6 +74,19 @@ def test_what_is_no_labelled_answer_is_refused_by_line_and_field(tmp_path, row, 
     assert str(caught.value) == f"{path}, line 3: {words}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"answer": ""}, "answer is empty"), ({"context": "a " * 900}, "at most 512")],
+)
+def test_a_labelled_answer_that_no_model_can_read_is_named_by_its_line(
+    tmp_path, changes, words
+):
+    rows = [a_row(None), a_row(True), a_row(False, **changes)]
+    path, model = write_lines(tmp_path / "l.jsonl", rows), LanguageModel("embedded")
+    with pytest.raises(ValueError, match=f"l.jsonl, line 3: .*{words}"):
+        read_given(model, read_labelled(path, print), print)
+
+
 def test_a_file_without_any_label_is_refused(tmp_path):
     path = write_lines(tmp_path / "l.jsonl", [a_row(None)] * 3)
     with pytest.raises(ValueError, match="found 3 answers, all without; label some"):
@@ -92,11 +106,11 @@ def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tm
     content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     path.write_text(f"\ufeff{content}\n")
     read = read_labelled(path, notes.append)
-    assert [(x.question, x.answer, label) for x, label in read] == [
+    assert [(x.question, x.answer, label) for x, label, _ in read] == [
         ("where?", text, True),
         ("where?", text, False),
     ]
-    assert [[p.text for p in x.context] for x, _ in read] == [[], ["Guzolt."]]
+    assert [[p.text for p in x.context] for x, _, _ in read] == [[], ["Guzolt."]]
     assert notes == ["fields not read: 'p' (1)"]
     path.write_bytes(b'{"question": "\xff"}')
     with pytest.raises(ValueError, match=r"labelled.jsonl, line 1: .*UTF-8"):

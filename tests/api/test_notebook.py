@@ -526,8 +526,13 @@ def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_lon
         ValueError, match=r"of 1 of 3 questions do not fit .*: questions\[1\]$"
     ):
         cutting.answer(questions, contexts)
-    with pytest.raises(ValueError, match=r"PromptConfig\(overlong='drop-passages'\)"):
+    refused = r"questions\[1\], has .* PromptConfig\(overlong='drop-passages'\)"
+    with pytest.raises(ValueError, match=refused):
         model.answer(questions, contexts)
+    with pytest.raises(ValueError, match=r"^questions\[1\]: passage 2 is empty"):
+        model.answer(questions, [PASSAGE, [PASSAGE, " "], PASSAGE])
+    with pytest.raises(ValueError, match=r"questions\[0\], has .* alone are too long"):
+        model.answer(["who " * 900])  # there are no passages to drop
 
 
 def test_answers_to_a_question_meet_whoever_wrote_them_in_whatever_order(model):

@@ -136,7 +136,11 @@ def test_answers_that_ended_at_other_tokens_are_not_gone_on_with(tmp_path):
 def test_labelled_answers_that_were_read_are_not_read_again(tmp_path):
     model, passes = beatrice.LanguageModel("embedded"), []
     rows = [
-        (AnswerToScore(question=f"Where was person {i} born?", answer="x"), i % 2 == 0)
+        (
+            AnswerToScore(question=f"Where was person {i} born?", answer="x"),
+            i % 2 == 0,
+            "",
+        )
         for i in range(24)
     ]
     decoder = model.backbone.layout.decoder

@@ -92,7 +92,7 @@ def test_a_context_is_the_same_under_every_name_in_lines_and_tables(passages, tm
             frame = pd.DataFrame([{**ROW, "label": 1, name: written}])
             frame.to_csv(table, index=False)
             for path in (lines, table):
-                (row,), ((labelled, _),) = read_rows(path), read_labelled(path, print)
+                (row,), ((labelled, *_),) = read_rows(path), read_labelled(path, print)
                 contexts += [row.given.context, labelled.context]
     title = "T" if isinstance(passages[0], dict) else ""
     assert contexts[0][0] == Passage(title=title, text=PASSAGE)

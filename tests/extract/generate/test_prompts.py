@@ -654,7 +654,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_asked(tokenize
     words = TokenizerOnly(tokenizer, max_length=room + 5, name="little")
     fits, long = example("fits", TEXTS[1:3]), example("long", TEXTS[1:6])
     assert len(make_requests([fits], words, PromptConfig(), 5).requests) == 2
-    with pytest.raises(ValueError, match="1 prompts do not fit.*'long'.*little"):
+    with pytest.raises(ValueError, match="do not fit: 1; .*'long'.*little"):
         make_requests([fits, long], words, PromptConfig(), 5)
     with pytest.raises(ValueError, match="do not fit"):  # one token more to answer
         make_requests([fits], words, PromptConfig(), 6)
