@@ -6,9 +6,10 @@ the same that its tables were made with. `run_pgir` runs the whole loop, without
 directory, over a person's own retriever.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -143,8 +144,10 @@ class Gate:
         self.threshold = threshold
         if threshold is not None:
             as_probability(threshold, "threshold")
-        else:
-            _check_trusts_any(scorer.load_scorer())
+        loaded = scorer.load_scorer()
+        loaded.require_head("closed_book")
+        if threshold is None:
+            _check_trusts_any(loaded)
 
     @classmethod
     def load(
@@ -356,6 +359,16 @@ class _GraphState(TypedDict, total=False):
     passages: Sequence[Any]
 
 
+@contextlib.contextmanager
+def _pipelines() -> Iterator[None]:
+    """Say how to get a package of the extra `pipelines` where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"{error}: pip install 'beatrice-probe[pipelines]'"
+        raise ImportError(text, name=error.name) from error
+
+
 def langgraph_app(
     gate: Gate,
     retrieve: Callable[[str], Sequence[Any]],
@@ -372,7 +385,8 @@ def langgraph_app(
       `app.invoke({"question": ...})` gives `answer`, `p_correct`, and where it was
       retrieved for `passages` and the `reason` of `Kept`.
     """
-    from langgraph.graph import END, START, StateGraph
+    with _pipelines():
+        from langgraph.graph import END, START, StateGraph
 
     def draft(state: dict) -> dict:
         (draft,) = gate.draft([state["question"]])
@@ -405,8 +419,9 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
         source node at least. Where it could not be read, the metadata has the `reason`
         of `Kept`.
     """
-    from llama_index.core.base.response.schema import Response
-    from llama_index.core.query_engine import CustomQueryEngine
+    with _pipelines():
+        from llama_index.core.base.response.schema import Response
+        from llama_index.core.query_engine import CustomQueryEngine
 
     class GatedEngine(CustomQueryEngine):
         def custom_query(self, query_str: str) -> Response:

@@ -381,8 +381,8 @@ class Scorer(AnswerScorer):
         if OWN_PASS_HEADS[setting] not in heads:
             known = next(name for name, head in OWN_PASS_HEADS.items() if head in heads)
             raise ValueError(
-                f"this answer is {setting}, and the probe was fitted on {known} "
-                "answers alone: score one of those, or fit a probe on both settings"
+                f"an answer is {setting}, and the probe was fitted on {known} answers "
+                "alone: score one of those, or fit a probe on both settings"
             )
 
     def _score_inputs(

@@ -3,6 +3,7 @@
 import concurrent.futures
 import copy
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -378,6 +379,17 @@ def never(*_):
     raise AssertionError("nothing was to be retrieved")
 
 
+def test_a_pipeline_whose_package_is_missing_says_what_to_install(scorer):
+    gate = lenient(scorer)
+    for package, make, arguments in (
+        ("langgraph", langgraph_app, (gate, never, never)),
+        ("llama_index", llama_index_engine, (gate, None)),
+    ):
+        if importlib.util.find_spec(package) is None:
+            with pytest.raises(ImportError, match=rf"{package}.*probe\[pipelines\]"):
+                make(*arguments)
+
+
 def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
     pytest.importorskip("langgraph")
     app = langgraph_app(lenient(scorer), never, never)
@@ -654,16 +666,24 @@ def test_what_is_no_retriever_is_refused(scorer, plug):
         run_pgir(scorer, [QUESTION], plug, threshold=0.5)
 
 
-def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
+def scorer_of_one(scorer, setting, head):
+    """A scorer with a probe of answers of one setting."""
     probed = scorer.probed
-    heads = {"closed_book": probed.detector.heads["closed_book"]}
-    banks = {"closed_book": probed.detector.banks["closed_book"]}
+    heads = {head: probed.detector.heads[head]}
+    banks = {setting: probed.detector.banks[setting]}
     detector = dataclasses.replace(probed.detector, heads=heads, banks=banks)
-    alone = Scorer(probed.backbone, detector, probed.config)
+    return Scorer(probed.backbone, detector, probed.config)
+
+
+def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
+    alone = scorer_of_one(scorer, "closed_book", "closed_book")
     with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
         run_pgir(alone, [QUESTION], finding(), threshold=0.5)
     with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
         strict(alone).keep(draft(0.1), ANSWER, [PASSAGE])
+    for threshold in (0.5, None):  # each of its drafts would be refused
+        with pytest.raises(ValueError, match="was fitted on with_context answers alon"):
+            Gate(scorer_of_one(scorer, "with_context", "single_pass"), threshold)
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: 0.1}
     (result,) = run_pgir(alone, [QUESTION], finding(), **options)
     assert result.n_generations == 2 and result.error is None
