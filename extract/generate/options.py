@@ -24,6 +24,21 @@ from beatrice.extract.run.directory import NewRun, Preset
 from beatrice.extract.run.verbs import option
 
 
+def check_server(url: str) -> None:
+    """Check that a server's address is a URL, and holds no password."""
+    if not url.startswith(("http://", "https://")):
+        raise click.BadParameter(
+            f"expected a URL such as http://localhost:8000/v1, found {url!r}",
+            param_hint="--server",
+        )
+    if "@" in url.split("/")[2]:  # it would stand in every message
+        raise click.BadParameter(
+            "expected a URL without a name or password; a key is read from the "
+            "environment variable OPENAI_API_KEY",
+            param_hint="--server",
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """A server that has a model, and how it is asked."""
@@ -75,19 +90,9 @@ class ServerOptions:
             for name in ("max_cost", "served_model"):
                 if getattr(self, name, None) is not None:
                     raise click.UsageError(f"{name} is for a server; give --server too")
-        elif not self.server.startswith(("http://", "https://")):
-            raise click.BadParameter(
-                "expected a URL such as http://localhost:8000/v1, found "
-                f"{self.server!r}",
-                param_hint="--server",
-            )
-        elif "@" in self.server.split("/")[2]:  # it would stand in every message
-            raise click.BadParameter(
-                "expected a URL without a name or password; a key is read from the "
-                "environment variable OPENAI_API_KEY",
-                param_hint="--server",
-            )
-        elif self.max_cost is not None and self.price_prompt == self.price_new == 0:
+            return
+        check_server(self.server)
+        if self.max_cost is not None and self.price_prompt == self.price_new == 0:
             raise click.UsageError(
                 "max_cost needs prices, or nothing ever counts towards it; give "
                 "price_prompt and price_new, per million tokens"

@@ -220,6 +220,8 @@ def test_a_run_says_which_stages_are_done_and_stale_and_if_it_cannot_be_read(tmp
 def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert unreachable_hub(nobody) == "http://127.0.0.1:9"
+    secret = {"HF_ENDPOINT": "http://user:token@127.0.0.1:9"}
+    assert unreachable_hub(secret) == "http://127.0.0.1:9"
     assert unreachable_hub({**nobody, "HTTPS_PROXY": "http://proxy:3128"}) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
