@@ -473,7 +473,7 @@ def scorer_of(
     if model is None and provenance.model == IN_MEMORY:
         raise ValueError(
             "this probe was fitted on a model in memory; give that model, or where it "
-            "was saved, as model="
+            "was saved, as model= (of a verb, --model)"
         )
     if model is None or isinstance(model, str | Path):
         model = LanguageModel(

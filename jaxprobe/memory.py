@@ -311,13 +311,16 @@ def check_rows(
     _check_fits(in_host, "host", host_memory or host_bytes())
 
 
+_STREAMED = "GridConfig(stream=StreamConfig()) (of a verb, --set streamed=true)"
+
+
 def _check_fits(rows: int, owner: str, memory: int | None) -> None:
     limit = int((1 - KEPT_FREE) * (memory or 0))
     if memory is not None and rows >= limit:
         raise ValueError(
             f"the rows that training holds take {bytes_in_words(rows)}, and of the "
             f"{owner}'s {bytes_in_words(memory)} {bytes_in_words(limit)} may be used; "
-            "train with --set streamed=true, or store fewer or narrower hidden states"
+            f"train with {_STREAMED}, or store fewer or narrower hidden states"
         )
 
 
@@ -357,7 +360,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
                 resident=sizes.resident + waiting,
                 needed=needed,
             )
-    others, advice = "", "with --set streamed=true, "
+    others, advice = "", f"with {_STREAMED}, "
     if sizes.is_streamed:
         others, advice = f" and {bytes_in_words(waiting)} of other members", ""
     raise ValueError(

@@ -379,9 +379,9 @@ def check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
         if n_right in (0, len(indices)):
             raise ValueError(
                 f"{rows.setting}: {n_right} of {len(indices)} labelled {split} answers "
-                "are correct, and one class alone teaches nothing; look at the "
-                "answers, take more questions, or make the run without this setting "
-                "(--settings)"
+                "are correct, and one class alone teaches nothing; look at the answers "
+                "beside their golds, take more questions or another prompt, or leave "
+                "this setting out (of a run, --settings)"
             )
 
 

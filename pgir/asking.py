@@ -19,6 +19,7 @@ from beatrice.pgir.arguments import (
     as_passages,
     as_rows,
     as_temperature,
+    as_text,
     as_texts,
 )
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore
@@ -386,8 +387,9 @@ class AnswerScorer(abc.ABC):
         """
         if every is not None:
             every = as_count(every, "every")
+        is_chat = question is None and messages
         batch = QuestionBatch(
-            texts=None if question is None and messages else [question],
+            texts=None if is_chat else [as_text(question, "question")],
             contexts=_contexts_of_one(context, "context"),
             messages=messages,
             max_new_tokens=max_new_tokens,

@@ -643,8 +643,8 @@ def check_device(device: str) -> None:
         raise ValueError(
             f"device {device!r}: Torch {torch.__version__} sees "
             f"{torch.cuda.device_count() or 'no'} GPUs here; go on where it sees them "
-            "(CUDA_VISIBLE_DEVICES, a CUDA build of Torch), or make the run without "
-            "--device cuda"
+            "(CUDA_VISIBLE_DEVICES, a CUDA build of Torch), or choose the cpu (a run: "
+            "make it without --device cuda)"
         )
 
 

@@ -224,6 +224,11 @@ def _render(
         )
 
 
+_PLAIN = (
+    "ask with plain prompts (prompt= for messages=; of `beatrice data`, without --chat)"
+)
+
+
 def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return messages in the model's chat template, up to where its reply begins.
 
@@ -232,8 +237,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            "the tokenizer has no chat template; ask with plain prompts (without "
-            "--chat), or use an instruction-tuned model"
+            f"the tokenizer has no chat template; {_PLAIN}, or use a model that is "
+            "tuned to follow instructions"
         )
     n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
@@ -242,12 +247,12 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
     except Exception as error:
         raise ValueError(
             f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
-            "ask with plain prompts (without --chat), or mend tokenizer_config.json"
+            f"leave a system message out, {_PLAIN}, or mend tokenizer_config.json"
         ) from error
     if len(text) > 1_000_000 + 10 * n_characters:
         raise ValueError(
             f"the chat template makes {len(text)} characters of a message of "
-            f"{n_characters}; ask with plain prompts (without --chat)"
+            f"{n_characters}; {_PLAIN}"
         )
     before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
     # The end of thoughts that the prompt has begun is the model's: that is refused.
@@ -656,8 +661,8 @@ def make_requests(
             "'drop-passages') (of `beatrice data`, --overlong drop-passages), or give "
             "fewer or shorter passages"
             if has_passages
-            else "such questions and the worked examples alone are too long: take these "
-            "questions out, or give another template (of a verb, --template)"
+            else "such questions and the worked examples alone are too long: take "
+            "these questions out, or give another template (of a verb, --template)"
         )
         raise ValueError(
             f"prompts that do not fit: {len(too_long)}; the longest, {name}, has "

@@ -203,7 +203,7 @@ class PromptTemplate(Words):
             if self.shots and not shown:
                 raise ValueError(
                     "none of the worked examples has a context; give one to at least "
-                    "one of them (--template FILE), or ask closed-book only"
+                    "one of them, or ask closed-book only"
                 )
         examples = (
             f"{self._fill(shot.question, text)[0]} {shot.answer.strip()}\n\n"

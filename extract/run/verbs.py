@@ -364,7 +364,7 @@ def check_alone(what: str, share: Share) -> None:
     if share.world_size > 1:
         raise click.UsageError(
             f"{what} is one process's work, and {share.world_size} were launched "
-            f"({share.source}); start this once (with --server, --set concurrency=N "
-            "says how many requests are under way); verbs that workers share have "
-            "--shard"
+            f"({share.source}); start this once (where a verb has --server, --set "
+            "concurrency=N says how many requests are under way); verbs that workers "
+            "share have --shard"
         )

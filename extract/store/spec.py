@@ -215,7 +215,7 @@ def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, .
         return tuple(range(n_entries))
     if len({*layers} & {*range(n_entries)}) < len(layers):
         raise ValueError(
-            f"hidden_layers: expected entries of 0 (embedding) to {n_entries - 1}, "
+            f"hidden layers: expected entries of 0 (embedding) to {n_entries - 1}, "
             f"each once, found {list(layers)}"
         )
     return tuple(layers)

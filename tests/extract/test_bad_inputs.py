@@ -44,6 +44,7 @@ def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_load
     done = beatrice("answer", path, code=1)
     assert "device 'cuda:0': Torch" in done.output
     assert "sees no GPUs here; go on where it sees them" in done.output
+    assert "or choose the cpu (a run: " in done.output
     rows = {row.about: row for row in look_at_run(path)}
     assert rows["device"].status == "problem"
     assert "sees no GPUs here" in rows["device"].text

@@ -383,7 +383,10 @@ def test_without_places_the_last_message_is_the_question(chatting):
             {"prompt": PROMPT, "messages": []},
             "expected one prompt, found prompt and mess",
         ),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "no chat template; .*prompt= for messages=",
+        ),
         ({"prompt_ids": [1, 10**9]}, "prompt_ids: expected token ids .* 1000000000"),
         ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),
         ({"prompt_ids": []}, "prompt_ids: expected token ids .* found none"),

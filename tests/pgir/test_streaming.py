@@ -220,7 +220,7 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"question": None}, "questions"),
+        ({"question": None}, "^question: expected a text"),
         ({"context": 3}, "context: expected"),
         ({"context": " ".join([PASSAGE] * 90)}, "window of 512"),
         ({"max_new_tokens": 600}, "window of 512"),
@@ -232,6 +232,7 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"seed": 0.5}, "seed"),
+        ({"question": 5}, "^question: expected a text"),
         ({"messages": "hello"}, "messages"),
     ],
 )

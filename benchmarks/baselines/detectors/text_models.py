@@ -234,5 +234,7 @@ def tfidf_mlp(inputs: DetectorInput) -> DetectorOutput:
 def text_encoder(inputs: DetectorInput) -> DetectorOutput:
     """Score by `encoder_scores` of the encoder in `inputs.encoder`."""
     if inputs.encoder is None:
-        raise ValueError("a text encoder is needed: --encoder DIRECTORY")
+        raise ValueError(
+            "a text encoder is needed: encoder= (of a verb, --encoder DIRECTORY)"
+        )
     return encoder_scores(inputs.texts, inputs.rows, inputs.encoder)
