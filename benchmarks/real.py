@@ -86,7 +86,7 @@ def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]
 
 
 def find_questions(
-    folder: Path, note: Callable[[str], None], given: Collection[tuple[Role, str]] = ()
+    folder: Path, note: Callable[[str], None], given: Collection[tuple[str, str]] = ()
 ) -> list[tuple[Role, str, Path]]:
     """Return (role, set, file) of the sets that a real run is made of.
 
@@ -98,7 +98,7 @@ def find_questions(
         dataset, n = _n_usable(path, note)
         if dataset is not None and n > best.get(dataset, (0, path))[0]:
             best[dataset] = n, path
-    looked_for = [
+    looked_for: list[tuple[Role, str]] = [
         (role, name)
         for name, wanted in WANTED.items()
         for role in wanted.roles
