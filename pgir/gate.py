@@ -311,9 +311,12 @@ def _check_trusts_any(scorer: Scorer) -> None:
 class FlashRagJudger:
     """A judger of FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 099da14).
 
-    `pipeline.judger = FlashRagJudger(config)`, where `config["judger_config"]` has the
-    `run`, and may have a `threshold`. The run's backbone should be the pipeline's
-    generator: it is its knowledge that is judged.
+    The pipeline makes its judger itself, so name the class before the pipeline is made:
+    `flashrag.pipeline.pipeline.get_judger = FlashRagJudger`. `config["judger_config"]`
+    has the `run`, and may have a `threshold`. The run's backbone should be the
+    pipeline's generator: it is its knowledge that is judged. The pipeline's `run` ends
+    with a KeyError where all verdicts are alike: there call its `sequential_pipeline`,
+    `run` if all are to be retrieved for, else `naive_run`.
 
     Args:
       config: FlashRAG's, or any mapping like it.
