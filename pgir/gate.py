@@ -6,6 +6,7 @@ the same that its tables were made with. `run_pgir` runs the whole loop, without
 directory, over a person's own retriever.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -420,35 +421,55 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
       gate: an open one.
       engine: any query engine; its answer is kept if it scores better, and rests on a
         source node at least. Where it could not be read, the metadata has the `reason`
-        of `Kept`.
+        of `Kept`; that of an answer that is kept has the engine's too.
     """
     with _pipelines():
-        from llama_index.core.base.response.schema import Response
+        from llama_index.core.base.response.schema import (
+            AsyncStreamingResponse,
+            Response,
+        )
         from llama_index.core.query_engine import CustomQueryEngine
+        from llama_index.core.schema import MetadataMode
+
+    def standing(draft: Draft) -> Response:
+        facts = {"p_correct": draft.p_correct, "is_grounded": False}
+        return Response(response=draft.answer, metadata=facts)
+
+    def better(draft: Draft, reply: Any) -> Response:
+        mode = MetadataMode.LLM  # a node as the engine's model reads it
+        passages = [node.get_content(metadata_mode=mode) for node in reply.source_nodes]
+        text = str(reply)  # which reads a stream to its end
+        # The text of a reply without words is "None", of one without nodes
+        # "Empty Response".
+        words = getattr(reply, "response", getattr(reply, "response_txt", None))
+        grounded = text if words and passages else ""
+        best = gate.keep(draft, grounded, passages)
+        return Response(
+            response=best.answer,
+            source_nodes=reply.source_nodes if best.is_grounded else [],
+            metadata={
+                **((reply.metadata or {}) if best.is_grounded else {}),
+                "p_correct": best.p_correct,
+                "is_grounded": best.is_grounded,
+                "reason": best.reason,
+            },
+        )
 
     class GatedEngine(CustomQueryEngine):
         def custom_query(self, query_str: str) -> Response:
             (draft,) = gate.draft([query_str])
             if not draft.retrieve:
-                facts = {"p_correct": draft.p_correct, "is_grounded": False}
-                return Response(response=draft.answer, metadata=facts)
-            reply = engine.query(query_str)
-            passages = [node.get_content() for node in reply.source_nodes]
-            text = str(reply)  # which reads a stream to its end
-            # The text of a reply without words is "None", of one without nodes
-            # "Empty Response".
-            words = getattr(reply, "response", getattr(reply, "response_txt", None))
-            grounded = text if words and passages else ""
-            best = gate.keep(draft, grounded, passages)
-            return Response(
-                response=best.answer,
-                source_nodes=reply.source_nodes if best.is_grounded else [],
-                metadata={
-                    "p_correct": best.p_correct,
-                    "is_grounded": best.is_grounded,
-                    "reason": best.reason,
-                },
-            )
+                return standing(draft)
+            return better(draft, engine.query(query_str))
+
+        async def acustom_query(self, query_str: str) -> Response:
+            (draft,) = await asyncio.to_thread(gate.draft, [query_str])
+            if not draft.retrieve:
+                return standing(draft)
+            reply = await engine.aquery(query_str)
+            if isinstance(reply, AsyncStreamingResponse):  # only this loop can read it
+                reply = await reply.get_response()
+            return await asyncio.to_thread(better, draft, reply)
 
     return GatedEngine()
 

@@ -1,0 +1,72 @@
+"""An engine of LlamaIndex behind a gate: what is scored, what is kept, who waits."""
+
+import asyncio
+
+import pytest
+
+from beatrice.pgir.gate import Draft, Kept, llama_index_engine
+from tests.pgir.small import PASSAGE, QUESTION
+
+ANSWER, ONLY_STORED = "Guzolt Falls", "the path of the file"
+
+
+class Retrieving:
+    """A gate that keeps what is written with passages, and stands in nobody's way."""
+
+    def draft(self, questions):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()  # which would wait
+        kinds = {"p_correct": None, "decision": "unknown"}
+        return [Draft(question=q, answer="a draft", **kinds) for q in questions]
+
+    def keep(self, draft, grounded, passages):
+        self.draft([draft.question])
+        self.passages = passages
+        is_grounded = grounded == ANSWER
+        answer = grounded if is_grounded else draft.answer
+        kinds = {"is_grounded": is_grounded, "decision": "unknown"}
+        return Kept(answer=answer, p_correct=0.5, **kinds)
+
+
+def engine_of(answer):
+    """Answers from a node with metadata: a text, or from a loop a stream."""
+    pytest.importorskip("llama_index.core")
+    from llama_index.core.base.response import schema
+    from llama_index.core.query_engine import CustomQueryEngine
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    metadata = {"title": "Notes", "path": ONLY_STORED}
+    hidden = {"excluded_llm_metadata_keys": ["path"]}
+    nodes = [NodeWithScore(node=TextNode(text=PASSAGE, metadata=metadata, **hidden))]
+
+    class Engine(CustomQueryEngine):
+        def custom_query(self, query_str):
+            return schema.Response(answer, nodes, {"n_hops": 2})
+
+        async def acustom_query(self, query_str):
+            async def words():
+                yield answer
+
+            return schema.AsyncStreamingResponse(words(), nodes, {"n_hops": 2})
+
+    return Engine()
+
+
+def test_nodes_are_scored_as_the_model_of_an_engine_reads_them():
+    gate = Retrieving()
+    llama_index_engine(gate, engine_of(ANSWER)).query(QUESTION)
+    (passage,) = gate.passages
+    assert "Notes" in passage and PASSAGE in passage and ONLY_STORED not in passage
+
+
+@pytest.mark.parametrize(("answer", "n_hops"), [(ANSWER, 2), ("a worse one", None)])
+def test_metadata_of_an_engine_goes_with_its_answer(answer, n_hops):
+    reply = llama_index_engine(Retrieving(), engine_of(answer)).query(QUESTION)
+    assert reply.metadata.get("n_hops") == n_hops
+    assert reply.metadata["p_correct"] == 0.5
+
+
+def test_a_gate_keeps_no_loop_waiting_and_reads_a_stream_in_it():
+    gated = llama_index_engine(Retrieving(), engine_of(ANSWER))
+    reply = asyncio.run(gated.aquery(QUESTION))
+    assert str(reply) == ANSWER and reply.metadata["n_hops"] == 2
