@@ -101,21 +101,23 @@ class RetrievalServer(ThreadingHTTPServer):
                 f"expected a number of passages from 1 to {_MOST_DEPTH}, found "
                 f"{depth!r}"
             )
-        if not isinstance(queries, list) or not queries:
-            raise ValueError("expected a list of at least one question")
-        if not all(isinstance(query, str) and query.strip() for query in queries):
-            raise ValueError("expected questions that are texts and not empty")
+        is_list = isinstance(queries, list)
+        if not is_list or not all(isinstance(query, str) for query in queries):
+            raise ValueError("expected a list of questions that are texts")
         if len(queries) * depth > _MOST_PASSAGES:
             raise ValueError(
                 f"expected at most {_MOST_PASSAGES} passages in a reply, found "
                 f"{len(queries)} questions for {depth} each; ask for fewer at a time"
             )
+        # Search-R1 sends what its model wrote: no question, or blank ones among others.
+        written = [query for query in queries if query.strip()]
         with self._lock:
             if self._is_closed:
                 raise _Closed("the server is being closed; ask another one")
             try:
-                rankings = self._retriever.search(queries, depth)
-                return [[self._document(index) for index in row] for row in rankings]
+                rankings = self._retriever.search(written, depth) if written else []
+                rows = iter([[self._document(i) for i in row] for row in rankings])
+                return [next(rows) if query.strip() else [] for query in queries]
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise _SearchFailed(f"the search failed: {what}") from error

@@ -87,7 +87,7 @@ def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
     [
         ("/retrieve", b"no json", 400),
         ("/retrieve", b"[" * 100_000, 400),
-        ("/retrieve", {"queries": []}, 400),
+        ("/retrieve", {"queries": "x"}, 400),
         ("/retrieve", {"queries": ["x"], "topk": 0}, 400),
         ("/retrieve", {"queries": [7]}, 400),
         ("/retrieve", {"queries": ["x"] * 101, "topk": 1000}, 400),
@@ -99,6 +99,15 @@ def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, st
     with serving(corpus_server()) as url:
         assert refusal(url + path, value)[0] == status
         assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+
+
+@pytest.mark.parametrize("queries", [[], [" "], ["", "word3", "\n"]])
+def test_a_question_without_a_word_has_an_empty_ranking_among_others(queries):
+    with corpus_server(depth=1) as server:
+        rankings = server.answer("/retrieve", {"queries": queries})["result"]
+        (match,) = server.answer("/search", {"query": "word3"})
+        assert server.answer("/search", {"query": " "}) == []
+    assert rankings == [[match] if query == "word3" else [] for query in queries]
 
 
 def test_a_client_that_falls_silent_is_not_waited_for_for_ever():
