@@ -37,6 +37,8 @@ from beatrice.pgir.corpus import Corpus, as_document, held_alone
 Pooling = Literal["mean", "cls"]
 Form = Literal["flat", "sq8", "ivf_pq"]
 ROWS_PER_SHARD = 16_384  # passages encoded between two files
+# Modules of sentence-transformers that are run here too.
+_MODULES = re.compile(r"sentence_transformers\.(\w+\.)*(Transformer|Pooling|Normalize)")
 _E5 = re.compile(r"(?<![a-z0-9])e5(?![a-z0-9])", re.IGNORECASE)
 _TOKENS_PER_BATCH = 8192  # padding included
 # What an encoder's vectors depend on, beside its weights.
@@ -65,14 +67,35 @@ class PassageEncoderConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+_COPY = "copy the encoder again"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    what_to_do = "copy the encoder again"
-    return read_json(path, dict[str, Any], what_to_do) if path.is_file() else {}
+    return read_json(path, dict[str, Any], _COPY) if path.is_file() else {}
+
+
+def _check_modules(path: Path) -> None:
+    """Check that an encoder has no layers behind the pooling, nor others before it."""
+    file = path / "modules.json"
+    modules = read_json(file, list[dict[str, Any]], _COPY) if file.is_file() else []
+    for name in (str(module.get("type")) for module in modules):
+        if not _MODULES.fullmatch(name):
+            raise ValueError(
+                f"{file}: expected Transformer, Pooling and Normalize of "
+                f"sentence-transformers, found {name!r}, which is not run here; take "
+                "another encoder"
+            )
 
 
 def _read_pooling(path: Path) -> Pooling:
     """Return the pooling in an encoder's files; the mean where they name none."""
+    _check_modules(path)
     file = _read_json(path / "1_Pooling" / "config.json")
+    if file.get("include_prompt") is False:
+        raise ValueError(
+            f"{path}: expected a pooling over the prefix too, found include_prompt "
+            "false in 1_Pooling/config.json; take another encoder"
+        )
     # Sentence-transformers 5.4 writes a name or several, before it a flag of each.
     flags = [name for name in file if name.startswith("pooling_mode_")]
     modes = file.get("pooling_mode", [x for x in flags if file[x]] if flags else "mean")

@@ -232,6 +232,28 @@ def test_both_layouts_of_a_pooling_give_it_and_any_other_is_refused(
             assert index.read_encoder_config(path).pooling == pooling
 
 
+@pytest.mark.parametrize("library", ["models", "sentence_transformer.modules.any"])
+def test_an_encoder_with_layers_that_are_not_run_is_refused(tmp_path, library):
+    path = save_encoder(tmp_path / "tiny").path
+    types = [f"{library}.{x}" for x in ("Transformer", "Pooling", "Normalize", "Dense")]
+    types = [f"sentence_transformers.{name}" for name in types]
+
+    def read(*types):
+        content = [{"idx": i, "type": name} for i, name in enumerate(types)]
+        (path / "modules.json").write_text(json.dumps(content))
+        return index.read_encoder_config(path)
+
+    assert read(*types[:3]).pooling == "mean"
+    for foreign in (types[3], "custom_st.Transformer"):
+        with pytest.raises(ValueError, match=f"modules.json: .* found '{foreign}'"):
+            read(*types[:3], foreign)
+    (path / "modules.json").unlink()
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text('{"include_prompt": false}')
+    with pytest.raises(ValueError, match="found include_prompt false"):
+        index.read_encoder_config(path)
+
+
 def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
     with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):
