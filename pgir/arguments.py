@@ -170,9 +170,11 @@ def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
     A content may also be a list of a single text part, as servers take it; several
     parts every server joins in another way.
     """
-    if not isinstance(value, (list, tuple)) or not value:
+    # A frame that was read from Parquet has its lists as arrays.
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)) or not values:
         raise argument_error(name, "a list of at least one message", value)
-    messages = [_with_text(message) for message in value]
+    messages = [_with_text(message) for message in values]
     for i, message in enumerate(messages):
         is_message = isinstance(message, Mapping) and all(
             isinstance(message.get(field), str) for field in ("role", "content")
@@ -206,7 +208,7 @@ def as_passage(value: Any, name: str) -> Passage:
     A text; a mapping with `text` and perhaps `title`, or with `contents` as FlashRAG
     and Search-R1 write it (see `from_document`); a document or mapping with
     `page_content` and perhaps a `title` in its `metadata`, as LangChain's; or a
-    `Passage`.
+    `Passage`. A title may be a number, or missing as a table's loader writes it.
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
@@ -222,13 +224,15 @@ def as_passage(value: Any, name: str) -> Passage:
     else:
         text, metadata = get("page_content", None), get("metadata", None)
         title = value.get("title") if is_mapping else None
-        if not title and isinstance(metadata, Mapping):
+        if (is_missing(title) or title == "") and isinstance(metadata, Mapping):
             title = metadata.get("title")
     if not isinstance(text, str):
         raise argument_error(name, _PASSAGE, value)
-    if title is not None and not isinstance(title, str):
+    if is_missing(title):
+        title = ""
+    if not isinstance(title, (str, numbers.Real)):
         raise argument_error(f"the title of {name}", "a text (str)", title)
-    return Passage(title=title or "", text=text)
+    return Passage(title=str(title), text=text)
 
 
 def is_passage(value: Any) -> bool:

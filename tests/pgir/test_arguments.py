@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.arguments import as_passages, as_path, as_rows
+from beatrice.pgir.arguments import as_messages, as_passages, as_path, as_rows
 from beatrice.pgir.gate import Draft, FlashRagJudger, Gate
 from beatrice.pgir.given import ARGUMENTS
 from beatrice.pgir.scorer import Scorer
@@ -147,6 +147,22 @@ def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
 )
 def test_a_context_is_read_however_it_is_held(context):
     assert as_passages(context, "context") == (Passage(title="", text=PASSAGE),)
+
+
+@pytest.mark.parametrize(
+    ("title", "text"), [(float("nan"), ""), (pd.NA, ""), (None, ""), (1984, "1984")]
+)
+def test_a_title_as_a_table_has_it_is_no_reason_to_lose_an_answer(title, text):
+    documents = [Document("a", {"title": title}), {"text": "a", "title": title}]
+    documents.append({"page_content": "a", "title": title, "metadata": {"title": text}})
+    assert as_passages(documents, "context") == (Passage(title=text, text="a"),) * 3
+
+
+def test_messages_of_a_parquet_file_are_read_from_their_frame(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": QUESTION}], "answer": ANSWER}]
+    pd.DataFrame(rows).to_parquet(tmp_path / "chats.parquet")
+    (row,) = as_rows(pd.read_parquet(tmp_path / "chats.parquet"), ARGUMENTS)
+    assert as_messages(row["messages"], "messages") == tuple(rows[0]["messages"])
 
 
 def test_titles_are_read_where_they_are():
