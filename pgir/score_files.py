@@ -22,15 +22,14 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.datasets.fields import (
-    Question,
     Record,
     passage_field,
     read_passages,
     unfolded,
 )
-from beatrice.extract.datasets.readers import recognise_record
+from beatrice.extract.datasets.readers import read_lm_eval, recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
-from beatrice.extract.records import Answer, Passage
+from beatrice.extract.records import Answer, Passage, split_words
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import as_messages, as_passages, as_text
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from beatrice.pgir.asking import Score
 
 ROWS_TOGETHER = 64  # read, sorted by length and written: what a kill can lose
-_LM_EVAL = "lm-eval samples"
 # Where question files alone have the text of a passage.
 _OF_QUESTIONS = {"paragraph_text", "content"}
 
@@ -85,8 +83,9 @@ def _text_of(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _of_log(record: Record, question: Question) -> dict[str, Any]:
+def _of_log(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read lm-eval's record: the first response as generated, under its prompt."""
+    question = read_lm_eval(record, needs_golds=False)
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         if str(response[-1]) in ("True", "False") and len(response) == 2:
@@ -99,7 +98,23 @@ def _of_log(record: Record, question: Question) -> dict[str, Any]:
     text = arguments.get("prompt") or _text_of(arguments.get("messages", []))
     if not text or question.question in text:
         arguments["question"] = question.question
-    return {**arguments, "answer": response}
+    for part in (*(p.text for p in question.passages if p.text), question.question):
+        text = text.replace(part, "\n")
+    return {**arguments, "answer": response}, _shown_fields(record["doc"], text)
+
+
+def _shown_fields(document: Record, text: str) -> tuple[str, ...]:
+    """Return the fields of a log's document whose texts stand in a text, longest first.
+
+    A single word stands in many a prompt by chance.
+    """
+    texts = {f"doc.{k}": v.strip() for k, v in document.items() if isinstance(v, str)}
+    names = []
+    for name, value in sorted(texts.items(), key=lambda item: -len(item[1])):
+        if value in text and len(split_words(value)) > 1:
+            names.append(name)
+            text = text.replace(value, "\n")
+    return tuple(names)
 
 
 def _of_flashrag(record: Record) -> dict[str, Any]:
@@ -142,8 +157,8 @@ def record_context(record: Record) -> tuple[str | None, list[Passage]]:
 def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
-    if known is not None and known.read is not None and known.name == _LM_EVAL:
-        return _of_log(record, known.read(record)), ()
+    if known is not None and known.read is read_lm_eval:
+        return _of_log(record)
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _of_flashrag(record), ()
     arguments = {name: record[name] for name in ARGUMENTS if name in record}

@@ -47,7 +47,8 @@ _MARKS = ("is_supporting", "isgold")
 _IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
 # Names under which a record keeps passages, whoever wrote it.
 _HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "retrieved_contexts",
-            "passages", "documents", "positive_ctxs", "positive_passages")  # fmt: skip
+            "passages", "passage", "documents", "positive_ctxs",
+            "positive_passages")  # fmt: skip
 
 
 def kind_of(value: Any) -> str:

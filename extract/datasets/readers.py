@@ -586,22 +586,28 @@ def _response(record: Record) -> str | None:
     return None
 
 
-def read_lm_eval(record: Record) -> Question:
-    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer."""
+def read_lm_eval(record: Record, *, needs_golds: bool = True) -> Question:
+    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer.
+
+    Accepted answers that cannot be read are left out where none are needed.
+    """
     document = fields.expect(record.get("doc"), dict, "doc")
     try:
         question = _read_document(document)
         passages = () if question is not None else any_passages(document)
     except ValueError as error:
-        raise ValueError(f"in 'doc': {error}") from None
+        if needs_golds:
+            raise ValueError(f"in 'doc': {error}") from None
+        question, passages = None, any_passages(document)
     if question is None:
-        if record.get("target") is None:
+        if needs_golds and record.get("target") is None:
             raise ValueError("neither 'doc' nor 'target' holds an answer")
+        target = record.get("target")
         question = Question(
             id=fields.identity(document, "id", "question_id"),
             dataset=None,
             question=question_of(document, *_QUESTIONS),
-            golds=fields.field_answers(record["target"], "target"),
+            golds=fields.field_answers(target, "target") if needs_golds else (),
             passages=passages,
         )
     if not (question.passages or question.documents):

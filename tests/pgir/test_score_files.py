@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.datasets.readers import read_lm_eval
 from beatrice.extract.generate.prompts import AnswerConfig, GenerationConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
@@ -99,7 +100,9 @@ def test_a_context_is_the_same_under_every_name_in_lines_and_tables(passages, tm
     assert set(contexts) == {contexts[0]} and all(x.text for x in contexts[0])
 
 
-@pytest.mark.parametrize("name", ["passages", "contexts", "retrieved_contexts", "ctxs"])
+@pytest.mark.parametrize(
+    "name", ["passages", "passage", "contexts", "retrieved_contexts", "ctxs"]
+)
 def test_passages_are_read_under_every_name_that_question_files_have(name, tmp_path):
     for value in ([PASSAGE, ""], [{"title": "", "text": PASSAGE}], PASSAGE):
         path = write_lines(tmp_path / "a.jsonl", [{**ROW, name: value, "p": 1}])
@@ -156,6 +159,29 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
     plain = {k: v for k, v in lm_eval(3).items() if k != "arguments"}
     for record in (plain, {**plain, "arguments": []}):
         assert given(record, tmp_path).uses_template
+
+
+def test_what_a_prompt_of_lm_eval_shows_beside_question_and_passages_is_named(tmp_path):
+    document = {"question": "What is new?", "answer": "The X", "kind": "new"}
+    texts = {"abstract": "We present The X.", "title": "On X", "venue": "not shown"}
+    prompt = f"{texts['title']}\n{texts['abstract']}\n{PASSAGE}\n{document['question']}"
+    log = {"doc": {**document, **texts, "passage": PASSAGE}, "target": "The X"}
+    log |= {"arguments": [[prompt, {}]], "resps": [["The X"]]}
+    (row,) = read_rows(write_lines(tmp_path / "log.jsonl", [log]))
+    assert [x.text for x in row.given.context] == [PASSAGE]
+    assert row.unread == ("doc.abstract", "doc.title")
+
+
+@pytest.mark.parametrize("answers", [[["4"], ["four"]], {"text": ["4"]}, None])
+def test_a_log_of_lm_eval_is_scored_whose_golds_cannot_be_read(tmp_path, answers):
+    document = {"question": QUESTION, "context": PASSAGE, "answers": answers}
+    log = {"doc": document, "target": answers, "resps": [["4"]]}
+    log["arguments"] = [[f"{PASSAGE}\n{QUESTION}", {}]]
+    result = given(log, tmp_path)
+    assert result.question == QUESTION and result.answer == "4"
+    assert [x.text for x in result.context] == [PASSAGE]
+    with pytest.raises(ValueError, match="in 'doc': 'answers"):
+        read_lm_eval(log)
 
 
 @pytest.mark.parametrize(
