@@ -33,6 +33,7 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
+from beatrice.extract.records import UNSPACED
 
 
 class SpendingCapReached(ValueError):
@@ -188,11 +189,11 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
             getattr(choice, "stop_reason", None), str
         ):
             (stop_id,) = stop_ids
-    log_probs = None
-    if choice.logprobs and not is_chat:
-        log_probs = choice.logprobs.token_logprobs
-    elif choice.logprobs and choice.logprobs.content is not None:
-        log_probs = [token.logprob for token in choice.logprobs.content]
+    log_probs = getattr(choice.logprobs, "token_logprobs", None)
+    content = getattr(choice.logprobs, "content", None)
+    if log_probs is None and content is not None:  # of a chat; llama.cpp's of a text
+        entries = (x if isinstance(x, dict) else vars(x) for x in content)
+        log_probs = [entry["logprob"] for entry in entries]
     if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
@@ -226,16 +227,20 @@ def _check_prompt_read(prompt: GeneratorPrompt, n_tokens: int, n_cached: int) ->
 
     Ollama puts texts into the model's chat template, and cuts what does not fit.
     """
-    if prompt.ids is not None and n_tokens > len(prompt.ids):
+    n_least = 0 if prompt.ids is None else len(prompt.ids)
+    if 0 < n_least < n_tokens:
         raise ValueError(
-            f"it read {n_tokens} tokens of a prompt of {len(prompt.ids)}, so it adds "
-            "some, as of a chat template; use a server that takes token ids (vLLM)"
+            f"it read {n_tokens} tokens of a prompt of {n_least}, so it adds some, as "
+            "of a chat template; use a server that takes token ids (vLLM)"
         )
-    n_words = len(prompt.text.split())
-    if prompt.is_chat and 0 < n_tokens and n_tokens + n_cached < n_words:
+    if prompt.is_chat:
+        # Of scripts without blanks few tokens have more than four characters.
+        others, n_unspaced = UNSPACED.subn("", prompt.text)
+        n_least = len(others.split()) + n_unspaced // 4
+    if 0 < n_tokens and n_tokens + n_cached < n_least:
         raise ValueError(
-            f"it read {n_tokens} tokens of a prompt of {n_words} words, so it has cut "
-            "it; give it a longer context (for Ollama by OLLAMA_CONTEXT_LENGTH)"
+            f"it read {n_tokens} tokens of a prompt of {n_least} at least, so it has "
+            "cut it; give it a longer context (for Ollama by OLLAMA_CONTEXT_LENGTH)"
         )
 
 

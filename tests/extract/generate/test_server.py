@@ -205,13 +205,19 @@ def test_a_reply_without_an_answer_is_one_sentence(client, server, reply, words)
         texts(client(), [QUESTION])
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_a_server_that_cuts_a_message_or_adds_to_a_text_is_refused(
-    client, server, is_chat
+@pytest.mark.parametrize(
+    ("text", "is_chat", "least", "most"),
+    [
+        ("word " * 50, True, 50, 10**6),
+        ("首都是北京。" * 40, True, 51, 10**6),  # marks, and a quarter of the rest
+        ("word " * 50, False, 30, 30),
+    ],
+)
+def test_a_server_that_cuts_a_prompt_or_adds_to_a_text_is_refused(
+    client, server, text, is_chat, least, most
 ):
     more = {"is_chat": True} if is_chat else {"ids": (5,) * 30}
-    prompt = GeneratorPrompt(text="word " * 50, **more)
-    least, most = (50, 10**6) if is_chat else (1, 30)
+    prompt = GeneratorPrompt(text=text, **more)
     generator = client(dialect="openai")
 
     def read(n_tokens, n_cached=None):
@@ -223,9 +229,20 @@ def test_a_server_that_cuts_a_message_or_adds_to_a_text_is_refused(
 
     for n_tokens in (0, least, most):
         assert read(n_tokens)
-    with pytest.raises(ValueError, match=r"it read \d+ tokens"):
-        read(least - 1 if is_chat else most + 1)
-    assert not is_chat or read(least - 1, n_cached=1)
+    for n_tokens in (least - 1,) if is_chat else (least - 1, most + 1):
+        with pytest.raises(ValueError, match=r"it read \d+ tokens"):
+            read(n_tokens)
+    assert read(least - 1, n_cached=1)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_log_probs_are_read_in_either_layout_at_either_address(client, server, is_chat):
+    layouts = {"content": [{"token": "x", "logprob": -0.5}]}, {"token_logprobs": [-0.5]}
+    about = {"finish_reason": "stop", "text": "x", "message": {"content": "x"}}
+    server.failures = [(200, {"choices": [{**about, "logprobs": x}]}) for x in layouts]
+    prompt, generator = GeneratorPrompt(text="who?", is_chat=is_chat), client()
+    for _ in layouts:
+        assert texts(generator, [prompt])[0].log_probs == (-0.5,)
 
 
 FILTER = {"message": "triggered a policy", "code": "content_filter"}
