@@ -62,12 +62,11 @@ from beatrice.jaxprobe.train import (
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
+    as_groups,
     as_labels,
     as_list,
     as_probability,
     as_splits,
-    is_missing,
-    one_each,
 )
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
@@ -334,11 +333,7 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
     """
     if groups is None:
         return np.array([without_number(name, known) for name in signals.ids])
-    names = one_each(groups, "groups", "names", len(signals))
-    for number, name in enumerate(names):
-        if is_missing(name):  # all of them would be one group
-            raise argument_error(f"groups[{number}]", "a name", name)
-    return np.array([*map(str, names)])
+    return as_groups(groups, len(signals))
 
 
 def _rows_of(
@@ -362,6 +357,8 @@ def _rows_of(
     chosen: dict[Setting, np.ndarray]
     if splits is None:
         chosen = drawn_splits(names, truth, seed)
+        ids = {s: np.array(x.ids) for s, x in passes.items()}
+        check_whole(*(np.concatenate([x[s] for s in passes]) for x in (ids, chosen)))
     else:
         parts = ("train", "validation", "test", "")
         chosen = {

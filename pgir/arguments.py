@@ -75,6 +75,20 @@ def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([not is_missing(x) and bool(x) for x in labels], bool), is_labelled
 
 
+def as_groups(values: Any, n_answers: int) -> np.ndarray:
+    """Return the name of each answer's group, `[n_answers]`.
+
+    A column that had gaps has 1.0 where another has 1.
+    """
+    names = one_each(values, "groups", "names", n_answers)
+    for number, name in enumerate(names):
+        if is_missing(name):  # all of them would be one group
+            raise argument_error(f"groups[{number}]", "a name", name)
+        if isinstance(name, float) and name.is_integer():
+            names[number] = int(name)
+    return np.array([*map(str, names)])
+
+
 def as_splits(values: Any, n_answers: int, known: Sequence[str]) -> np.ndarray:
     """Return the split of each answer, `[n_answers]`; empty where it is left out."""
     kind = ", ".join(map(repr, known))

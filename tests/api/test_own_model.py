@@ -195,3 +195,21 @@ def test_of_few_unlike_groups_each_validates_with_some_seed(n):
         n_times[drawn] += 1
         assert 1 <= len(drawn) < n
     assert n_times.min() > 15  # of 30 or more
+
+
+def test_a_group_and_a_question_are_the_same_in_both_settings():
+    lengths, rows = np.full(40, 2), np.ones((80, 2))
+    spans = np.tile([[0, 1], [1, 1], [1, 2]], (40, 1, 1))
+    from_arrays = beatrice.Signals.from_arrays
+    passes = {
+        "closed_book": from_arrays({"a": rows[::2]}),
+        "with_context": from_arrays({"a": rows}, lengths=lengths, spans=spans),
+    }
+    labels = dict.fromkeys(passes, [True, False] * 20)
+    numbers = dict(zip(passes, (np.arange(40), np.arange(40.0)), strict=True))
+    parts = {"closed_book": ["train"] * 40, "with_context": ["validation"] * 40}
+    with pytest.raises(ValueError, match="answers of '0' are in 'train'"):
+        beatrice.fit(passes, labels, groups=numbers, splits=parts, progress=False)
+    numbers["with_context"] += 100
+    with pytest.raises(ValueError, match="put all answers of a question"):
+        beatrice.fit(passes, labels, groups=numbers, progress=False)

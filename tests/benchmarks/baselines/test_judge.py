@@ -271,6 +271,8 @@ def test_answers_of_one_group_are_drawn_together_and_never_torn_apart():
     assert widths[0] == pytest.approx(widths[1]) and widths[2] > widths[0]
     with pytest.raises(ValueError, match="the answers of 'all' are in"):
         judge_planted(ORACLE, groups=["all"] * 150)
+    with pytest.raises(ValueError, match=r"groups\[149\]: expected a name"):
+        judge_planted(ORACLE, groups=[*range(149), np.nan])
 
 
 def test_two_detectors_are_compared_with_their_p():
