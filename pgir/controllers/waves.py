@@ -568,8 +568,7 @@ class Answering(Service):
             if slots and is_kept:
                 start, stop = written_tokens(answer)
                 rows = slice(start - read.first_token, stop - read.first_token)
-                means = read.hidden[rows, slots].mean(axis=0)
-                self._states[answer.prompt_ids] = means
+                self._states[answer.prompt_ids] = read.hidden[rows, slots].mean(axis=0)
             self._signals[answer.prompt_ids] = dataclasses.replace(
                 read, hidden=read.hidden[:, slot : slot + 1].copy()
             )
