@@ -13,7 +13,12 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.card import card
-from beatrice.extract.backbone.names import HUB_ID, IN_MEMORY, ModelHashes
+from beatrice.extract.backbone.names import (
+    COMMIT,
+    IN_MEMORY,
+    ModelHashes,
+    lasting_name,
+)
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
@@ -380,9 +385,8 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
 def published(detector: Detector) -> Detector:
     """Name a model that is a path, or was where it was fitted, by its last part."""
     trained = detector.provenance
-    if trained is None:
-        return detector
-    if HUB_ID.fullmatch(trained.model) and not Path(trained.model).exists():
+    # What has a commit is of the Hub; any other name may be a path somewhere.
+    if trained is None or COMMIT.fullmatch(trained.revision):
         return detector
     provenance = dataclasses.replace(trained, model=Path(trained.model).name)
     return dataclasses.replace(detector, provenance=provenance)
@@ -559,7 +563,12 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
     except NotWritten as error:
         raise ValueError(f"{error}; {what_to_do(error)}") from None
 
-    layer = None if detector.provenance is None else detector.provenance.layer
+    trained = detector.provenance
+    layer = None if trained is None else trained.layer
+    # A run has a path as it was typed, which in another folder is another model's.
+    if trained is not None and not COMMIT.fullmatch(trained.revision):
+        trained = dataclasses.replace(trained, model=lasting_name(trained.model))
+        detector = dataclasses.replace(detector, provenance=trained)
     opener = partial(_scorer_of_run, run.path, options)
     return Probe(detector, layer=layer, identity=identity, open_scorer=opener)
 

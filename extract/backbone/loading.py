@@ -31,6 +31,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
+    COMMIT,
     EMBEDDED,
     IN_MEMORY,
     MOST_LAYERS,
@@ -344,7 +345,6 @@ def check_quantization_support(name: str, outline: Outline) -> None:
             AutoHfQuantizer.from_config(outline.quantization).validate_environment()
 
 
-_COMMIT = re.compile("[0-9a-fA-F]{40}")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local")
 
 
@@ -696,7 +696,7 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
     revision = str(backend.get("revision"))
     # A server's user names its weights as they like: only commits can be compared.
     is_comparable = backend.get("backend") == "transformers" or (
-        _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(backbone.revision)
+        COMMIT.fullmatch(revision) and COMMIT.fullmatch(backbone.revision)
     )
     if revision == backbone.revision or not is_comparable:
         return

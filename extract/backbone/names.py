@@ -38,6 +38,7 @@ EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 MOST_LAYERS = 1000  # more than any model has
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+COMMIT = re.compile("[0-9a-fA-F]{40}")  # as a revision: of a model of the Hub alone
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _INDEX_END = ".safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -204,7 +204,7 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
     text = card.read_text()
     front, _, body = text.removeprefix("---\n").partition("---\n")
     fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
-    assert json.loads(fields["base_model"]) == "embedded"
+    assert json.loads(fields["datasets"]) == ["world"]
     assert "0.800 [0.700, 0.900]" in body and "closed-book answers" in body
     assert "AUPRC, whose positive class is a wrong answer" in body
     card.write_text(text + "\nMore words.\n")
@@ -212,7 +212,7 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
 
 
 @pytest.mark.parametrize("case", ["named", "in memory", "context alone", "arrays"])
-def test_the_code_of_a_card_runs_and_a_model_without_a_name_is_no_base_model(
+def test_the_code_of_a_card_runs_whether_its_model_has_a_name_or_none(
     probe, tmp_path, case
 ):
     backbone, detector = probe.scorer.probed.backbone, probe.detector
@@ -236,7 +236,6 @@ def test_the_code_of_a_card_runs_and_a_model_without_a_name_is_no_base_model(
     program = "\n".join([*lines, f"result = {last}"])
     exec(program.replace("this folder", str(tmp_path / "probe")), values)
     assert values["result"] is not None
-    assert ("base_model" in text) == (case in ("named", "context alone"))
     assert "beatrice-probe" not in text and "of in memory" not in text
 
 
@@ -469,17 +468,41 @@ def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(pro
         doubtful.push("no/such/name", untrustworthy=True)
 
 
+def renamed(detector, **changes):
+    """Return a detector of which other things are said of its model."""
+    trained = dataclasses.replace(detector.provenance, **changes)
+    return dataclasses.replace(detector, provenance=trained)
+
+
 def test_a_published_probe_names_no_folder_of_its_authors_machine(probe, tmp_path):
-    model = str(tmp_path / "tiny")
-    trained = dataclasses.replace(probe.detector.provenance, model=model)
-    detector = dataclasses.replace(probe.detector, provenance=trained)
-    assert published(detector).provenance.model == "tiny"
-    names = {name: name for name in ("owner/name", "smollm2", IN_MEMORY)}
-    paths = dict.fromkeys(("../acme/tiny", "~/acme/tiny", "./tiny", "a/b/tiny"), "tiny")
-    for model, name in (names | paths).items():
-        known = dataclasses.replace(trained, model=model)
-        here = dataclasses.replace(detector, provenance=known)
-        assert published(here).provenance.model == name
+    names = {name: name for name in ("smollm2", IN_MEMORY)}
+    paths = "../acme/tiny", "~/acme/tiny", "./tiny", "models/tiny", tmp_path / "tiny"
+    for model, name in (names | {str(path): "tiny" for path in paths}).items():
+        here = published(renamed(probe.detector, model=model))
+        assert here.provenance.model == name
+    of_hub = renamed(probe.detector, model="owner/name", revision="c" * 40)
+    assert published(of_hub) == of_hub
+
+
+@pytest.mark.parametrize("model", ["smollm2", "owner/name", "/a folder/gpt2"])
+def test_the_base_model_of_a_card_is_of_the_hub_which_alone_has_commits(probe, model):
+    here = renamed(probe.detector, model=model)
+    assert "base_model" not in card(here, probe.rows)
+    text = card(renamed(here, revision="c" * 40), probe.rows)
+    assert f'\nbase_model: "{model}"\nbase_model_relation: "adapter"\n' in text
+
+
+def test_the_probe_of_a_run_has_the_place_of_a_model_that_was_named_from_here(
+    probe, smoke_run, working_folder
+):
+    large = shutil.ignore_patterns("features", "encoders", "selection")
+    run = RunDir(shutil.copytree(smoke_run, working_folder / "run", ignore=large))
+    Path("models/tiny").mkdir(parents=True)
+    names = {"c" * 64: str(working_folder / "models/tiny"), "c" * 40: "models/tiny"}
+    for revision, name in names.items():
+        ours = renamed(probe.detector, model="models/tiny", revision=revision)
+        ours.save(run.detector)
+        assert beatrice.load(run.path).detector.provenance.model == name
 
 
 def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
