@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -305,25 +305,31 @@ class Probe(AnswerScorer):
         self._examples = stored
 
     def push(
-        self, repository: str, *, private: bool = False, untrustworthy: bool = False
+        self,
+        repository: str,
+        *,
+        private: bool | None = None,
+        untrustworthy: bool = False,
     ) -> str:
         """Publish the probe on the Hugging Face Hub, with its card.
 
         Of a model's path on this machine the last name alone is published.
 
         Args:
-          repository: "owner/name"; made if it is not there.
-          private: whether a new repository is.
+          repository: "owner/name"; made if it is not there, and replaced where it
+            holds a probe.
+          private: whether a new repository is; None takes its owner's default.
           untrustworthy: as of `save`.
 
         Returns:
           The commit that holds it: `load("hf://owner/name@COMMIT")`.
 
         Raises:
-          ValueError: the Hub cannot be reached or written to, or as of `save`.
+          ValueError: the Hub cannot be reached or written to, the repository holds
+            something else, or as of `save`.
         """
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import HFValidationError
 
         hub = HfApi()
         try:
@@ -333,8 +339,10 @@ class Probe(AnswerScorer):
                 ours.detector = published(self.detector)
                 ours.save(work, untrustworthy=untrustworthy)
                 hub.create_repo(repository, private=private, exist_ok=True)
+                names = {n.split("/")[0] for n in hub.list_repo_files(repository)}
+                check_replaceable(f"{_HUB}{repository}", names - {".gitattributes"})
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (*_hub_errors(), HFValidationError) as error:
             raise ValueError(
                 f"{_HUB}{repository}: {_first_line(error)}; look whether the Hub can "
                 "be reached, and log in with `hf auth login`"
@@ -353,10 +361,15 @@ def check_place(folder: Path) -> None:
     if folder.is_mount():
         raise ValueError(f"{folder} is where a disk is mounted; give a new one in it")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    check_replaceable(f"{folder}", names)
+
+
+def check_replaceable(place: str, names: set[str]) -> None:
+    """Check that what lies in a place by these names may be replaced by a probe."""
     if others := sorted(names - {*_FILES, *UNCHECKED} if ARRAYS in names else names):
         raise ValueError(
-            f"{folder} holds something else ({others[0]!r}); give a new folder, or "
-            "that of a probe, which is replaced"
+            f"{place} holds something else ({others[0]!r}); give a new place, or that "
+            "of a probe, which is replaced"
         )
 
 
@@ -366,6 +379,16 @@ def _is_saved(folder: Path) -> bool:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Return what the Hub's client raises: `OSError`, and its connection's errors.
+
+    The latter are of a library that depends on the client's version.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
@@ -624,26 +647,32 @@ def _find(path: str | Path) -> Path:
 def _snapshot(address: str) -> Path:
     """Return where a probe of the Hub lies in the local cache, fetched if need be."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     from beatrice.extract.backbone.names import unreachable_hub
 
     repository, _, revision = address.removeprefix(_HUB).partition("@")
     silent = unreachable_hub()
-    try:
+
+    def fetch(is_local: bool) -> Path:
+        options = {"allow_patterns": _FILES, "local_files_only": is_local}
         return Path(
-            snapshot_download(
-                repository,
-                revision=revision or None,
-                allow_patterns=_FILES,
-                local_files_only=silent is not None,
-            )
+            snapshot_download(repository, revision=revision or None, **options)
         )
+
+    try:
+        try:
+            return fetch(silent is not None)
+        except _hub_errors() as error:
+            if isinstance(error, OSError):  # the client has looked into the cache
+                raise
+            silent = f"the Hub ({_first_line(error)})"
+            return fetch(True)
     except HFValidationError as error:
         raise ValueError(
             f"{address}: expected {_HUB}owner/name ({_first_line(error)})"
         ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (*_hub_errors(), ValueError) as error:
         if silent is not None:  # else what the client says is that it did not ask
             raise ValueError(
                 f"{address}: not in the local cache, and {silent} does not answer; "

@@ -174,15 +174,17 @@ def given_name(path: str) -> str:
 
 
 def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the Hub's address if nobody answers there, or None.
+    """Return the Hub's address if nobody answers there or shall be asked, or None.
 
     Hugging Face's client would find out by itself, but asks five times for each file
     and waits between, half a minute in all. Behind a proxy only the client can tell.
     """
+    address = environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return f"{address} (HF_HUB_OFFLINE)"
     proxies = ("https_proxy", "http_proxy", "all_proxy")
     if any(environ.get(n) or environ.get(n.upper()) for n in proxies):
         return None
-    address = environ.get("HF_ENDPOINT") or "https://huggingface.co"
     url = urllib.parse.urlsplit(address)
     port = url.port or (80 if url.scheme == "http" else 443)
     try:

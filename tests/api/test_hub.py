@@ -1,0 +1,100 @@
+"""A probe on the Hub: what is published, what is left alone, what a cache lends."""
+
+import contextlib
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from beatrice.extract.run.files import CHECKSUMS
+from tests.pgir.small import serving
+from tests.process import run_python
+
+COMMIT = "c" * 40
+MODEL = ["config.json", "model.safetensors"]
+PROBE = ["config.json", "probe.safetensors", "README.md", CHECKSUMS]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The Hub as far as publishing goes: repositories of names of files."""
+
+    def do_GET(self):
+        name = self.path.split("/tree/")[0].removeprefix("/api/models/")
+        files = self.server.repositories.get(name)
+        rows = [{"type": "file", "path": n, "size": 1, "oid": "0"} for n in files or ()]
+        self.reply(rows, 404 if files is None else 200)
+
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/api/repos/create":
+            about = json.loads(content)
+            name = f"{about.get('organization', 'me')}/{about['name']}"
+            is_asked = {"private", "visibility"} & {*about}  # by the client's version
+            self.server.created.append((name, bool(is_asked)))
+            known = name in self.server.repositories
+            self.server.repositories.setdefault(name, [".gitattributes"])
+            url = f"http://{self.headers['Host']}/{name}"
+            self.reply({"url": url}, 409 if known else 200)
+        elif "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(content)["files"]]
+            usual = {"uploadMode": "regular", "shouldIgnore": False}
+            self.reply({"files": [{"path": name, **usual} for name in names]})
+        elif "/commit/" in self.path:
+            rows = [json.loads(line) for line in content.splitlines()]
+            names = [x["value"]["path"] for x in rows if x["key"] == "file"]
+            name = self.path.split("/commit/")[0].removeprefix("/api/models/")
+            self.server.repositories[name] += names
+            url = f"http://{self.headers['Host']}/{name}/commit/{COMMIT}"
+            self.reply({"commitUrl": url, "commitOid": COMMIT})
+        else:
+            self.reply({"errors": [], "warnings": []})
+
+    def reply(self, value, code=200):
+        content = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        """Keep the test output clean."""
+
+
+@contextlib.contextmanager
+def a_hub(**repositories):
+    """Run a Hub that holds repositories of `acme`; give it, and how to reach it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.repositories = {f"acme/{k}": list(v) for k, v in repositories.items()}
+    server.created = []
+    with serving(server) as url:
+        where = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+        yield server, {**where, "HF_TOKEN": "hf_nobody"}
+
+
+PUSH = """
+import beatrice, sys
+probe = beatrice.load("embedded")
+for name in sys.argv[1:]:
+    options = {"private": True} if name == "acme/hidden" else {}
+    try:
+        print(probe.push(name, **options))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_push_replaces_a_probe_alone_and_leaves_privacy_to_the_owner():
+    with a_hub(model=MODEL, probe=PROBE) as (hub, where):
+        names = [f"acme/{name}" for name in ("model", "probe", "new", "hidden")]
+        lines = run_python(PUSH, *names, **where).stdout.splitlines()
+    assert "hf://acme/model holds something else ('config.json')" in lines[0]
+    assert lines[1:] == [COMMIT] * 3
+    assert hub.repositories["acme/model"] == MODEL
+    assert {*PROBE} < {*hub.repositories["acme/new"]}
+    assert hub.created == [(name, name == "acme/hidden") for name in names]
+
+
+def test_a_hub_that_nobody_reaches_is_said_in_a_sentence():
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = run_python(PUSH, "acme/new", NO_PROXY="*", **nobody)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("hf://acme/new: ") and "can be reached" in line
