@@ -554,13 +554,18 @@ def load(
         )
     options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
     options |= {"strict": strict, "precision": precision}
+    if str(path).startswith(_HUB):
+        return _saved_probe(_snapshot(str(path)), options, is_of_hub=True)
     folder = _find(path)
     return (_saved_probe if _is_saved(folder) else _probe_of_run)(folder, options)
 
 
-def _saved_probe(folder: Path, options: Mapping[str, Any]) -> Probe:
+def _saved_probe(
+    folder: Path, options: Mapping[str, Any], *, is_of_hub: bool = False
+) -> Probe:
     """Return a probe from its folder; `options` are those of `scorer_of`."""
-    detector = Detector.load(folder)
+    # Other tools put the rest of a repository into the Hub's cache.
+    detector = Detector.load(folder, _FILES if is_of_hub else None)
     again = "copy the folder again, or save the probe again"
     about, file = read_json(folder / _REPORT, About, again), folder / _EXAMPLES
     lines = file.read_bytes().splitlines()
@@ -629,11 +634,8 @@ def packaged_probes() -> dict[str, Path]:
 
 
 def _find(path: str | Path) -> Path:
-    """Return the folder that a path, a name or an address of the Hub means."""
-    name = str(path)
-    if name.startswith(_HUB):
-        return _snapshot(name)
-    folder = as_path(path, "path")
+    """Return the folder that a path, or the name of a probe, means."""
+    name, folder = str(path), as_path(path, "path")
     if not folder.exists() and name in packaged_probes():
         return packaged_probes()[name]
     if not folder.exists():
@@ -656,9 +658,7 @@ def _snapshot(address: str) -> Path:
 
     def fetch(is_local: bool) -> Path:
         options = {"allow_patterns": _FILES, "local_files_only": is_local}
-        return Path(
-            snapshot_download(repository, revision=revision or None, **options)
-        )
+        return Path(snapshot_download(repository, revision=revision or None, **options))
 
     try:
         try:

@@ -36,7 +36,10 @@ Decoded = TypeVar("Decoded")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 # Of a folder with checksums: what a person edits, and what a Hub, git or a Mac adds.
-UNCHECKED = ("README.md", ".cache", ".git", ".gitattributes", ".DS_Store")
+UNCHECKED = (
+    *("README.md", ".cache", ".git", ".gitattributes", ".DS_Store"),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE"),
+)
 
 
 def sync_folder(folder: Path) -> None:
@@ -324,12 +327,17 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(
-    folder: Path, sha256_of: Callable[[Path], str] = sha256_file
+    folder: Path,
+    sha256_of: Callable[[Path], str] = sha256_file,
+    files: Iterable[str] | None = None,
 ) -> None:
-    """Check every file of a folder against those that `write_checksums` wrote."""
+    """Check every file of a folder against those that `write_checksums` wrote.
+
+    `files` are those of a folder that others fill too, as the Hub's cache is.
+    """
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
-    names = _names(folder)
+    names = [n for n in _names(folder) if files is None or n in files]
     if odd := sorted(set(expected) ^ set(names)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
         raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")

@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import shutil
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import beatrice
 from beatrice.extract.run.files import CHECKSUMS
+from beatrice.probe import PROBES
 from tests.pgir.small import serving
 from tests.process import run_python
 
@@ -21,6 +24,9 @@ class Hub(BaseHTTPRequestHandler):
         files = self.server.repositories.get(name)
         rows = [{"type": "file", "path": n, "size": 1, "oid": "0"} for n in files or ()]
         self.reply(rows, 404 if files is None else 200)
+
+    def do_CONNECT(self):
+        self.reply({}, 407)  # of a proxy that wants a password
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -98,3 +104,26 @@ def test_a_hub_that_nobody_reaches_is_said_in_a_sentence():
     done = run_python(PUSH, "acme/new", NO_PROXY="*", **nobody)
     (line,) = done.stdout.splitlines()
     assert line.startswith("hf://acme/new: ") and "can be reached" in line
+
+
+def test_a_probe_of_the_cache_loads_through_no_proxy_and_beside_other_files(tmp_path):
+    repository = tmp_path / "models--acme--probe"
+    snapshot = repository / "snapshots" / COMMIT
+    shutil.copytree(PROBES / "embedded", snapshot)
+    (snapshot / "onnx").mkdir()
+    (snapshot / "onnx" / "model.onnx").write_text("another tool's")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    program = "import beatrice; print(beatrice.load('hf://acme/probe'))"
+    with a_hub() as (_, where):
+        proxy = {"HTTPS_PROXY": where["HF_ENDPOINT"], "HF_ENDPOINT": "https://hub"}
+        cache = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        done = run_python(program, **proxy, **cache)
+    assert "fitted on embedded" in done.stdout
+
+
+def test_a_licence_beside_a_probe_is_no_damage(tmp_path):
+    folder = shutil.copytree(PROBES / "embedded", tmp_path / "clone")
+    for name in ("LICENSE", "NOTICE"):
+        (folder / name).write_text("terms")
+    assert beatrice.load(folder).layer is not None
