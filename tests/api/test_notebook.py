@@ -25,15 +25,24 @@ from transformers import (
 from transformers.utils import logging
 
 import beatrice
-from beatrice.extract.backbone.names import GEMMA, WEIGHTS, fetch_model, locked
+from beatrice.extract.backbone.names import (
+    GEMMA,
+    IN_MEMORY,
+    WEIGHTS,
+    ModelHashes,
+    fetch_model,
+    locked,
+)
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.store import open_kvstore, open_store, read_family
+from beatrice.jaxprobe.detector import Provenance
 from beatrice.jaxprobe.rows import partners
 from beatrice.model import as_examples
+from beatrice.pgir.warnings import differences
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 from tests.test_house import ROOMS
@@ -457,14 +466,20 @@ def test_signals_on_disk_go_on_when_their_model_was_moved(model, working_folder)
 
 
 def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
-    revisions = set()
-    for changes in ({}, {"use_cache": False}, {"transformers_version": "9"}):
-        own = copy.deepcopy(model.backbone.model)
-        for name, value in changes.items():
-            setattr(own.config, name, value)
-        language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
-        revisions.add(language_model.backbone.revision)
-    assert len(revisions) == 1
+    backbones, uses = [], {"use_cache": False, "transformers_version": "9"}
+    uses |= {"output_hidden_states": True, "architectures": None}  # of no file
+    for name, value in {"use_cache": True, **uses}.items():
+        ours = copy.deepcopy(model.backbone.model)
+        setattr(ours.config, name, value)
+        language_model = beatrice.LanguageModel(ours, model.backbone.tokenizer)
+        backbones.append(language_model.backbone)
+    revision, hashes = backbones[0].revision, backbones[0].hashes
+    trained = Provenance(model=IN_MEMORY, revision=revision, layer=2, hashes=hashes)
+    for backbone in backbones:
+        assert backbone.revision == revision
+        assert not list(differences(trained, backbone))
+    other = dataclasses.replace(trained, hashes=ModelHashes(tokenizer="f" * 64))
+    assert "another tokenizer" in next(differences(other, backbones[0]))
 
 
 @pytest.mark.parametrize(
