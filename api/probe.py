@@ -279,8 +279,9 @@ class Probe(AnswerScorer):
             says so.
 
         Raises:
-          ValueError: something else is there, an example cannot be scored, or the
-            probe rests on too few answers and not `untrustworthy`.
+          ValueError: something else is there, an example cannot be scored or only by
+            another model, or the probe rests on too few answers and not
+            `untrustworthy`.
         """
         doubts = self.detector.doubts
         if doubts and not untrustworthy:
@@ -400,9 +401,17 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
         return detector
     model, hashes = name_of_released(trained.revision) or trained.model, trained.hashes
     if scorer is not None and hashes == ModelHashes():  # of a run
-        hashes = scorer.probed.backbone.hashes
+        if _other_model(scorer) is None:
+            hashes = scorer.probed.backbone.hashes
     provenance = dataclasses.replace(trained, model=model, hashes=hashes)
     return dataclasses.replace(detector, provenance=provenance)
+
+
+def _other_model(scorer: "Scorer") -> str | None:
+    """Say in what a scorer's model is another than its probe's, if it is."""
+    from beatrice.pgir.warnings import differences
+
+    return next(differences(scorer.probed.trained, scorer.probed.backbone), None)
 
 
 def published(detector: Detector) -> Detector:
@@ -419,6 +428,8 @@ def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str
     """Return examples with their P, as they stand in a probe's folder."""
     from beatrice.pgir.given import ARGUMENTS, READING, as_answer
 
+    if (difference := _other_model(scorer)) is not None:
+        raise ValueError(f"examples: {difference}")
     rows = as_rows(examples, ARGUMENTS)
     if len(rows) > MOST_EXAMPLES:
         raise ValueError(
