@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from beatrice.extract.backbone.names import COMMIT, IN_MEMORY
+from beatrice.extract.backbone.names import IN_MEMORY
 from beatrice.jaxprobe.detector import Detector, HeadName
 from beatrice.jaxprobe.scope import CONFIDENCE, PRECISIONS
 
@@ -115,7 +115,7 @@ def _front_matter(detector: Detector, groups: _Groups) -> str:
     datasets = sorted({dataset for _, dataset, _ in groups if dataset})
     model, trained = _name_of(detector), detector.provenance
     # Any other name may be that of somebody else's model on the Hub.
-    is_of_hub = trained is not None and COMMIT.fullmatch(trained.revision)
+    is_of_hub = trained is not None and trained.commit is not None
     base = {"base_model": model, "base_model_relation": "adapter"} if is_of_hub else {}
     fields: dict[str, Any] = {
         "library_name": "beatrice",

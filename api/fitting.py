@@ -476,6 +476,7 @@ def _provenance(
         path=store.spec.path,
         attention_layers=facts.get("attention_layers", "all"),
         hashes=ModelHashes() if model is None else model.backbone.hashes,
+        files_sha256="" if model is None else model.backbone.files_sha256,
         max_new_tokens=facts.get("max_new_tokens", MAX_NEW_TOKENS),
         stop=None if facts.get("stop") is None else tuple(facts["stop"]),
     )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
-from beatrice.extract.backbone.names import AttentionLayers, lasting_name
+from beatrice.extract.backbone.names import COMMIT, AttentionLayers, lasting_name
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.extras import naming_extra
@@ -50,6 +50,7 @@ class LanguageModel:
         *,
         device: str | None = None,
         dtype: str | None = None,
+        revision: str | None = None,
         prompt: "PromptConfig | Mapping[str, Any] | None" = None,
         attention_layers: AttentionLayers = "all",
     ) -> None:
@@ -64,6 +65,7 @@ class LanguageModel:
           device: such as "cpu" or "cuda:0"; None takes a GPU where Torch sees one.
           dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on a GPU and
             float32 elsewhere. A model in memory stays where it is and as it is.
+          revision: a commit of a Hub id; None takes that of its main branch.
           prompt: how questions are put; None takes the model's chat template where it
             has one and worked examples where it has none. Words of your own are a
             mapping of "closed_book", such as "Q: {question} A:", "with_context", which
@@ -85,7 +87,7 @@ class LanguageModel:
             raise argument_error(
                 "attention_layers", '"all" or "full"', attention_layers
             )
-        opened = _open(model, tokenizer, device, dtype)
+        opened = _open(model, tokenizer, device, dtype, revision)
         self.backbone: Backbone = dataclasses.replace(
             opened, attention=attention_layers
         )
@@ -136,6 +138,8 @@ class LanguageModel:
         dtype = str(backbone.dtype).removeprefix("torch.")
         options = {"device": str(backbone.device), "dtype": dtype}
         options |= {"prompt": self.prompt, "attention_layers": backbone.attention}
+        if COMMIT.fullmatch(backbone.revision):
+            options["revision"] = backbone.revision
         return _load, (self.name, options)
 
     @overload
@@ -530,7 +534,11 @@ def _alone(store: str | Path | None) -> AbstractContextManager[None]:
 
 
 def _open(
-    model: Any, tokenizer: Any, device: str | None, dtype: str | None
+    model: Any,
+    tokenizer: Any,
+    device: str | None,
+    dtype: str | None,
+    revision: str | None,
 ) -> "Backbone":
     """Load a backbone by name, or freeze the model that is given."""
     import torch
@@ -549,10 +557,10 @@ def _open(
                 "model: expected a Hub id, a path, or a Transformers model in memory, "
                 f"found {type(model).__name__}"
             )
-        if device is not None or dtype is not None:
+        if (device, dtype, revision) != (None, None, None):
             raise ValueError(
-                "a model in memory stays on its device and in its type; move it "
-                "before, and leave device and dtype out"
+                "a model in memory stays on its device, in its type and as it is; move "
+                "it before, and leave device, dtype and revision out"
             )
         if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
             raise argument_error("tokenizer", "a fast tokenizer", tokenizer)
@@ -577,6 +585,7 @@ def _open(
             model_path(str(model)),
             dtype=cast(ModelDtype, dtype or default_dtype(str(device))),
             device=str(device),
+            revision=revision,
         )
 
 

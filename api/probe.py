@@ -13,12 +13,7 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.card import card
-from beatrice.extract.backbone.names import (
-    COMMIT,
-    IN_MEMORY,
-    ModelHashes,
-    lasting_name,
-)
+from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes, lasting_name
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
@@ -399,11 +394,14 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     trained = detector.provenance
     if trained is None:
         return detector
-    model, hashes = name_of_released(trained.revision) or trained.model, trained.hashes
-    if scorer is not None and hashes == ModelHashes():  # of a run
+    about: dict[str, Any] = {}
+    about["model"] = name_of_released(trained.revision) or trained.model
+    if scorer is not None and trained.hashes == ModelHashes():  # of a run
         if _other_model(scorer) is None:
-            hashes = scorer.probed.backbone.hashes
-    provenance = dataclasses.replace(trained, model=model, hashes=hashes)
+            backbone = scorer.probed.backbone
+            files = backbone.files_sha256
+            about |= {"hashes": backbone.hashes, "files_sha256": files}
+    provenance = dataclasses.replace(trained, **about)
     return dataclasses.replace(detector, provenance=provenance)
 
 
@@ -418,7 +416,7 @@ def published(detector: Detector) -> Detector:
     """Name a model that is a path, or was where it was fitted, by its last part."""
     trained = detector.provenance
     # What has a commit is of the Hub; any other name may be a path somewhere.
-    if trained is None or COMMIT.fullmatch(trained.revision):
+    if trained is None or trained.commit is not None:
         return detector
     provenance = dataclasses.replace(trained, model=Path(trained.model).name)
     return dataclasses.replace(detector, provenance=provenance)
@@ -518,6 +516,7 @@ def scorer_of(
             provenance.model if model is None else model,
             device=device,
             dtype=provenance.dtype if dtype is None else dtype,
+            revision=provenance.commit if model is None else None,
             prompt=provenance.prompt,
         )
     stop = provenance.prompt.usual_stop if provenance.stop is None else provenance.stop
@@ -605,7 +604,7 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
     trained = detector.provenance
     layer = None if trained is None else trained.layer
     # A run has a path as it was typed, which in another folder is another model's.
-    if trained is not None and not COMMIT.fullmatch(trained.revision):
+    if trained is not None and trained.commit is None:
         trained = dataclasses.replace(trained, model=lasting_name(trained.model))
         detector = dataclasses.replace(detector, provenance=trained)
     opener = partial(_scorer_of_run, run.path, options)

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from beatrice.extract.backbone.names import AttentionLayers, ModelHashes
+from beatrice.extract.backbone.names import COMMIT, AttentionLayers, ModelHashes
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
@@ -153,12 +153,20 @@ class Provenance:
     scripts: tuple[str, ...] = ()
     # Of the backbone's config, tokenizer and chat template.
     hashes: ModelHashes = ModelHashes()
+    # Of weights and config as files, which copies and later commits of a model of the
+    # Hub may share; empty where unknown, and of a model in memory.
+    files_sha256: str = ""
     # By which most of the signals came: "decode", of the passes that wrote the answers,
     # or "teacher_forced", of passes that read them again.
     path: ReadingPath = "teacher_forced"
     attention_layers: AttentionLayers = "all"  # whose attention was read
     max_new_tokens: int = MAX_NEW_TOKENS  # of an answer
     stop: tuple[str, ...] | None = None  # that ended answers; None: `prompt.usual_stop`
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model of the Hub; None of any other."""
+        return self.revision if COMMIT.fullmatch(self.revision) else None
 
 
 FORMAT = 9  # of what is saved; in 8 answers of one P lie in the order of their file

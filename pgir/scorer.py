@@ -141,6 +141,7 @@ class Scorer(AnswerScorer):
                 model_path(str(model or trained.model)),
                 dtype=_dtype(dtype or trained.dtype),
                 device=_device(device, config),
+                revision=None if model else trained.commit,
             )
         elif device is not None or dtype is not None:
             raise ValueError(

@@ -106,18 +106,33 @@ def warn_of_path(
         yield _warning("other_path", **paths, dtype=_name_dtype(model))
 
 
+def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> bool:
+    """Return whether a revision is that of a detector's model, by commit or by files.
+
+    `model` is what has the revision, None where it is not loaded.
+    """
+    if revision in (trained.revision, trained.files_sha256):
+        return True
+    if model is None or model.revision != revision:
+        return False
+    if trained.model == IN_MEMORY:
+        return model.is_of_revision(trained.revision)
+    known = (trained.revision, trained.files_sha256)
+    return model.files_sha256 != "" and model.files_sha256 in known
+
+
 def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
     """Yield in what a model is not the one whose signals a detector was trained on."""
-    is_same = trained.revision == model.revision
-    if not is_same and trained.model == IN_MEMORY:
-        is_same = model.is_of_revision(trained.revision)
-    if not is_same:
+    if not is_of_model(trained, model.revision, model):
+        here = model.revision[:12]
+        if model.name == IN_MEMORY != trained.model:
+            here += ", which cannot be compared with a revision of files"
         yield _warning(
             "other_model",
             trained=trained.model,
             revision=trained.revision[:12],
             model=model.name,
-            here=model.revision[:12],
+            here=here,
         )
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:

@@ -214,20 +214,21 @@ def _packing(quantization: Any) -> Any:
     return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
 
 
-def _check_configs(name: str) -> tuple[str | None, Any]:
+def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:
     """Check a checkpoint's configs; return their commit, and `_packing` of the weights.
 
     From that commit all files are loaded, even if the repository moves on meanwhile.
+    None takes that of the repository's main branch.
     """
     # Transformers asks a Hub that does not answer for half a minute.
     is_silent = not Path(name).exists() and unreachable_hub() is not None
     with _loading(name):
-        file = str(cached_file(name, CONFIG_NAME, local_files_only=is_silent))
+        here: dict[str, Any] = {"local_files_only": is_silent}
+        file = str(cached_file(name, CONFIG_NAME, revision=commit, **here))
         commit = extract_commit_hash(file, None)
         config, _ = PreTrainedConfig.get_config_dict(name, revision=commit)
         index = str(config.get("transformers_weights") or WEIGHTS_INDEX)
-        absent = {"_raise_exceptions_for_missing_entries": False}
-        absent["local_files_only"] = is_silent
+        absent = {"_raise_exceptions_for_missing_entries": False, **here}
         for other in (index, "adapter_config.json"):  # for `check_weights`
             cached_file(name, other, revision=commit, **absent)
         tokenizer = get_tokenizer_config(name, revision=commit)
@@ -285,9 +286,11 @@ def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
         )
 
 
-def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any, str | None]:
+def load_checkpoint(
+    name: str, dtype: torch.dtype, commit: str | None = None
+) -> tuple[Any, Any, str | None]:
     """Load model and tokenizer of a directory or Hub id, with the latter's commit."""
-    commit, packing = _check_configs(name)
+    commit, packing = _check_configs(name, commit)
     options = {} if packing is None else {"quantization_config": packing}
     with _loading(name), quietly():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -518,6 +521,18 @@ class Backbone:
     def _revision_in_memory(self) -> str:
         return _hash_model(self.model)
 
+    @functools.cached_property
+    def files_sha256(self) -> str:
+        """SHA-256 of the files it is loaded from; empty where there are none now."""
+        if not self.is_of_files or not COMMIT.fullmatch(self.revision):
+            return self.revision if self.is_of_files else ""
+        here: dict[str, Any] = {"revision": self.revision, "local_files_only": True}
+        for error in ("missing_entries", "connection_errors"):
+            here[f"_raise_exceptions_for_{error}"] = False
+        if (config := cached_file(self.name, CONFIG_NAME, **here)) is None:
+            return ""
+        return _hash_files(Path(config).parent, _sha256_cached)
+
     def require_unchanged(self) -> None:
         """Check that nobody has changed the weights since: signals would mix both."""
         if _mark_of(self.model) != self.mark:
@@ -616,14 +631,25 @@ def _hash_model(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _hash_files(directory: Path) -> str:
+def _sha256_cached(path: Path) -> str:
+    """Return the SHA-256 of a file in the Hub's cache, where a large one is called so.
+
+    That the cache is whole, whoever loads a commit from it takes for granted.
+    """
+    name = path.resolve().name
+    return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_of_model(path)
+
+
+def _hash_files(
+    directory: Path, sha256_of: Callable[[Path], str] = sha256_of_model
+) -> str:
     """Return the SHA-256 of a GGUF file, or of a checkpoint's weights and config."""
     if directory.is_file():
         return sha256_of_model(directory)
     digest = hashlib.sha256()
     for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
         digest.update(path.name.encode())
-        digest.update(bytes.fromhex(sha256_of_model(path)))
+        digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
 
 
@@ -649,13 +675,18 @@ def check_device(device: str) -> None:
 
 
 def load_backbone(
-    path: str | Path, *, dtype: ModelDtype = "float32", device: str = "cpu"
+    path: str | Path,
+    *,
+    dtype: ModelDtype = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
 ) -> Backbone:
     """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
 
     The path is a directory written by `save_pretrained`, a GGUF file, or a Hub id, the
     dtype of weights and residual stream. Readings are float32 in any case, on a GPU
-    TF32 in products only where the process allows it, as it does not by itself.
+    TF32 in products only where the process allows it, as it does not by itself. The
+    revision is a commit of a Hub id; None takes that of its main branch.
     """
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
@@ -663,6 +694,11 @@ def load_backbone(
     local = Path(os.path.expanduser(path))
     name = str(local if local.exists() else path)
     check_name(name)
+    if revision is not None and local.exists():
+        raise ValueError(
+            f"revision: {name!r} is a model on this machine, which has none to choose; "
+            "leave revision out, or give the id of a model of the Hub"
+        )
     check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
@@ -671,7 +707,7 @@ def load_backbone(
         from beatrice.extract.backbone.gguf import unpacked
 
         source = unpacked(name)
-    model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype))
+    model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype), revision)
     revision = _hash_files(local) if local.exists() else commit
     return Backbone.from_model(
         model.to(device).eval().requires_grad_(False),

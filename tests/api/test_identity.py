@@ -1,14 +1,18 @@
 """Of which model a probe is, wherever that model lies, and what is another's."""
 
 import dataclasses
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import beatrice
-from beatrice.extract.backbone.names import ModelHashes
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS, ModelHashes
 from beatrice.jaxprobe.detector import Detector
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, make_detector
+from tests.process import run_python
 
 
 @pytest.fixture(scope="module")
@@ -16,21 +20,71 @@ def model():
     return beatrice.LanguageModel("embedded")
 
 
-def probe_of(model, strict=True, **changes):
+def probe_of(here, **changes):
     """Return a probe beside a model, as of a run; of its fit other things are said."""
-    detector = make_detector(model.backbone)
+    detector = make_detector(here.backbone)
     trained = dataclasses.replace(detector.provenance, **changes)
     detector = dataclasses.replace(detector, provenance=trained)
-    scorer = Scorer(model, detector, strict=strict)
+    scorer = Scorer(here, detector, strict=False)
     return beatrice.Probe(detector, layer=LAYER, open_scorer=lambda: scorer)
 
 
 def test_what_another_model_says_is_saved_with_no_probe(model, tmp_path):
     for revision, is_its in ((model.backbone.revision, True), ("f" * 64, False)):
-        probe = probe_of(model, strict=False, revision=revision)
+        probe = probe_of(model, revision=revision)
         assert probe.scorer is not None
         probe.save(tmp_path / "probe")
         stored = Detector.load(tmp_path / "probe").provenance.hashes
         assert stored == (model.backbone.hashes if is_its else ModelHashes())
     with pytest.raises(ValueError, match="examples: .*another model"):
         probe.save(tmp_path / "probe", examples=[("where was he born?", "Rome")])
+
+
+OLDER, NEWER = "a" * 40, "b" * 40
+OF_COMMITS = """
+import sys, beatrice
+from beatrice.extract.backbone.names import WEIGHTS
+probe = beatrice.load(sys.argv[1])
+assert probe.score("where was he born?", "Guzolt Falls").p_correct is not None
+older = beatrice.LanguageModel("owner/name", revision=sys.argv[2])
+for known in (probe.scorer.probed, older, beatrice.LanguageModel("owner/name")):
+    print(known.backbone.revision, known.backbone.files_sha256)
+load, values = older.__reduce__()  # in another process
+assert load(*values).backbone.revision == sys.argv[2]
+# Of the folder that the older commit has.
+assert beatrice.load("embedded", model=older).load_scorer()
+"""
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A copy of the embedded model in which a number of a tensor is another."""
+    folder = shutil.copytree(WEIGHTS, tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_probe_of_a_commit_loads_it_and_takes_the_same_files_from_elsewhere(
+    model, changed, tmp_path
+):
+    repository = tmp_path / "models--owner--name"
+    for commit, folder in ((OLDER, WEIGHTS), (NEWER, changed)):
+        shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(NEWER)
+    files = model.backbone.files_sha256
+    names = {"model": "owner/name", "revision": OLDER, "files_sha256": files}
+    probe_of(model, **names).save(tmp_path / "probe")
+    cache = str(tmp_path)
+    done = run_python(OF_COMMITS, tmp_path / "probe", OLDER, HF_HUB_CACHE=cache)
+    others = load_backbone(changed).files_sha256
+    assert done.stdout.split() == [*([OLDER, files] * 2), NEWER, others]
+    copied = shutil.copytree(WEIGHTS, tmp_path / "copied")
+    known = beatrice.load(tmp_path / "probe", model=copied)
+    assert known.score("where was he born?", "Guzolt Falls").p_correct is not None
+    with pytest.raises(ValueError, match="another model"):
+        beatrice.load(tmp_path / "probe", model=changed).load_scorer()
+    with pytest.raises(ValueError, match="revision: .* is a model on this machine"):
+        beatrice.LanguageModel(copied, revision=OLDER)
