@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,7 @@ class Probe(AnswerScorer):
         examples: Sequence[Mapping[str, Any]] = (),
         identity: str = "",
         open_scorer: "Callable[[], Scorer] | None" = None,
+        strict: bool = True,
     ) -> None:
         """Take a detector; see `fit` and `load`.
 
@@ -86,10 +88,12 @@ class Probe(AnswerScorer):
           identity: SHA-256 of what was loaded; empty where it was fitted now.
           open_scorer: loads the language model; None loads the one that the detector
             names.
+          strict: refuse signals of another model, type or answer span.
         """
         self.detector = detector
         self.layer = layer
         self.identity = identity
+        self.strict = strict
         self.rows = tuple(dict(row) for row in report)
         self._examples = [dict(row) for row in examples]
         self._open_scorer = open_scorer or partial(scorer_of, detector)
@@ -151,8 +155,9 @@ class Probe(AnswerScorer):
             ids; None takes the head that reads the with-context pass alone.
 
         Raises:
-          ValueError: the signals are not of the probe's families, layer or setting, or
-            so large that a score overflows.
+          ValueError: the signals are not of the probe's families, layer or setting, not
+            of its model, type or answer span (but for strict=False, which warns), or so
+            large that a score overflows.
         """
         with naming_extra("Probe.predict"):
             import torch
@@ -173,6 +178,7 @@ class Probe(AnswerScorer):
                     f"ones, found {closed_book} beside {signals}"
                 )
         for reading in passes.values():
+            self._check_model(reading)
             if reading.layers and self.layer not in reading.layers:
                 raise ValueError(
                     f"signals: the probe reads layer {self.layer}, these keep "
@@ -200,6 +206,23 @@ class Probe(AnswerScorer):
                 "what the probe was fitted on: look whether they are read alike"
             )
         return scores.p_correct
+
+    def _check_model(self, signals: "Signals") -> None:
+        """Check that signals are of the model of the fit, as far as they tell."""
+        from beatrice.pgir.warnings import signal_differences, warn_of_prompt
+
+        trained, about = self.detector.provenance, signals.store.spec.fingerprint
+        if trained is None or "model" not in about:  # arrays
+            return
+        backbone = None if signals.model is None else signals.model.backbone
+        unlike = [*signal_differences(trained, about, backbone)]
+        if self.strict and unlike:
+            raise ValueError(
+                f"signals: {unlike[0]}; in Python load with strict=False predicts, and "
+                "warns"
+            )
+        for text in (*unlike, *warn_of_prompt(trained, about)):
+            warnings.warn(text, stacklevel=3)
 
     @property
     def scorer(self) -> "Scorer":
@@ -546,7 +569,7 @@ def load(
       device: of the language model, which is loaded when it is first needed.
       dtype: likewise; None takes the type in which the probe was fitted.
       strict: refuse a model of another revision or type than the probe's, and a probe
-        whose examples do not come out. False warns with every score.
+        whose examples do not come out; signals too. False warns with every score.
       precision: share of the trusted answers that shall be right, and of the
         distrusted that shall be wrong, in (0, 1); None takes that of the fit, .9.
 
@@ -588,7 +611,8 @@ def _saved_probe(
     identity = sha256_file(folder / CHECKSUMS)
     known = {"examples": examples, "identity": identity}
     opener = partial(scorer_of, detector, **known, **options)
-    return Probe(detector, about.report, layer=about.layer, open_scorer=opener, **known)
+    known |= {"open_scorer": opener, "strict": options["strict"]}
+    return Probe(detector, about.report, layer=about.layer, **known)
 
 
 def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
@@ -608,7 +632,8 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
         trained = dataclasses.replace(trained, model=lasting_name(trained.model))
         detector = dataclasses.replace(detector, provenance=trained)
     opener = partial(_scorer_of_run, run.path, options)
-    return Probe(detector, layer=layer, identity=identity, open_scorer=opener)
+    known = {"open_scorer": opener, "strict": options["strict"]}
+    return Probe(detector, layer=layer, identity=identity, **known)
 
 
 def _scorer_of_run(folder: Path, options: Mapping[str, Any]) -> "Scorer":

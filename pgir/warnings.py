@@ -5,14 +5,17 @@ test holds the two together.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
 from beatrice.extract.generate.prompts import special_pattern
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import ReadingPath
 from beatrice.jaxprobe.detector import Detector, Provenance
@@ -36,6 +39,9 @@ WARNINGS = {
     "other_prompt": "another prompt than the probe's own (template {template!r}, "
     f"{{chat}} chat template): P was fitted under that one; {_LESS}: ask with the "
     "probe's prompt, or fit a probe under yours",
+    "other_span": "another answer span: the probe was fitted on {trained} tokens, but "
+    f"these signals are of {{here}} ones; {_LESS}: read them with ExtractConfig("
+    "answer_span={trained!r})",
     "unknown_tokens": "unknown words: {n} of {of} tokens of {what} are unknown to the "
     f"model; {_LESS}: write them in words that the model knows",
     "special_token": "special token: {what} spells {token}, which {model} reads here "
@@ -124,16 +130,7 @@ def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> b
 def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
     """Yield in what a model is not the one whose signals a detector was trained on."""
     if not is_of_model(trained, model.revision, model):
-        here = model.revision[:12]
-        if model.name == IN_MEMORY != trained.model:
-            here += ", which cannot be compared with a revision of files"
-        yield _warning(
-            "other_model",
-            trained=trained.model,
-            revision=trained.revision[:12],
-            model=model.name,
-            here=here,
-        )
+        yield _other_model(trained, model.name, model.revision)
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:
             continue  # it is not used
@@ -155,6 +152,46 @@ def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
         yield _warning("other_dtype", **names)
 
 
+def _other_model(trained: Provenance, name: str, revision: str) -> str:
+    here = revision[:12]
+    if (name == IN_MEMORY) != (trained.model == IN_MEMORY):
+        here += " (one in memory and one of files compare where both are loaded)"
+    names = {"trained": trained.model, "revision": trained.revision[:12]}
+    return _warning("other_model", **names, model=name, here=here)
+
+
+def signal_differences(
+    trained: Provenance, about: Mapping[str, Any], model: Backbone | None
+) -> Iterator[str]:
+    """Yield in what signals are not as those that a detector was trained on.
+
+    `about` is the fingerprint of their store, `model` what they were read from, None
+    where it is not loaded.
+    """
+    name, revision = str(about.get("name", "theirs")), str(about["model"])
+    if not is_of_model(trained, revision, model):
+        yield _other_model(trained, name, revision)
+    dtype = str(about.get("dtype", trained.dtype)).removeprefix("torch.")
+    if dtype != trained.dtype:
+        yield _warning("other_dtype", trained=trained.dtype, model=name, here=dtype)
+    span = about.get("answer_span", trained.answer_span)
+    if span != trained.answer_span:
+        yield _warning("other_span", trained=trained.answer_span, here=span)
+
+
+def warn_of_prompt(trained: Provenance, about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the warning of signals under another prompt than training's."""
+    prompt = msgspec.convert(about.get("prompt", trained.prompt), PromptConfig)
+    if prompt.prompt_template() != trained.prompt.prompt_template():
+        yield _other_prompt(trained)
+
+
+def _other_prompt(trained: Provenance) -> str:
+    chat = "with" if trained.prompt.chat else "without"
+    template = trained.prompt.template_name
+    return _warning("other_prompt", template=template, chat=chat)
+
+
 def warn_before(
     detector: Detector, trained: Provenance, model: Backbone, prepared: ScoringInput
 ) -> Iterator[str]:
@@ -162,9 +199,7 @@ def warn_before(
     prompt, tokenizer = prepared.prompt, model.tokenizer
     yield from differences(trained, model)
     if not prompt.is_templates:
-        chat = "with" if trained.prompt.chat else "without"
-        template = trained.prompt.template_name
-        yield _warning("other_prompt", template=template, chat=chat)
+        yield _other_prompt(trained)
     for what, _, ids in prepared.parts:
         if n_unknown := ids.count(tokenizer.unk_token_id):
             yield _warning("unknown_tokens", n=n_unknown, of=len(ids), what=what)

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import beatrice
 from beatrice.extract.backbone.loading import load_backbone
-from beatrice.extract.backbone.names import WEIGHTS, ModelHashes
+from beatrice.extract.backbone.names import IN_MEMORY, WEIGHTS, ModelHashes
+from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small import LAYER, make_detector
@@ -88,3 +89,41 @@ def test_a_probe_of_a_commit_loads_it_and_takes_the_same_files_from_elsewhere(
         beatrice.load(tmp_path / "probe", model=changed).load_scorer()
     with pytest.raises(ValueError, match="revision: .* is a model on this machine"):
         beatrice.LanguageModel(copied, revision=OLDER)
+
+
+def test_signals_of_another_model_type_or_answer_span_are_refused_as_answers_are(
+    model, changed
+):
+    answers = model.as_answers([("where was he born?", "Guzolt Falls")])
+    usual = {"layers": [LAYER], "config": ExtractConfig()}
+    signals, probe = model.read(answers, **usual), probe_of(model)
+    literal = ExtractConfig(answer_span="literal")
+    prompt = dataclasses.replace(model.prompt, template="paper")
+    asked = beatrice.LanguageModel("embedded", prompt=prompt)
+    half = beatrice.LanguageModel("embedded", dtype="bfloat16")
+    other = beatrice.LanguageModel(changed, prompt=model.prompt)
+    pair = model.backbone.model, model.backbone.tokenizer
+    ours = beatrice.LanguageModel(*pair, prompt=model.prompt)
+    for reader, config, named in (
+        (other, usual["config"], "another model"),
+        (half, usual["config"], "another precision"),
+        (model, literal, "another answer span"),
+    ):
+        unlike = reader.read(answers, layers=[LAYER], config=config)
+        with pytest.raises(ValueError, match=f"signals: {named}"):
+            probe.predict(unlike)
+        lenient = beatrice.Probe(probe.detector, layer=LAYER, strict=False)
+        with pytest.warns(UserWarning, match=named):
+            lenient.predict(unlike)
+    with pytest.warns(UserWarning, match="another prompt"):
+        probe.predict(asked.read(answers, **usual))
+    arrays, spans = {k: [x] for k, x in signals[0].items()}, signals.spans
+    in_memory = {"model": IN_MEMORY, "revision": ours.backbone.revision}
+    for known, read in (
+        (probe, signals),
+        (probe, beatrice.Signals(signals.store)),
+        (probe_of(model, **in_memory), ours.read(answers, **usual)),
+        (probe_of(model, **in_memory), signals),  # of the files of the same model
+        (probe, beatrice.Signals.from_arrays(arrays, spans=spans, layers=[LAYER])),
+    ):
+        assert known.predict(read) == pytest.approx(probe.predict(signals))
