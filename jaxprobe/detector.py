@@ -169,7 +169,9 @@ class Provenance:
         return self.revision if COMMIT.fullmatch(self.revision) else None
 
 
-FORMAT = 9  # of what is saved; in 8 answers of one P lie in the order of their file
+# Of what is saved. In 8 answers of one P lie in the order of their file; 9 has no hash
+# of the files of a Hub's model.
+FORMAT = 10
 
 
 class _Format(msgspec.Struct):
@@ -181,7 +183,7 @@ class _Format(msgspec.Struct):
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8, 9]
+    format: Literal[8, 9, 10]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: dict[str, Any] | None

@@ -405,51 +405,6 @@ def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
     assert state["passages"] == [PASSAGE] and state["reason"] is None
 
 
-def engine_of(response, texts):
-    """An engine of LlamaIndex with a fixed reply, which counts its queries."""
-    pytest.importorskip("llama_index.core")
-    from llama_index.core.base.response.schema import Response
-    from llama_index.core.query_engine import CustomQueryEngine
-    from llama_index.core.schema import NodeWithScore, TextNode
-
-    class Fixed(CustomQueryEngine):
-        n_queries: int = 0
-
-        def custom_query(self, query_str):
-            self.n_queries += 1
-            nodes = [NodeWithScore(node=TextNode(text=x), score=1.0) for x in texts]
-            return Response(response=response, source_nodes=nodes)
-
-    return Fixed()
-
-
-def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
-    engine, gate = engine_of(ANSWER, [PASSAGE]), strict(scorer)
-    gated = llama_index_engine(lenient(scorer), engine)
-    assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
-    assert engine.n_queries == 0
-    (drafted,) = gate.draft([QUESTION])
-    best = gate.keep(drafted, ANSWER, [PASSAGE])
-    response = llama_index_engine(gate, engine).query(QUESTION)
-    assert engine.n_queries == 1 and str(response) == best.answer
-    assert response.metadata["p_correct"] == best.p_correct
-    assert bool(response.source_nodes) == best.is_grounded
-    assert response.metadata["reason"] is None
-
-
-@pytest.mark.parametrize(
-    ("response", "texts"), [(None, [PASSAGE]), ("", [PASSAGE]), ("Empty Response", [])]
-)
-def test_an_engine_that_answers_nothing_or_from_nothing_leaves_the_draft(
-    scorer, response, texts
-):
-    engine = engine_of(response, texts)
-    reply = llama_index_engine(strict(scorer), engine).query(QUESTION)
-    assert str(reply) == scorer.answer(QUESTION).text
-    assert not reply.metadata["is_grounded"] and not reply.source_nodes
-    assert "is empty" in reply.metadata["reason"]
-
-
 @pytest.fixture
 def notes(working_folder):
     """The README's module, in the folder that one stands in."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from beatrice.pgir.gate import Draft, Kept, llama_index_engine
+from beatrice.pgir.gate import Draft, Gate, Kept, llama_index_engine
 from tests.pgir.small import PASSAGE, QUESTION
 
 ANSWER, ONLY_STORED = "Guzolt Falls", "the path of the file"
@@ -70,3 +70,48 @@ def test_a_gate_keeps_no_loop_waiting_and_reads_a_stream_in_it():
     gated = llama_index_engine(Retrieving(), engine_of(ANSWER))
     reply = asyncio.run(gated.aquery(QUESTION))
     assert str(reply) == ANSWER and reply.metadata["n_hops"] == 2
+
+
+def fixed_engine(response, texts):
+    """An engine of LlamaIndex with a fixed reply, which counts its queries."""
+    pytest.importorskip("llama_index.core")
+    from llama_index.core.base.response.schema import Response
+    from llama_index.core.query_engine import CustomQueryEngine
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    class Fixed(CustomQueryEngine):
+        n_queries: int = 0
+
+        def custom_query(self, query_str):
+            self.n_queries += 1
+            nodes = [NodeWithScore(node=TextNode(text=x), score=1.0) for x in texts]
+            return Response(response=response, source_nodes=nodes)
+
+    return Fixed()
+
+
+def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
+    engine, gate = fixed_engine(ANSWER, [PASSAGE]), Gate(scorer, 1.0)
+    gated = llama_index_engine(Gate(scorer, 1e-6), engine)
+    assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
+    assert engine.n_queries == 0
+    (drafted,) = gate.draft([QUESTION])
+    best = gate.keep(drafted, ANSWER, [PASSAGE])
+    response = llama_index_engine(gate, engine).query(QUESTION)
+    assert engine.n_queries == 1 and str(response) == best.answer
+    assert response.metadata["p_correct"] == best.p_correct
+    assert bool(response.source_nodes) == best.is_grounded
+    assert response.metadata["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("response", "texts"), [(None, [PASSAGE]), ("", [PASSAGE]), ("Empty Response", [])]
+)
+def test_an_engine_that_answers_nothing_or_from_nothing_leaves_the_draft(
+    scorer, response, texts
+):
+    engine = fixed_engine(response, texts)
+    reply = llama_index_engine(Gate(scorer, 1.0), engine).query(QUESTION)
+    assert str(reply) == scorer.answer(QUESTION).text
+    assert not reply.metadata["is_grounded"] and not reply.source_nodes
+    assert "is empty" in reply.metadata["reason"]
