@@ -84,7 +84,7 @@ def test_a_labelled_answer_that_no_model_can_read_is_named_by_its_line(
     rows = [a_row(None), a_row(True), a_row(False, **changes)]
     path, model = write_lines(tmp_path / "l.jsonl", rows), LanguageModel("embedded")
     with pytest.raises(ValueError, match=f"l.jsonl, line 3: .*{words}"):
-        read_given(model, read_labelled(path, print), print)
+        read_given(model, read_labelled(path, print), tmp_path / "work", print)
 
 
 def test_a_file_without_any_label_is_refused(tmp_path):
