@@ -335,8 +335,8 @@ class Probe(AnswerScorer):
         Of a model's path on this machine the last name alone is published.
 
         Args:
-          repository: "owner/name"; made if it is not there, and replaced where it
-            holds a probe.
+          repository: "owner/name"; made if it is not there. A probe and a card in it
+            are replaced; all else stays.
           private: whether a new repository is; None takes its owner's default.
           untrustworthy: as of `save`.
 
@@ -358,8 +358,9 @@ class Probe(AnswerScorer):
                 ours.detector = published(self.detector)
                 ours.save(work, untrustworthy=untrustworthy)
                 hub.create_repo(repository, private=private, exist_ok=True)
-                names = {n.split("/")[0] for n in hub.list_repo_files(repository)}
-                check_replaceable(f"{_HUB}{repository}", names - {".gitattributes"})
+                names = {*hub.list_repo_files(repository)}
+                if ARRAYS not in names:  # a probe may lie beside other files
+                    check_replaceable(f"{_HUB}{repository}", names - {*UNCHECKED})
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
         except (*_hub_errors(), HFValidationError) as error:
             raise ValueError(
@@ -417,13 +418,12 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     trained = detector.provenance
     if trained is None:
         return detector
-    about: dict[str, Any] = {}
-    about["model"] = name_of_released(trained.revision) or trained.model
-    if scorer is not None and trained.hashes == ModelHashes():  # of a run
-        if _other_model(scorer) is None:
-            backbone = scorer.probed.backbone
-            files = backbone.files_sha256
-            about |= {"hashes": backbone.hashes, "files_sha256": files}
+    model = name_of_released(trained.revision) or trained.model
+    about: dict[str, Any] = {"model": model}
+    is_of_run = trained.hashes == ModelHashes()
+    if scorer is not None and is_of_run and _other_model(scorer) is None:
+        backbone = scorer.probed.backbone
+        about |= {"hashes": backbone.hashes, "files_sha256": backbone.files_sha256}
     provenance = dataclasses.replace(trained, **about)
     return dataclasses.replace(detector, provenance=provenance)
 

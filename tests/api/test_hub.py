@@ -89,11 +89,12 @@ for name in sys.argv[1:]:
 
 
 def test_a_push_replaces_a_probe_alone_and_leaves_privacy_to_the_owner():
-    with a_hub(model=MODEL, probe=PROBE) as (hub, where):
-        names = [f"acme/{name}" for name in ("model", "probe", "new", "hidden")]
+    page, ours = ["README.md", "LICENSE"], [*PROBE, "figures/roc.png"]
+    with a_hub(model=MODEL, probe=ours, page=page) as (hub, where):
+        names = [f"acme/{x}" for x in ("model", "probe", "page", "new", "hidden")]
         lines = run_python(PUSH, *names, **where).stdout.splitlines()
     assert "hf://acme/model holds something else ('config.json')" in lines[0]
-    assert lines[1:] == [COMMIT] * 3
+    assert lines[1:] == [COMMIT] * 4
     assert hub.repositories["acme/model"] == MODEL
     assert {*PROBE} < {*hub.repositories["acme/new"]}
     assert hub.created == [(name, name == "acme/hidden") for name in names]
