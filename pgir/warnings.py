@@ -153,11 +153,8 @@ def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
 
 
 def _other_model(trained: Provenance, name: str, revision: str) -> str:
-    here = revision[:12]
-    if (name == IN_MEMORY) != (trained.model == IN_MEMORY):
-        here += " (one in memory and one of files compare where both are loaded)"
     names = {"trained": trained.model, "revision": trained.revision[:12]}
-    return _warning("other_model", **names, model=name, here=here)
+    return _warning("other_model", **names, model=name, here=revision[:12])
 
 
 def signal_differences(
