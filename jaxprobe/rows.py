@@ -141,7 +141,8 @@ def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
         if split and split_of.setdefault(name, split) != split:
             raise ValueError(
                 f"splits: the answers of {name!r} are in {split_of[name]!r} and in "
-                f"{split!r}; put all answers of a question or group into one"
+                f"{split!r}; put all answers of a question into one group, and of a "
+                "group into one split"
             )
 
 
