@@ -91,11 +91,6 @@ def _read_pooling(path: Path) -> Pooling:
     """Return the pooling in an encoder's files; the mean where they name none."""
     _check_modules(path)
     file = _read_json(path / "1_Pooling" / "config.json")
-    if file.get("include_prompt") is False:
-        raise ValueError(
-            f"{path}: expected a pooling over the prefix too, found include_prompt "
-            "false in 1_Pooling/config.json; take another encoder"
-        )
     # Sentence-transformers 5.4 writes a name or several, before it a flag of each.
     flags = [name for name in file if name.startswith("pooling_mode_")]
     modes = file.get("pooling_mode", [x for x in flags if file[x]] if flags else "mean")
@@ -133,6 +128,13 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
         "pooling": _read_pooling(path),
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}
+    pooling = _read_json(path / "1_Pooling" / "config.json")
+    has_prefix = fields["query_prefix"] or fields["passage_prefix"]
+    if has_prefix and pooling.get("include_prompt") is False:
+        raise ValueError(
+            f"{path}: expected a pooling over the prefix too, found include_prompt "
+            "false in 1_Pooling/config.json; take another encoder"
+        )
     return PassageEncoderConfig(path=path, **fields)
 
 

@@ -250,8 +250,9 @@ def test_an_encoder_with_layers_that_are_not_run_is_refused(tmp_path, library):
     (path / "modules.json").unlink()
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text('{"include_prompt": false}')
+    assert index.read_encoder_config(path).passage_prefix == ""
     with pytest.raises(ValueError, match="found include_prompt false"):
-        index.read_encoder_config(path)
+        index.read_encoder_config(path, passage_prefix="passage: ")
 
 
 def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
