@@ -297,9 +297,8 @@ class Probe(AnswerScorer):
             says so.
 
         Raises:
-          ValueError: something else is there, an example cannot be scored or only by
-            another model, or the probe rests on too few answers and not
-            `untrustworthy`.
+          ValueError: something else is there, an example has no P by the probe's own
+            model, or the probe rests on too few answers and not `untrustworthy`.
         """
         doubts = self.detector.doubts
         if doubts and not untrustworthy:
@@ -568,8 +567,8 @@ def load(
       model: where the language model lies, if that has moved; or one in memory.
       device: of the language model, which is loaded when it is first needed.
       dtype: likewise; None takes the type in which the probe was fitted.
-      strict: refuse a model of another revision or type than the probe's, and a probe
-        whose examples do not come out; signals too. False warns with every score.
+      strict: refuse a model or signals of another revision or type than the probe's,
+        and a probe whose examples do not come out. False warns with every score.
       precision: share of the trusted answers that shall be right, and of the
         distrusted that shall be wrong, in (0, 1); None takes that of the fit, .9.
 

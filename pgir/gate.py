@@ -431,11 +431,11 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
         from llama_index.core.query_engine import CustomQueryEngine
         from llama_index.core.schema import MetadataMode
 
-    def standing(draft: Draft) -> Response:
+    def draft_response(draft: Draft) -> Response:
         facts = {"p_correct": draft.p_correct, "is_grounded": False}
         return Response(response=draft.answer, metadata=facts)
 
-    def better(draft: Draft, reply: Any) -> Response:
+    def kept_response(draft: Draft, reply: Any) -> Response:
         mode = MetadataMode.LLM  # a node as the engine's model reads it
         passages = [node.get_content(metadata_mode=mode) for node in reply.source_nodes]
         text = str(reply)  # which reads a stream to its end
@@ -459,17 +459,17 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
         def custom_query(self, query_str: str) -> Response:
             (draft,) = gate.draft([query_str])
             if not draft.retrieve:
-                return standing(draft)
-            return better(draft, engine.query(query_str))
+                return draft_response(draft)
+            return kept_response(draft, engine.query(query_str))
 
         async def acustom_query(self, query_str: str) -> Response:
             (draft,) = await asyncio.to_thread(gate.draft, [query_str])
             if not draft.retrieve:
-                return standing(draft)
+                return draft_response(draft)
             reply = await engine.aquery(query_str)
             if isinstance(reply, AsyncStreamingResponse):  # only this loop can read it
                 reply = await reply.get_response()
-            return await asyncio.to_thread(better, draft, reply)
+            return await asyncio.to_thread(kept_response, draft, reply)
 
     return GatedEngine()
 
