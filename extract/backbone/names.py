@@ -174,23 +174,24 @@ def given_name(path: str) -> str:
 
 
 def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the Hub's address if nobody answers there or shall be asked, or None.
+    """Return the Hub's address if it does not answer or shall not be asked, or None.
 
     Hugging Face's client would find out by itself, but asks five times for each file
     and waits between, half a minute in all. Behind a proxy only the client can tell.
     """
-    address = environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = urllib.parse.urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    # Without a name and a password, which it may have.
+    address = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
     if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return f"{address} (HF_HUB_OFFLINE)"
     proxies = ("https_proxy", "http_proxy", "all_proxy")
     if any(environ.get(n) or environ.get(n.upper()) for n in proxies):
         return None
-    url = urllib.parse.urlsplit(address)
     port = url.port or (80 if url.scheme == "http" else 443)
     try:
         socket.create_connection((url.hostname or "", port), timeout=3).close()
-    except OSError:  # without a name and a password, which it may have
-        return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
+    except OSError:
+        return address
     return None
 
 

@@ -222,6 +222,8 @@ def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():
     assert unreachable_hub(nobody) == "http://127.0.0.1:9"
     secret = {"HF_ENDPOINT": "http://user:token@127.0.0.1:9"}
     assert unreachable_hub(secret) == "http://127.0.0.1:9"
+    offline = unreachable_hub({**secret, "HF_HUB_OFFLINE": "1"})
+    assert offline == "http://127.0.0.1:9 (HF_HUB_OFFLINE)"
     assert unreachable_hub({**nobody, "HTTPS_PROXY": "http://proxy:3128"}) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
