@@ -62,6 +62,19 @@ def _reason(error: torch.OutOfMemoryError) -> str:
     return ". ".join(str(error).split(". ")[:2]).rstrip(".")
 
 
+@contextlib.contextmanager
+def one_text(n_tokens: int) -> Iterator[None]:
+    """Raise `DoesNotFit` where the device cannot hold a text that is done alone."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(
+            f"one text of {n_tokens} tokens does not fit in the device's memory "
+            f"({_reason(error)}); end what else is there, hold the model in "
+            "bfloat16, give shorter passages, or use a device with more"
+        ) from error
+
+
 @dataclasses.dataclass(eq=False)
 class Halves:
     """Does batches of rows, in halves where the device cannot hold them whole.
@@ -80,18 +93,6 @@ class Halves:
         """Begin anew in a copy, and in another process: a lock is not sent."""
         return Halves, ()
 
-    @contextlib.contextmanager
-    def one_text(self, n_tokens: int) -> Iterator[None]:
-        """Raise `DoesNotFit` where the device cannot hold a text that is done alone."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise DoesNotFit(
-                f"one text of {n_tokens} tokens does not fit in the device's memory "
-                f"({_reason(error)}); end what else is there, hold the model in "
-                "bfloat16, give shorter passages, or use a device with more"
-            ) from error
-
     def do(
         self,
         work: Callable[[list[int]], Done],
@@ -103,9 +104,9 @@ class Halves:
         longest = max(map(n_tokens_of, rows))
         n_tokens, before = len(rows) * longest, self._too_many
         if n_tokens < self._too_many or len(rows) == 1:
-            one = self.one_text(longest) if len(rows) == 1 else contextlib.nullcontext()
+            guard = one_text(longest) if len(rows) == 1 else contextlib.nullcontext()
             try:
-                with one, self.lock, exact_products():
+                with guard, self.lock, exact_products():
                     done = work(rows)
             except torch.OutOfMemoryError as error:
                 if not self._is_noted:

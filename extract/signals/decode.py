@@ -37,6 +37,7 @@ from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
+from beatrice.extract.signals.batch import one_text
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
@@ -582,10 +583,9 @@ def read_stepwise(
     generator = TransformersGenerator(backbone=reader.backbone)
     steps, ids = generator.write_stepwise(prompt, sampling, watch), ()
     n_tokens = len(request.prompt.ids) + sampling.max_new_tokens
-    halves = reader.backbone.halves
     while True:
         try:
-            with halves.one_text(n_tokens), halves.lock, exact_products():
+            with one_text(n_tokens), reader.backbone.halves.lock, exact_products():
                 token = next(steps)
         except StopIteration as end:
             reply: Generated = end.value
