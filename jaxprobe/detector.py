@@ -7,7 +7,7 @@ probabilities.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -327,7 +327,7 @@ class Detector:
         (folder / CONFIG).write_text(json.dumps(saved, indent=1, sort_keys=True))
 
     @classmethod
-    def load(cls, path: Path | str, files: Iterable[str] | None = None) -> "Detector":
+    def load(cls, path: Path | str, files: Sequence[str] | None = None) -> "Detector":
         """Read a detector; every file is checked against its SHA-256 first.
 
         `files` as of `verify_checksums`.

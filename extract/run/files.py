@@ -35,6 +35,8 @@ Decoded = TypeVar("Decoded")
 # What `temporary` makes; a person's own files are hardly called so.
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+# What a disk without locks answers; on a Mac the last two are two.
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP
 # Of a folder with checksums: what a person edits, and what a Hub, git or a Mac adds.
 UNCHECKED = (
     *("README.md", ".cache", ".git", ".gitattributes", ".DS_Store"),
@@ -58,7 +60,7 @@ def lock_file(
     try:
         flock(file, kind)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        if error.errno not in _NO_LOCKS:
             raise
         return False
     return True
@@ -329,7 +331,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 def verify_checksums(
     folder: Path,
     sha256_of: Callable[[Path], str] = sha256_file,
-    files: Iterable[str] | None = None,
+    files: Sequence[str] | None = None,
 ) -> None:
     """Check every file of a folder against those that `write_checksums` wrote.
 
