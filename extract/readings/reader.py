@@ -183,7 +183,6 @@ def end_states(
 
     def read_rows(rows: list[int]) -> torch.Tensor:
         ids = pad_batch([np.array(sequences[i]) for i in rows], backbone.device)
-        # On the host: the layers of a model may lie on several devices.
         at = torch.arange(len(rows)), torch.tensor([lengths[i] - 1 for i in rows])
         seen: list[torch.Tensor] = []
 

@@ -480,18 +480,18 @@ def check_room(
     They go into each of the folders as its config says; files that are there are some
     of them. Shapes are the reader's, and tokens at least those that are read.
     """
-    missing, kept = 0, []
+    missing, copies = 0, []
     for folder, config in folders.items():
         families = stored_families(shapes, config)
         sizes = family_bytes(families, n_tokens=n_tokens, n_answer=n_answer)
         files = (file for file in folder.rglob("*") if file.is_file())
         there = sum(file.stat().st_size for file in files)
         missing += max(0, sum(sizes.values()) - there)
-        kept.append(f"{config.describe()} in {folder.name}")
+        copies.append(f"{config.describe()} in {folder.name}")
     free = shutil.disk_usage(run.path).free
     if missing > free:
         raise ValueError(
-            f"{' and '.join(kept)} take {bytes_in_words(missing)} at least, and "
+            f"{' and '.join(copies)} take {bytes_in_words(missing)} at least, and "
             f"{bytes_in_words(free)} are free at {run.path}; keep less: {advice}"
         )
 
