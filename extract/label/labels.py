@@ -144,7 +144,7 @@ def label_of(
 
 
 def _question_key(question: str) -> str:
-    """Return a digest of the text with any blanks: another version may fold more."""
+    """Return a digest of the text but for its blanks, the same in every version."""
     return sha256_json(" ".join(question.split()))[:12]
 
 
@@ -299,7 +299,7 @@ def import_labels(
     pairs = pair_answers(answers, examples)
     by_question: dict[tuple[str | None, str | None], list[Answer]] = {}
     for example, answer in pairs:
-        folded = text_key(example.question).hex()  # some versions named it in labels
+        folded = text_key(example.question).hex()  # of earlier versions' labels
         for text in (_question_key(example.question), folded, None):
             by_question.setdefault((example.id, text), []).append(answer)
         by_question.setdefault((None, folded), []).append(answer)

@@ -637,7 +637,8 @@ def _saved_verdicts(
     """
     path = run.replies("judge_with")
     journal = Journal.open(JournalFiles(path, _Verdict, lambda row: row.key))
-    for note in journal.notes:
+    again = f"label: what this judge has judged in {path} is not judged again"
+    for note in (*journal.notes, *[again] * bool(journal)):
         progress.note(note)
     new: dict[str, str] = {}
     due = time.monotonic() + 1
@@ -672,14 +673,13 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     identity = {"rule": f"judge {spec}"}
     if code := sha256_of_code(judge):  # judged again where this file has changed
         identity["judge_with"] = code
-    is_saved = all((code, callable(judge)))  # else it is refused, or may change unseen
+    is_saved = code and callable(judge)  # else it may change unseen, or is refused
 
     def make() -> list[Label]:
-        with contextlib.ExitStack() as stack:
-            update, saved = stack.enter_context(progress.stage("judge")), judge
-            if is_saved:
-                verdicts = _saved_verdicts(run, judge, identity, progress)
-                saved = stack.enter_context(verdicts)
+        verdicts = contextlib.nullcontext(judge)
+        if is_saved:
+            verdicts = _saved_verdicts(run, judge, identity, progress)
+        with progress.stage("judge") as update, verdicts as saved:
             return label_with(*_answered(run), saved, name=spec, progress=update)
 
     _label_by(run, identity, make, progress)

@@ -501,7 +501,8 @@ def costly(question, answer):
     (working_folder / "costly_judge.py").write_text(code)
     options = ("--judge", "costly_judge:costly")
     assert "no credit left" in beatrice("label", run.path, *options, code=1).stderr
-    beatrice("label", run.path, *options)
+    again = beatrice("label", run.path, *options).stderr
+    assert "judge_with.jsonl is not judged again" in again
     labels = [label.label for label in read_records(run.labels, Label)]
     assert labels == [False] * 3
     # One verdict and a failure, then the two that were missing.
