@@ -632,9 +632,9 @@ def _hash_model(model: Any) -> str:
 
 
 def _sha256_cached(path: Path) -> str:
-    """Return the SHA-256 of a file in the Hub's cache, where a large one is called so.
+    """Return the SHA-256 of a file in the Hub's cache, whose large files it names.
 
-    That the cache is whole, whoever loads a commit from it takes for granted.
+    Whoever loads a commit takes for granted that the cache is whole.
     """
     name = path.resolve().name
     return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_of_model(path)

@@ -589,7 +589,8 @@ def _response(record: Record) -> str | None:
 def read_lm_eval(record: Record, *, needs_golds: bool = True) -> Question:
     """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer.
 
-    Accepted answers that cannot be read are left out where none are needed.
+    Where no accepted answers are needed, those that cannot be read are no error, and
+    those of 'target' are left out.
     """
     document = fields.expect(record.get("doc"), dict, "doc")
     try:
@@ -600,9 +601,9 @@ def read_lm_eval(record: Record, *, needs_golds: bool = True) -> Question:
             raise ValueError(f"in 'doc': {error}") from None
         question, passages = None, any_passages(document)
     if question is None:
-        if needs_golds and record.get("target") is None:
-            raise ValueError("neither 'doc' nor 'target' holds an answer")
         target = record.get("target")
+        if needs_golds and target is None:
+            raise ValueError("neither 'doc' nor 'target' holds an answer")
         question = Question(
             id=fields.identity(document, "id", "question_id"),
             dataset=None,

@@ -239,8 +239,9 @@ def _check_prompt_read(prompt: GeneratorPrompt, n_tokens: int, n_cached: int) ->
         n_least = len(others.split()) + n_unspaced // 4
     if 0 < n_tokens and n_tokens + n_cached < n_least:
         raise ValueError(
-            f"it read {n_tokens} tokens of a prompt of {n_least} at least, so it has "
-            "cut it; give it a longer context (for Ollama by OLLAMA_CONTEXT_LENGTH)"
+            f"it read {n_tokens} tokens of a prompt of {n_least} at least, so it "
+            "leaves some out; give it a longer context (for Ollama by "
+            "OLLAMA_CONTEXT_LENGTH), or use another server"
         )
 
 
