@@ -350,6 +350,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         No server tells which weights stand behind a name, nor their dtype: what the
         user did not state is "unstated" or None.
         """
+        sent = self._stop_ids if self._server.dialect == "vllm" else ()
         return {
             "backend": "served",
             "model": self._model,
@@ -359,7 +360,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             **tokenizer_identity(self._tokenizer),
             "enable_thinking": False,
             "log_probs": self._log_probs,
-            **({"stop_ids": sorted(self._stop_ids)} if self._stop_ids else {}),
+            **({"stop_ids": sorted(sent)} if sent else {}),
         }
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:

@@ -498,6 +498,8 @@ def test_everything_known_of_a_server_and_its_tokenizer_is_in_its_keys(tmp_path)
     keys += [key(stop_ids=(2,)), key(stop_ids=(2, 3))]
     keys += [key(**{name: value}) for name, value in known.items()]
     assert key() == keys[0]
+    # It is told no stop tokens, so that they change none of its texts.
+    assert key(stop_ids=(2,), dialect="openai") == key(dialect="openai")
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     keys.append(key())
     tokenizer.add_tokens(["<another>"])
