@@ -673,7 +673,7 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     identity = {"rule": f"judge {spec}"}
     if code := sha256_of_code(judge):  # judged again where this file has changed
         identity["judge_with"] = code
-    is_saved = code and callable(judge)  # else it may change unseen, or is refused
+    is_saved = all((code, callable(judge)))  # else it may change unseen, or is refused
 
     def make() -> list[Label]:
         verdicts = contextlib.nullcontext(judge)
