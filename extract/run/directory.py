@@ -381,7 +381,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     stages = _at("stages", "Folder of stage records.")
 
     def replies(self, role: str) -> Path:
-        """Every text a model wrote in one role, by key: judge, rewrite or sample."""
+        """What was written in one role, by key: judge, judge_with, rewrite, sample."""
         return self.path / "replies" / f"{role}.jsonl"
 
     def parts(self, role: str) -> Path:
