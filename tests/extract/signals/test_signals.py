@@ -172,7 +172,7 @@ def test_no_map_of_a_decoder_that_returns_its_weights_is_kept():
 
 @pytest.mark.parametrize("entries", [(9,), (-1,), (1, 1)])
 def test_impossible_hidden_layers_are_refused(entries):
-    with pytest.raises(ValueError, match="hidden_layers"):
+    with pytest.raises(ValueError, match="hidden layers"):
         reader_of("gpt2", entries)
 
 
