@@ -345,8 +345,9 @@ def real(
 
     The options are those of `beatrice data`, with other defaults; where --n-train or
     --context names some sets, the others keep theirs. A file given with --train, --dev
-    or --held-out takes the place of one that would be searched for. Answers, labels and
-    numbers lie in RUN_DIR, what each stage cost in RUN_DIR/costs.json.
+    or --held-out takes the place of one that would be searched for; a set that you hold
+    out is not trained on. Answers, labels and numbers lie in RUN_DIR, what each stage
+    cost in RUN_DIR/costs.json.
 
     Example: beatrice real questions runs/gemma --model gemma
 

@@ -91,7 +91,8 @@ def find_questions(
     """Return (role, set, file) of the sets that a real run is made of.
 
     Of several files of one set, the one with the most questions that can be used. What
-    is in `given` has its file already.
+    is in `given` has its file already. No more is looked for of a set that is given in
+    a role beside those of `WANTED`, such as one that is held out.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
@@ -101,6 +102,7 @@ def find_questions(
     looked_for: list[tuple[Role, str]] = [
         (role, name)
         for name, wanted in WANTED.items()
+        if {role for role, dataset in given if dataset == name} <= {*wanted.roles}
         for role in wanted.roles
         if (role, name) not in given
     ]

@@ -172,6 +172,8 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     assert {small, bare}.isdisjoint(path for _, _, path in result)
     others = find_questions(folder, print, {("train", "nq")})
     assert {x[:2] for x in result} - {x[:2] for x in others} == {("train", "nq")}
+    others = find_questions(folder, print, {("held-out", "nq")})
+    assert {name for _, name, _ in others} == {"triviaqa", "popqa"}
     assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 
