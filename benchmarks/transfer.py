@@ -22,6 +22,7 @@ from typing import Any, get_args
 import jax
 import msgspec
 import numpy as np
+import torch
 
 from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, Relations
 from beatrice.benchmarks.baselines.judge import (
@@ -298,14 +299,13 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
         stores["closed_book"] = scene.closed_book.store
         if "single_pass" in detector.heads:
             heads["without_closed_book"] = "single_pass"
-    layer, seeds = scene.trained.layer, _seeds_of(detector)
+    layer, device = scene.trained.layer, "cuda" if torch.cuda.is_available() else "cpu"
+    seeds = [TorchForward(each, device) for each in _seeds_of(detector)]
     return {
         Subject(name): np.stack(
             [
-                score_store(
-                    alone, head, stores, layer=layer, score=TorchForward(alone).score
-                ).raw
-                for alone in seeds
+                score_store(x.detector, head, stores, layer=layer, score=x.score).raw
+                for x in seeds
             ]
         )
         for name, head in heads.items()

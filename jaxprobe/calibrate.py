@@ -211,7 +211,7 @@ class SearchSummary(Record, frozen=True, kw_only=True):
 
 SEEN = ("train", "validation")  # the rows that a detector knows
 _MOST_BYTES = 1 << 30  # of signals, and of what encoders make of them, at once
-_OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
+_OF_A_KIND = 64  # rows of similar length that are worth a batch of their own
 # Of a head and the signals of the same answers in each pass.
 ScoreBatch = Callable[[HeadName, Mapping[Setting, Features]], Scores]
 
@@ -391,22 +391,21 @@ def score_store(
     for group in width_groups(every, _OF_A_KIND):
         widths = {name: widths_of(lengths[name][group]) for name in passes}
         row_bytes = max(detector.banks[name].bytes_of(widths[name]) for name in passes)
-        n_at_once = min(len(group), max(1, _MOST_BYTES // row_bytes))
+        n_at_once = max(1, _MOST_BYTES // row_bytes)
         for start in range(0, len(group), n_at_once):
             batch = group[start : start + n_at_once]
-            padded = np.pad(batch, (0, n_at_once - len(batch)), "edge")
             features: dict[Setting, Features] = {
                 name: read_features(
                     stores[name],
                     layer,
-                    rows[name][padded],
+                    rows[name][batch],
                     widths[name],
                     detector.banks[name].spans,
                 )
                 for name in passes
             }
             indices.append(batch)
-            scores.append(score(branch, features).take(slice(len(batch))))
+            scores.append(score(branch, features))
     return Scores.joined(scores).take(np.argsort(np.concatenate(indices)))
 
 

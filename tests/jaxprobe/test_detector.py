@@ -195,7 +195,7 @@ def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
 
     scores = score_store(wide, "closed_book", stores, layer=None, score=score)
     longest = [bank.bytes_of([4] * len(bank.spans)) * n for n in sizes]
-    assert max(longest) <= 1 << 30 and len(set(sizes)) == 1 and sizes[0] > 1
+    assert max(longest) <= 1 << 30 and sum(sizes) == 90 > sizes[0] > 1
     expected = score_all(detector, "closed_book", stores)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
 
