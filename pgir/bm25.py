@@ -86,7 +86,7 @@ def _library() -> Any:
     # set them, they are to leave room on a GPU.
     is_set = "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
     if "bm25s" not in sys.modules and not is_set:
-        with contextlib.suppress(ImportError):  # there may be no JAX
+        with contextlib.suppress(ImportError, RuntimeError):  # no JAX that works
             set_library_compiler()
     import bm25s
 

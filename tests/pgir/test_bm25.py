@@ -7,7 +7,7 @@ import pytest
 
 from beatrice.pgir.bm25 import Bm25Retriever, open_bm25
 from tests.pgir.small import make_corpus
-from tests.process import little_room
+from tests.process import little_room, run_python
 from tests.records import flip_bit
 
 QUERIES = ["w37 n37", "title 3", "nothing of it", ""]
@@ -55,3 +55,14 @@ def test_where_no_index_can_be_written_it_is_in_memory_and_a_note_says_so(tmp_pa
         ranking = search(corpus, notes)
     assert ranking == [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
     assert "in memory alone" in notes[0] and not (corpus.folder / "bm25").exists()
+
+
+def test_words_are_searched_beside_a_jax_that_fits_no_jaxlib(tmp_path):
+    (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.4')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from beatrice.extract.records import Passage\n"
+        "from beatrice.pgir.bm25 import Bm25Retriever\n"
+        "print(Bm25Retriever([Passage(title='', text='word')]).search(['word'], 1))"
+    )
+    assert run_python(program).stdout.startswith("[array([0]")
