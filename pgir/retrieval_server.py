@@ -116,8 +116,8 @@ class RetrievalServer(ThreadingHTTPServer):
                 raise _Closed("the server is being closed; ask another one")
             try:
                 rankings = self._retriever.search(written, depth) if written else []
-                rows = iter([[self._document(i) for i in row] for row in rankings])
-                return [next(rows) if query.strip() else [] for query in queries]
+                ranked = dict(zip(written, rankings, strict=True))
+                return [[*map(self._document, ranked.get(q, ()))] for q in queries]
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise _SearchFailed(f"the search failed: {what}") from error

@@ -667,7 +667,7 @@ def open_relations(
 ) -> Relations | None:
     """Return the NLI model of a config; None without one or where no detector asks.
 
-    Its passes have lines of their own: to a stage they are a detector's scores.
+    How far its passes are is noted beside the stage, which counts detectors' scores.
     """
     if config.nli is None or not any("entailment" in x.needs for x in detectors):
         return None

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import (
-    Baseline,
-    DetectorInput,
-    Relations,
-)
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, Relations
 from beatrice.extract.run.console import Update
 from beatrice.extract.run.files import sha256_json
 from beatrice.extract.run.process import begin_peak, peak_bytes
@@ -74,7 +70,7 @@ class MeteredRelations:
 
     relations: Relations  # the model
     cache: Cache = dataclasses.field(default_factory=Cache)  # of chunks, by their pairs
-    # opens the progress of a pass: a stage counts the scores that it is for
+    # opens what is told how far a call is
     progress: Callable[[], Update] = lambda: lambda done, total: None
     owed: float = 0.0  # seconds beyond what the clock shows
     # of each pair its relations, `[3]`, and the seconds that they took
@@ -100,8 +96,7 @@ class MeteredRelations:
         if len(seconds) == len(chunk):
             return
         name = sha256_json(chunk)[:32]
-        arrays = self.cache.load(name)
-        if arrays is None:
+        if (arrays := self.cache.load(name)) is None:
             began = time.monotonic()
             relations = self.relations(chunk)
             each = (time.monotonic() - began) / (len(chunk) - len(seconds))

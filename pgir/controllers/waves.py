@@ -365,7 +365,7 @@ class Answering(Service):
         state_layers: Sequence[int] = (),
     ) -> None:
         """Open the generator; a ValueError where the model can be asked nothing."""
-        probed.requests("closed_book", ["?"], [()])  # as of every question it would be
+        probed.requests("closed_book", ["?"], [()])  # or each question would fail alone
         self.probed = probed
         self.passages = passages
         self.journal = journal
