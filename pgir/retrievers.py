@@ -225,7 +225,7 @@ class CachedRetriever:
         ]
         reasons: dict[str, str] = {}
         try:
-            # What a run before has failed stands first: a share of it to each batch.
+            # What an earlier run failed at stands first: each batch gets a share.
             n_batches = math.ceil(len(missing) / _BATCH)
             for first in range(n_batches):
                 self._search_batch(missing[first::n_batches], depth, reasons)
@@ -255,8 +255,8 @@ class CachedRetriever:
             if len(queries) == 1:
                 reasons[queries[0]] = str(error)
                 return
-            # Some of them may be what the server stumbles over, those of a run before
-            # side by side; first, middle and last rarely.
+            # Some may be what the server stumbles over, those of an earlier run side by
+            # side; first, middle and last are rarely all of that kind.
             places = (n * (len(queries) - 1) // (_N_TRIED - 1) for n in range(_N_TRIED))
             order = [*dict.fromkeys([*(queries[i] for i in places), *queries])]
             for n_asked, query in enumerate(order, start=1):
