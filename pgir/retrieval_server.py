@@ -19,7 +19,7 @@ from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrievers import Retriever
 
 _MOST_REQUEST_BYTES = 16 << 20
-_MOST_DROPPED_BYTES = 1 << 30  # of a request that is too long
+_MOST_DROPPED_BYTES = 1 << 30  # of a body that is not wanted
 _MOST_DEPTH = 1000  # passages for a question
 _MOST_PASSAGES = 100_000  # of a reply, some 100 MB
 _PATHS = "there are POST /retrieve, /batch_search, /search, and GET /health"
