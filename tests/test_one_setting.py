@@ -126,7 +126,7 @@ def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
             scorer.score(**row)
         options = [x for name, text in row.items() for x in (f"--{name}", text)]
         done = beatrice("score", run.path, *options, code=1)
-        assert f"this answer is {setting}" in done.stderr
+        assert f"an answer is {setting}" in done.stderr
 
 
 @pytest.mark.slow

@@ -303,14 +303,14 @@ class Replies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-        check: Callable[[Generated], None] = lambda text: None,
+        check: Callable[[Sequence[Generated]], None] = lambda texts: None,
     ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
         Equal prompts share a text. Progress is texts of this share that are there, and
-        texts of it in all. The new texts of a batch are written down and then checked,
-        which may raise. None after a share of the texts; `n_missing` counts what others
-        have to do.
+        texts of it in all. Where some are missing, those that are there are checked,
+        which may raise, and then the new ones of each batch once they are written down.
+        None after a share of the texts; `n_missing` counts what others have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -321,6 +321,8 @@ class Replies:
         todo = {i for i, key in mine.items() if key not in self.journal}
         self.n_reused += len(mine) - len(todo)
         progress(len(mine) - len(todo), len(mine))
+        if todo:
+            check(self.journal.read(key for i, key in mine.items() if i not in todo))
         new: dict[int, Generated] = {}
         began = time.monotonic()
         for i, text in generator.stream(prompts, config, {*range(len(keys))} - todo):
@@ -337,8 +339,7 @@ class Replies:
                     began = time.monotonic()
                 self.n_new += len(texts)
                 progress(len(mine) - len(todo) - len(new), len(mine))
-                for written in texts.values():
-                    check(written)
+                check([*texts.values()])
         if not self.share.is_whole:
             there = self.journal.files.places()
             self.n_missing = sum(key not in there for key in first)
@@ -395,7 +396,7 @@ class CountedReplies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-        check: Callable[[Generated], None] = lambda text: None,
+        check: Callable[[Sequence[Generated]], None] = lambda texts: None,
     ) -> None:
         """Count what `Replies.generate` would generate; the stage ends here."""
         identity = generator.identity

@@ -669,21 +669,25 @@ def _verdict(reply: Generated) -> Verdict:
     return parse_verdict(reply.text) if reply.finish == "stop" else "unparsable"
 
 
-def _check_judge(config: ConsensusConfig) -> Callable[[Generated], None]:
+def _check_judge(
+    config: ConsensusConfig,
+) -> Callable[[Sequence[Generated]], None]:
     """Return what checks a judge's replies: of the first, some are verdicts."""
-    verdicts: list[Verdict] = []
+    verdicts: set[Verdict] = set()
+    n_replies = 0
 
-    def check(reply: Generated) -> None:
-        if len(verdicts) < N_TRIED:
-            verdicts.append(_verdict(reply))
-            if verdicts == ["unparsable"] * N_TRIED:
-                raise ValueError(
-                    f"none of the first {N_TRIED} replies is a verdict, which is the "
-                    f"word Correct or Incorrect in at most {config.max_new_tokens} "
-                    f"tokens; the last is {reply.text[:60]!r}. Labels stay as they "
-                    "were. A judge that thinks first needs thinking switched off, or "
-                    "a server that takes it out of replies and a higher max_new_tokens"
-                )
+    def check(replies: Sequence[Generated]) -> None:
+        nonlocal n_replies
+        n_replies += len(replies)
+        verdicts.update(map(_verdict, replies))
+        if n_replies >= N_TRIED and verdicts == {"unparsable"}:
+            raise ValueError(
+                f"none of the first {n_replies} replies is a verdict, which is the "
+                f"word Correct or Incorrect in at most {config.max_new_tokens} "
+                f"tokens; the last is {replies[-1].text[:60]!r}. Labels stay as they "
+                "were. A judge that thinks first needs thinking switched off, or a "
+                "server that takes it out of replies and a higher max_new_tokens"
+            )
 
     return check
 

@@ -261,3 +261,22 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
     rows = join_labels([EXAMPLE], PARIS, judgements.labels)
     (pair,) = between_judges(rows, rubrics=rubrics)
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
+
+
+def test_a_judge_that_was_stopped_is_known_by_the_verdicts_that_are_kept(tmp_path):
+    def silent(prompt):
+        return "Perhaps"
+
+    def stopped(prompt):
+        if (tmp_path / "replies.jsonl").stat().st_size:
+            raise ConnectionError("the server went away")
+        return "Incorrect"
+
+    answers = [answered(f"Paris {i}") for i in range(100)]
+    with pytest.raises(ValueError, match=r"none of the first \d+ replies"):
+        judged(tmp_path / "silent", silent, answers)
+    (tmp_path / "replies.jsonl").touch()
+    with pytest.raises(ConnectionError):
+        judged(tmp_path, stopped, answers)
+    result, generator = judged(tmp_path, silent, answers)
+    assert len(result.labels) == 100 and len(generator.prompts) > 100
