@@ -1,7 +1,8 @@
 """Published questions through the stages: data, rewrite, answer, label; also killed.
 
 The embedded model plays generator and judge. What it says of the real world is
-nonsense; that every row is there, once, and the same after any kill is what counts.
+nonsense; that every row is there, once, and the same after any kill is what counts. Of
+many answers a server judges, since one that gives no verdict at all ends the stage.
 """
 
 import json
@@ -17,6 +18,8 @@ from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Answer, Example, Label, read_records
 from tests.extract.datasets import published as pub
+from tests.extract.generate.loopback import served
+from tests.extract.label.scripted import ScriptedGenerator, fair_verdict
 from tests.extract.small_run import beatrice
 from tests.process import BEATRICE, call, kill, start
 
@@ -32,14 +35,14 @@ OTHERS = ("passages.jsonl", "splits.json", "rewrites.jsonl", "labels.jsonl")
 COMPARED = (*GROWS.values(), *OTHERS)
 
 
-def chain(run, *data_options):
+def chain(run, *data_options, judge=("embedded",)):
     """Return the lines of the four stages."""
     rewriter = ("--model", "embedded", "--max-new-tokens", 24)
     return {
         "data": ["data", run, *CHOSEN, *data_options],
         "rewrite": ["rewrite", run, *rewriter, "--overlong", "skip"],
         "answer": ["answer", run],
-        "label": ["label", run, "--judge", "embedded"],
+        "label": ["label", run, "--judge", *judge],
     }
 
 
@@ -155,12 +158,14 @@ def test_400_real_questions_killed_again_and_again_end_as_a_run_that_was_not(tmp
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rng = random.Random(int(os.environ.get("BEATRICE_KILL_SEED", "0")))
     n_killed = dict.fromkeys(GROWS, 0)
-    for verb, line in chain(killed, *options).items():
-        for _ in range(1 if verb == "data" else 3):
-            n_killed[verb] += kill_at_random(line, killed / GROWS[verb], rng)
-        call(*line)
-    for line in chain(whole, *options).values():
-        call(*line)
+    with served(ScriptedGenerator(fair_verdict)) as server:
+        judge = ("big", "--server", server.url, "--set", "concurrency=1")
+        for verb, line in chain(killed, *options, judge=judge).items():
+            for _ in range(1 if verb == "data" else 3):
+                n_killed[verb] += kill_at_random(line, killed / GROWS[verb], rng)
+            call(*line)
+        for line in chain(whole, *options, judge=judge).values():
+            call(*line)
     print(f"\nkilled: {n_killed}")
     assert sum(n_killed.values()) >= 5, n_killed
     for name in COMPARED:
