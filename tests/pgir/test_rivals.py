@@ -478,24 +478,24 @@ def test_the_prompt_that_draws_are_read_behind_is_computed_once(answering, answe
     prompt = answering.request(call)[0].prompt.ids
     stop = stop_ids(drawing.probed.backbone)[0]
     assert sum(sizes) <= len(prompt) + 12 * 3  # two ids and the stop token
-    whole = [(*prompt, *ids, stop) for ids, _ in draws]
+    sequences = [(*prompt, *ids, stop) for ids, _ in draws]
     reading = seakr.Spreading(drawing)
-    states = np.concatenate([reading._states([ids]) for ids in whole])
+    states = np.concatenate([reading._states([ids]) for ids in sequences])
     assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
 
 
 def test_draws_are_read_in_halves_where_they_do_not_fit(answering, answers):
     drawing, call = copy.copy(answering), as_kind(answers[1], "spread", 12)
     drawing.probed = copy.copy(drawing.probed)
-    whole = drawing.probed.backbone
-    drawing.probed.backbone = dataclasses.replace(whole, halves=Halves())
+    backbone = drawing.probed.backbone
+    drawing.probed.backbone = dataclasses.replace(backbone, halves=Halves())
     drawing.generator = TextsInTurn(*(((40 + i, 41), str(i)) for i in range(12)))
     ((expected, _),) = values_of(seakr.Spreading(drawing), [call])
-    with room_for(whole, 4) as refused:
+    with room_for(backbone, 4) as refused:
         ((spread, _),) = values_of(seakr.Spreading(drawing), [call])
     assert refused and spread == pytest.approx(expected, abs=1e-3)
     drawing.generator = TextsInTurn(((40, 41), "0"))
-    with room_for(whole, 0):
+    with room_for(backbone, 0):
         (failed,) = values_of(seakr.Spreading(drawing), [as_kind(call, "spread", 1)])
     assert isinstance(failed, Failed) and "does not fit" in failed.reason
 
