@@ -197,11 +197,11 @@ def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
         # The rival's first: it alone may have no score, which leaves ours without rows.
         return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)
     row = difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
-    one, other = ours.case, rival.case
-    if one is None or other is None or not np.array_equal(one.labels, other.labels):
+    case, other = ours.case, rival.case
+    if case is None or other is None or not np.array_equal(case.labels, other.labels):
         return row
     low, high, p = auroc_gain_interval(
-        one.scores, other.scores, one.labels, one.questions
+        case.scores, other.scores, case.labels, case.questions
     )
     return msgspec.structs.replace(
         row,

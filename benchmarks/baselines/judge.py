@@ -283,7 +283,7 @@ def judge(
     readings: Mapping[str, np.ndarray] | None = None,
     relations: Relations | None = None,
     encoder: Path | None = None,
-    intervals: BootstrapConfig | None = None,
+    intervals: BootstrapConfig = BootstrapConfig(),
     on_score: Callable[[str], None] = lambda name: None,
 ) -> "pandas.DataFrame":
     """Judge detectors on answers, without a run.
@@ -335,8 +335,7 @@ def judge(
         scored.append(judged.scored(detector.name))
         chosen += judged.output.chosen
         on_score(detector.name)
-    bootstrap = intervals or BootstrapConfig()
-    measured = detection_rows(scored, grouped, bootstrap, pairs={"paired": pairs})
+    measured = detection_rows(scored, grouped, intervals, pairs={"paired": pairs})
     return as_frame([*chosen, *measured])
 
 

@@ -303,7 +303,7 @@ class Replies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-        check: Callable[[Sequence[Generated]], None] = lambda texts: None,
+        check: Callable[[Sequence[Generated]], None] | None = None,
     ) -> Sequence[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
 
@@ -321,7 +321,7 @@ class Replies:
         todo = {i for i, key in mine.items() if key not in self.journal}
         self.n_reused += len(mine) - len(todo)
         progress(len(mine) - len(todo), len(mine))
-        if todo:
+        if check is not None and todo:
             check(self.journal.read(key for i, key in mine.items() if i not in todo))
         new: dict[int, Generated] = {}
         began = time.monotonic()
@@ -339,7 +339,8 @@ class Replies:
                     began = time.monotonic()
                 self.n_new += len(texts)
                 progress(len(mine) - len(todo) - len(new), len(mine))
-                check([*texts.values()])
+                if check is not None:
+                    check([*texts.values()])
         if not self.share.is_whole:
             there = self.journal.files.places()
             self.n_missing = sum(key not in there for key in first)
@@ -396,7 +397,7 @@ class CountedReplies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-        check: Callable[[Sequence[Generated]], None] = lambda texts: None,
+        check: Callable[[Sequence[Generated]], None] | None = None,
     ) -> None:
         """Count what `Replies.generate` would generate; the stage ends here."""
         identity = generator.identity

@@ -210,8 +210,8 @@ def test_a_gain_of_zero_is_seldom_sure_where_few_answers_are_right():
         labels * 1.0, rng.standard_normal(300), labels, questions
     )
     assert sure[2] < 0.05 and sure[0] > 0
-    one = np.arange(300) < 1
-    assert auroc_gain_interval(*np.eye(300)[:2], one, questions) == (-1.0, 1.0, 1.0)
+    first = np.arange(300) < 1
+    assert auroc_gain_interval(*np.eye(300)[:2], first, questions) == (-1.0, 1.0, 1.0)
 
 
 def test_an_interval_of_a_mean_over_seeds_is_between_theirs_and_of_the_best_wider():

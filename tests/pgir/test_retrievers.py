@@ -113,10 +113,10 @@ class _Moods(BaseHTTPRequestHandler):
             return
         if mood == "slow":
             time.sleep(0.5)
-        found = {"half a pair": ["\ud800"], "nothing": []}
-        found["empty"] = [{"contents": " "}, {"contents": '"A"\ntext'}]
-        found["twice"] = [{"contents": x} for x in ("a", "b", "a")]
-        documents = found.get(mood, [{"contents": f'"{x}"\ntext'} for x in "AB"])
+        replies = {"half a pair": ["\ud800"], "nothing": []}
+        replies["empty"] = [{"contents": " "}, {"contents": '"A"\ntext'}]
+        replies["twice"] = [{"contents": x} for x in ("a", "b", "a")]
+        documents = replies.get(mood, [{"contents": f'"{x}"\ntext'} for x in "AB"])
         content = json.dumps({"result": [documents] * len(request["queries"])})
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
         content = babble.get(mood, content)

@@ -593,12 +593,12 @@ def test_an_analysis_is_made_again_of_another_detector_and_of_the_same_one_is_no
 ):
     run = shutil.copytree(smoke_run, tmp_path / "run")
 
-    made = []
+    is_new = []
     for precision in (0.9, 0.9, 0.8):
         beatrice("calibrate", run, "--precision", precision)
         notes = beatrice("anatomy", run, "--only", "complementarity").stderr
-        made.append("complementarity took" in notes)
-    assert made == [True, False, True]
+        is_new.append("complementarity took" in notes)
+    assert is_new == [True, False, True]
 
 
 def test_an_analysis_hangs_on_answers_encoders_and_detector(smoke_run):

@@ -288,9 +288,9 @@ def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite()
     ]
     run = encoders(0, np.linspace(0, 2, 15))
     both = {"closed_book": run, "with_context": run}
-    one = {"closed_book": run._replace(scores=-run.scores)}
+    opposite = {"closed_book": run._replace(scores=-run.scores)}
     first = Side("one", sample_results(), answered, both, CONFIG)
-    other = Side("two", results_of(rows), reverse, one, CONFIG)
+    other = Side("two", results_of(rows), reverse, opposite, CONFIG)
     sizes = []
     for setting in both:
         given = [x.answer for x in answered if x.place.setting == setting]

@@ -356,8 +356,8 @@ def test_what_was_not_run_is_named():
     assert lacking == ["Answer perplexity", "Never retrieve"]
     assert missing(sample_report(), sample_results()) == []
     rows = [r for r in sample_rows() if r.detector != "without_closed_book"]
-    one = sample_report(selection={"closed_book": PARTS["selection"]["closed_book"]})
-    assert missing(one, results_of(rows)) == []
+    selection = {"closed_book": PARTS["selection"]["closed_book"]}
+    assert missing(sample_report(selection=selection), results_of(rows)) == []
     assert missing(sample_report(), results_of(rows))
 
 

@@ -268,9 +268,9 @@ def test_what_a_filter_withholds_is_no_verdict_and_no_rewrite_and_both_are_count
     assert judged.labels[0].verdicts == ("unparsable",) * 3
     assert (judged.n_retried, judged.n_unparsable) == (6, 3)
     server.failures, replies = [withheld], open_replies(tmp_path / "rewrite.jsonl")
-    made = rewrite_contexts([example], generator, replies, RewriteConfig())
-    assert made[0].reason == "the server withheld the rewrite"
-    assert count_rewrites(made)["n_failed"] == 1
+    rewrites = rewrite_contexts([example], generator, replies, RewriteConfig())
+    assert rewrites[0].reason == "the server withheld the rewrite"
+    assert count_rewrites(rewrites)["n_failed"] == 1
     server.failures = [withheld]
     with pytest.raises(ValueError, match=f"server {server.url}.*, question 'q7'"):
         texts(generator, [GeneratorPrompt(text="who?", is_chat=True, name="q7")])

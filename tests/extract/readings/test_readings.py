@@ -159,10 +159,10 @@ def readings(backbone, begun, answers, swapped, *, n_cue=1, budget=WHOLE):
 
 
 def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
-    one = {"n_attention_weights": 1, "n_tokens_per_chunk": 1, "n_words_per_block": 2}
+    least = {"n_attention_weights": 1, "n_tokens_per_chunk": 1, "n_words_per_block": 2}
     chunks, whole = (
         readings(backbone, None, ANSWERS, SWAPPED, n_cue=3, budget=budget)
-        for budget in (ReadingBudget(**one), WHOLE)
+        for budget in (ReadingBudget(**least), WHOLE)
     )
     checks = dict(rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
     assert_same_batch(chunks, whole, **checks)

@@ -53,7 +53,7 @@ def test_a_launcher_or_an_option_says_who_this_worker_is(
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("given", "message"),
     [
         ({"RANK": "1"}, "RANK=1 is set without WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without RANK; set both, or neither"),
@@ -73,9 +73,9 @@ def test_a_launcher_or_an_option_says_who_this_worker_is(
         ("", "expected i/n"),
     ],
 )
-def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(said, message):
+def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        find_share(said, {}) if isinstance(said, str) else find_share(environ=said)
+        find_share(given, {}) if isinstance(given, str) else find_share(environ=given)
 
 
 @pytest.mark.parametrize(
