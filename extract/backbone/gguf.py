@@ -1,9 +1,8 @@
-"""A GGUF file as a checkpoint directory, which is made once and kept in the cache.
+"""A GGUF file as a checkpoint directory, which is created once and cached.
 
 Transformers' own `from_pretrained(gguf_file=…)` holds the whole model in float32, and
-passes over how rotary positions are scaled and over tensors that it has no place for.
-Here Transformers gives config, tokenizer and the names of tensors; each tensor is
-dequantised and written by itself.
+ignores rotary scaling and tensors that it has no place for. Here Transformers gives
+config, tokenizer and tensor names; tensors are dequantised and written one at a time.
 """
 
 import contextlib
@@ -65,25 +64,25 @@ from beatrice.extract.run.files import (
     verify_checksums,
 )
 
-# Of a value in the header, by its type: see gguf.GGUFValueType.
+# struct formats of header values by their type, see gguf.GGUFValueType.
 _FORMATS = dict(zip([0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12], "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_ROPE_FREQS = "rope_freqs.weight"  # in place of parameters in the metadata
-# What llama.cpp takes for the end of a turn, whatever the file names (llama-vocab.cpp).
+_ROPE_FREQS = "rope_freqs.weight"  # replaces scaling parameters in the metadata
+# Tokens that llama.cpp takes for the end of a turn in any file (llama-vocab.cpp).
 _ENDS_OF_TURN = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
     "<|endoftext|> <|eom_id|> <EOT> <_EOT> <|end_of_text|> <end_of_utterance>"
 ).split()
-# How texts are cut into words, by its names for it (likewise). Transformers cuts as
-# GPT-2 by every name that it does not know.
+# How texts are split into words, by llama.cpp's names (same file). For every name that
+# it does not know, Transformers splits like GPT-2.
 _LIKE_GPT2 = frozenset("gpt-2 mpt olmo trillion mellum a.x-4.0".split())
 _LIKE_SMOLLM = frozenset("smollm starcoder refact minerva-7b".split())
 _LIKE_QWEN2 = frozenset("qwen2 stablelm2".split())
-# Of older files, which have no such name.
+# Defaults for older files, which have no such name.
 _UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2", "starcoder2": "starcoder"}
 _KNOWN = _LIKE_GPT2 | _LIKE_SMOLLM | _LIKE_QWEN2 | GGUF_PRE_TOKENIZER_SPLITS.keys()
-# Whose texts begin with a token that the file need not ask for, and whose words are
-# taken from the vocabulary before they are put together.
+# For these, texts begin with a BOS token even if the file does not request it, and
+# words in the vocabulary are taken whole before merges are applied.
 _LIKE_LLAMA3 = frozenset(
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
 )
@@ -91,7 +90,7 @@ _LIKE_LLAMA3 = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: its shape in Torch's order, ggml type and bytes."""
+    """Where one tensor is stored: its shape in Torch's order, ggml type and bytes."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -104,18 +103,18 @@ class Header:
     """A GGUF file without its weights."""
 
     path: Path  # the file
-    values: dict[str, Any]  # metadata; an array of more than 4,096 entries is None
-    n_tokens: int  # of the vocabulary
+    values: dict[str, Any]  # metadata; arrays of more than 4,096 entries are None
+    n_tokens: int  # size of the vocabulary
     tensors: dict[str, TensorEntry]  # by their names in the file
 
     @property
     def architecture(self) -> str:
-        """What the file calls the model's architecture."""
+        """The file's name for the model's architecture."""
         return str(self.values["general.architecture"])
 
     @functools.cached_property
     def config_values(self) -> dict[str, Any]:
-        """The config that Transformers makes of the metadata."""
+        """The config that Transformers derives from the metadata."""
         if self.architecture in GGUF_CONFIG_ARCHS:
             metadata = self.values | {"tokenizer.ggml.tokens": self.n_tokens}
             return get_gguf_config(metadata, tuple(self.tensors))
@@ -129,7 +128,7 @@ class Header:
 
 
 class _Cursor:
-    """Reads the numbers and texts of a header one after the other."""
+    """Reads the numbers and texts of a header one after another."""
 
     def __init__(self, content: np.ndarray) -> None:
         self.content, self.at = content.data, 0
@@ -143,18 +142,18 @@ class _Cursor:
     def text(self) -> str:
         n_bytes = self.take("Q")
         if n_bytes > len(self.content) - self.at:
-            raise ValueError("a text reaches beyond the end of the file")
+            raise ValueError("a text extends beyond the end of the file")
         self.at += n_bytes
         return bytes(self.content[self.at - n_bytes : self.at]).decode()
 
     def value(self, kind: int) -> tuple[Any, int]:
-        """Return a value, and the number of an array's elements."""
+        """Return a value and its number of elements, 1 unless it is an array."""
         if kind == _STRING:
             return self.text(), 1
         if kind != _ARRAY:
             return self.take(_FORMATS[kind]), 1
         element, n_elements = self.take("IQ")
-        # Longer arrays are the vocabulary's, which only the tokenizer needs.
+        # Longer arrays belong to the vocabulary, which only the tokenizer needs.
         is_short = n_elements <= 4096
         if element == _STRING:
             words = [self.text() for _ in range(n_elements)]
@@ -162,34 +161,34 @@ class _Cursor:
         form = _FORMATS[element]
         n_bytes = n_elements * struct.calcsize(f"<{form}")
         if n_bytes > len(self.content) - self.at:
-            raise ValueError("an array reaches beyond the end of the file")
+            raise ValueError("an array extends beyond the end of the file")
         values = list(self.take(f"{n_elements}{form}")) if is_short else None
         self.at += 0 if is_short else n_bytes
         return values, n_elements
 
 
 class GgufError(ValueError):
-    """A sentence about a file that cannot be used."""
+    """An error about a file that cannot be used, in one sentence."""
 
     def __init__(self, path: Path, text: str) -> None:
-        """Format which file, what is wrong with it, and what to do."""
+        """Format the sentence: the file, what is wrong with it, and what to do."""
         super().__init__(f"backbone {str(path)!r}: {text}")
 
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever a damaged or unknown file makes a library raise into a sentence."""
+    """Turn any library error over a damaged or unknown file into one sentence."""
     try:
         yield
     except (OSError, GgufError):
-        raise  # says which file
+        raise  # already names the file
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise GgufError(path, f"{what} ({cause}); fetch the file again") from error
 
 
 def read_header(path: Path) -> Header:
-    """Read all of a GGUF file but its weights; a second for 262,144 words."""
+    """Read a GGUF file except its weights; takes a second for 262,144 tokens."""
     content = np.memmap(path, mode="r", dtype=np.uint8)
     with reading(path, "its header is damaged"):
         return _parsed(path, content)
@@ -222,21 +221,21 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
         if start + n_bytes > len(content):
             raise GgufError(
                 path,
-                f"it is cut short: {name!r} ends at byte {start + n_bytes}, the file "
-                f"at {len(content)}; fetch the file again",
+                f"it is cut short: {name!r} ends at byte {start + n_bytes}, but the "
+                f"file ends at {len(content)}; fetch the file again",
             )
         tensors[name] = TensorEntry(shape, kind, start, n_bytes)
     if "general.architecture" not in values:
-        raise GgufError(path, "expected a model, but it has no general.architecture")
+        raise GgufError(path, "expected a model, found no general.architecture in it")
     n_layers = values.get(f"{values['general.architecture']}.block_count")
     if isinstance(n_layers, int) and n_layers > MOST_LAYERS:
         raise GgufError(
             path,
-            f"its header says {n_layers} layers, expected at most {MOST_LAYERS}; fetch "
+            f"its header has {n_layers} layers, expected at most {MOST_LAYERS}; fetch "
             "the file again",
         )
     if not n_tokens:
-        raise GgufError(path, "expected a tokenizer in the file, but it has no words")
+        raise GgufError(path, "expected a tokenizer in the file, found no vocabulary")
     return Header(path, values, n_tokens, tensors)
 
 
@@ -246,7 +245,7 @@ def config_of(header: Header) -> Any:
     with reading(header.path, what):
         values = header.config_values
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        # The largest Gemma 2 and 3, which no key of a file says (llama-model.cpp).
+        # No key of a file marks the largest Gemma 2 and 3 (llama-model.cpp).
         kind = header.architecture, config.num_hidden_layers
         if kind in (("gemma2", 46), ("gemma3", 62)):
             scalar = config.hidden_size // config.num_attention_heads
@@ -256,18 +255,18 @@ def config_of(header: Header) -> Any:
 
 
 def _set_rotary_scaling(header: Header, config: Any) -> None:
-    """Put the base of rotary frequencies and how they are scaled into a config.
+    """Set the base and scaling of rotary frequencies in a config.
 
-    Transformers passes over them in silence: Llama 3.1 and later, Gemma 3 from 4B on,
-    and StarCoder 2 would read every position wrongly. A file that names a factor alone,
-    which older ones call otherwise, is scaled linearly (llama-model.cpp).
+    Transformers ignores them: it would compute wrong positions for Llama 3.1 and later,
+    Gemma 3 from 4B on, and StarCoder 2. A file that gives only a factor, under another
+    name if it is old, is scaled linearly (llama-model.cpp).
     """
     values, prefix = header.values, f"{header.architecture}.rope"
     older = values.get(f"{prefix}.scale_linear")
     factor = values.get(f"{prefix}.scaling.factor", older)
     kind = values.get(f"{prefix}.scaling.type", "linear" if factor else "none")
     rope = config.rope_parameters or {}
-    rope = rope.get("full_attention", rope)  # Gemma's local layers are not scaled
+    rope = rope.get("full_attention", rope)  # Gemma's sliding layers are not scaled
     if "rope_theta" in rope:
         rope["rope_theta"] = values.get(f"{prefix}.freq_base", rope["rope_theta"])
     if kind == "linear":
@@ -283,7 +282,7 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
 
 
 def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> None:
-    """Fit the parameters of a file's factors: Llama 3.1's, but for the largest."""
+    """Set Llama 3.1's scaling with a file's largest factor; refuse other factors."""
     content = np.memmap(header.path, mode="r", dtype=np.uint8)
     factors = dequantized(content, header.tensors[_ROPE_FREQS])
     if (factors == 1).all():
@@ -315,7 +314,7 @@ def tokenizer_of(header: Header, config: Any) -> Any:
         reading(header.path, "its tokenizer cannot be used"),
         tempfile.TemporaryDirectory(prefix="beatrice-") as folder,
     ):
-        # Alone: a template or tokenizer that lies beside the file is not the file's.
+        # In its own folder: a template or tokenizer next to the file is not the file's.
         (Path(folder) / "model.gguf").symlink_to(header.path.resolve())
         tokenizer: Any = kind.from_pretrained(folder, gguf_file="model.gguf")
         if header.values["tokenizer.ggml.model"] == "gpt2":
@@ -326,14 +325,14 @@ def tokenizer_of(header: Header, config: Any) -> Any:
 
 
 def _set_words(header: Header, tokenizer: Any) -> None:
-    """Let a byte-level tokenizer cut texts, and begin them, as llama.cpp does."""
+    """Make a byte-level tokenizer split texts, and begin them, as llama.cpp does."""
     values, backend = header.values, tokenizer.backend_tokenizer
     pre = values.get("tokenizer.ggml.pre", _UNNAMED.get(header.architecture))
     if pre not in _KNOWN:
         raise GgufError(
             header.path,
-            f"how its tokenizer cuts texts is {pre!r} (tokenizer.ggml.pre), which is "
-            "not known here; use the model's safetensors, or a newer GGUF of it",
+            f"its rule for splitting texts (tokenizer.ggml.pre) is {pre!r}, which is "
+            "not known here; use the model's safetensors, or a newer GGUF file of it",
         )
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -351,9 +350,9 @@ def _set_words(header: Header, tokenizer: Any) -> None:
 
 
 def _remove_first_space(header: Header, backend: Any) -> None:
-    """Let a sentencepiece tokenizer begin no text with a blank; Gemma's does not."""
+    """Make a sentencepiece tokenizer add no space before a text; Gemma's adds none."""
     if not header.architecture.startswith("gemma"):
-        backend.normalizer = None  # Phi-3's
+        backend.normalizer = None  # Phi-3's adds the space
         backend.pre_tokenizer = pre_tokenizers.Metaspace(
             prepend_scheme="never", split=False
         )
@@ -362,17 +361,17 @@ def _remove_first_space(header: Header, backend: Any) -> None:
 
 
 def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConfig:
-    """Return the generation config, with the stop tokens of the file.
+    """Return the generation config, with stop tokens from the file.
 
-    A chat model often ends its turn with another token than its text, and a GGUF file
-    need not name it. So what llama.cpp stops at ends an answer here too.
+    A chat model often ends its turn with another token than its text, which a GGUF file
+    need not name, so every token at which llama.cpp stops ends an answer here too.
     """
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     candidates = [header.values.get(name) for name in names]
     control = tokenizer.added_tokens_decoder.items()
     ends = {t.content: i for i, t in control if t.special}
     candidates += [i for text, i in ends.items() if text in _ENDS_OF_TURN]
-    # Beside them <|end|> ends a message, such as gpt-oss's analysis before its answer.
+    # With these two, <|end|> ends a message (gpt-oss's analysis), not the answer.
     is_messages = {"<|return|>", "<|call|>"} <= ends.keys()
     no_end = (None, ends.get("<|end|>") if is_messages else None)
     generation = GenerationConfig.from_model_config(config)
@@ -385,16 +384,16 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
 def dequantized(
     content: np.ndarray, entry: TensorEntry, each: Callable[..., Any] = map
 ) -> np.ndarray:
-    """Return one tensor as float32, dequantised some rows at a time.
+    """Return one tensor as float32, dequantising some rows at a time.
 
-    The content is the file, `[n_bytes]` uint8; the entry says where the tensor lies.
-    An executor's `map` does several of these pieces at once.
+    `content` is the file as uint8, `[n_bytes]`, and `entry` locates the tensor in it.
+    Pass an executor's `map` as `each` to dequantise several pieces at once.
     """
     n_columns = entry.shape[-1]
     rows = content[entry.start : entry.start + entry.n_bytes]
     rows = rows.reshape(math.prod(entry.shape[:-1]), -1)
     values = np.empty((len(rows), n_columns), np.float32)
-    # What gguf makes on the way is about ten times as large.
+    # gguf's intermediate results are about ten times as large.
     step = max(1, (1 << 20) // n_columns)
 
     def fill(begin: int) -> None:
@@ -406,22 +405,22 @@ def dequantized(
 
 
 class _Processed:
-    """By Transformers' older way: names of the gguf package, a processor for each."""
+    """Transformers' older route: the gguf package's names, and a tensor processor."""
 
-    targets: dict[str, str | None]  # by name in the file; None: no tensor of the model
+    targets: dict[str, str | None]  # by name in the file; None: not in the model
 
     def __init__(self, header: Header, config: Any, model: Any) -> None:
         make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
         self._processor = make(config=header.config_values)
-        # The names of all submodules are needed for a few models only (Bloom's), and
-        # take most of the time: asked for if the whole model's names do not do.
+        # Only a few models (Bloom's) need the names of all submodules, which take most
+        # of the time, so these are requested only if the whole model's do not suffice.
         alone = SimpleNamespace(
             config=config, state_dict=model.state_dict, named_children=lambda: ()
         )
         for source in (alone, model):
             names = get_gguf_hf_weights_map(source, self._processor, config.model_type)
             self._mapping = names
-            # Those of experts are listed without their ending.
+            # Names of experts are listed without their suffix.
             self.targets = {
                 name: names.get(name) or names.get(re.sub(r"\.weight$", "", name))
                 for name in header.weights
@@ -431,7 +430,7 @@ class _Processed:
         self._joined: dict[str, torch.Tensor] = {}
 
     def convert(self, name: str, values: np.ndarray, is_last: bool) -> Any:
-        """Return a tensor in Transformers' layout, or None until all of it is there."""
+        """Return a tensor in Transformers' layout, or None until it is complete."""
         about = {"name": name, "tensor_key_mapping": self._mapping}
         joined = {"parsed_parameters": {"tensors": self._joined}}
         done = self._processor.process(weights=values, **about, **joined)
@@ -441,7 +440,7 @@ class _Processed:
 
 
 class _Converted:
-    """By its newer way (Qwen3.5, LFM2): renamings, and operations for some tensors."""
+    """The newer route (Qwen3.5, LFM2): renamings, and operations on some tensors."""
 
     targets: dict[str, str | None]
 
@@ -469,10 +468,10 @@ class _Converted:
 
 
 class Weights:
-    """The tensors of a file under Transformers' names."""
+    """The tensors of a file under the names that Transformers gives them."""
 
     def __init__(self, header: Header, config: Any) -> None:
-        """Match names; no weight is read."""
+        """Match names, without reading any weight."""
         self._header = header
         with reading(header.path, "its tensors cannot be matched"):
             with torch.device("meta"):
@@ -485,24 +484,24 @@ class Weights:
         if unread:
             raise GgufError(
                 header.path,
-                f"Transformers has no place for {len(unread)} of its tensors, first "
-                f"{unread[0]!r}, and would pass over them in silence; use the model's "
-                "safetensors",
+                f"Transformers has no place for some of its tensors ({len(unread)}, "
+                f"first {unread[0]!r}), and would silently ignore them; use the "
+                "model's safetensors",
             )
         self._targets = {name: str(t) for name, t in self._route.targets.items()}
         self._n_sources = Counter(self._targets.values())
         self.shapes = {target: shapes[target] for target in self._n_sources}
-        # "F16" and "BF16" where the file holds a matrix so.
+        # "F16" and "BF16" for matrices that the file holds in that type.
         self.dtypes = dict.fromkeys(self.shapes, "F32")
         for name, target in self._targets.items():
             kind = header.tensors[name].kind.name
-            # Vectors are changed by some processors (norms), matrices only permuted.
+            # Some processors change vectors (norms), but they only permute matrices.
             is_matrix = len(self.shapes[target]) > 1 and self._n_sources[target] == 1
             if kind in ("F16", "BF16") and is_matrix:
                 self.dtypes[target] = kind
 
     def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each tensor once as `[…]` float32, with its name; one is in memory."""
+        """Yield each name and tensor (float32) once, with one tensor in memory."""
         path, n_missing = self._header.path, self._n_sources.copy()
         content = np.memmap(path, mode="r", dtype=np.uint8)
         with ThreadPoolExecutor(2) as threads:
@@ -518,19 +517,19 @@ class Weights:
                     raise GgufError(
                         path,
                         f"it holds {target!r} as {list(values.shape)}, but the model "
-                        f"of its metadata has it as {list(self.shapes[target])}",
+                        f"of its metadata expects {list(self.shapes[target])}",
                     )
                 yield target, np.ascontiguousarray(values)
                 del values
 
 
-# Part of the folder's name: raised when the same file would be unpacked otherwise.
+# Part of the folder's name; increase it when files would be unpacked differently.
 _RECIPE = 3
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def _model_folder(path: Path) -> Path:
-    """Return the folder of a file's model, which may not exist yet."""
+    """Return the folder for a file's model, which may not exist yet."""
     return user_cache("gguf") / f"{sha256_of_model(path)}-{_RECIPE}"
 
 
@@ -545,10 +544,10 @@ def _write_outline(header: Header, folder: Path) -> Any:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path, n_tokens: int) -> None:
-    """Write a tokenizer that is loaded as it is.
+    """Write a tokenizer so that it is loaded unchanged.
 
     Transformers' classes add tokens of their own (`<|endoftext|>`, `<mask>`) to a
-    vocabulary that lacks them; the model has no embedding of these.
+    vocabulary that lacks them, for which the model has no embedding.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -564,7 +563,7 @@ def _write_tokenizer(tokenizer: Any, folder: Path, n_tokens: int) -> None:
 
 
 def _write_weights(weights: Weights, path: Path, update: Update) -> None:
-    """Write tensors as safetensors, one after another: none waits for the rest."""
+    """Write tensors as safetensors one by one, so that only one is held at a time."""
     heads, end = {}, 0
     for name, shape in weights.shapes.items():
         kind = weights.dtypes[name]
@@ -576,7 +575,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
     free = shutil.disk_usage(path.parent).free
     if end > free:
         raise ValueError(
-            f"unpacking takes {end / 1e9:.1f} GB in {user_cache('gguf')}, but "
+            f"unpacking needs {end / 1e9:.1f} GB in {user_cache('gguf')}, but only "
             f"{free / 1e9:.1f} GB are free; make room, or set XDG_CACHE_HOME"
         )
     with path.open("wb") as stream:
@@ -593,7 +592,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether an unpacked model is there as it was written."""
+    """Return whether an unpacked model exists as it was written."""
     try:
         verify_checksums(folder, sha256_of_model)
     except ValueError:
@@ -602,9 +601,9 @@ def _is_intact(folder: Path) -> bool:
 
 
 def unpacked(name: str) -> str:
-    """Return what Transformers loads for a name; a GGUF file is unpacked if need be.
+    """Return what Transformers loads for a name, unpacking a GGUF file if needed.
 
-    One process unpacks at a time; the others wait, and then read what it wrote.
+    One process unpacks at a time; the others wait and then read what it wrote.
     """
     path = Path(os.path.expanduser(name))
     if not path.is_file():
@@ -621,7 +620,7 @@ def unpacked(name: str) -> str:
 
 
 def _unpack(weights: Weights, header: Header, target: Path) -> None:
-    """Write a model's folder beside its target, and move it there."""
+    """Write a model's folder next to its target, then move it there."""
     with (
         Progress().stage(f"unpack {header.path.name}") as update,
         replaced_folder(target) as folder,
@@ -632,7 +631,7 @@ def _unpack(weights: Weights, header: Header, target: Path) -> None:
 
 @contextlib.contextmanager
 def outlined(name: str) -> Iterator[str]:
-    """Yield a folder of config and tokenizer; no weight of a GGUF file is read."""
+    """Yield a folder with config and tokenizer; no weight of a GGUF file is read."""
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         yield unpacked(name)

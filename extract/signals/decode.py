@@ -1,16 +1,15 @@
 """The four signal families of answers, read in the passes that write them.
 
-A prompt's signals come out of the prefill, each new token's out of its decode step.
-What needs the next token (its probability, the push towards it) waits one step: of
-every row the last position's contributions and logits are kept until the token is
+A prompt's signals come from the prefill, each new token's from its decode step. What
+depends on the next token (its probability, the push towards it) waits one step: the
+contributions and logits of every row's last position are kept until that token is
 chosen. What a token sends to other spans comes from its step's queries and the cached
 keys; what it receives is summed as later steps attend to it. Both are read a few steps
-at a time, but for float32 on a CPU, where the model attends with the weights.
+at a time, except for float32 on a CPU, where the model attends with these weights.
 
-Rows stand in columns: column 0 is the longest prompt's first token, shorter prompts are
-padded on the left, and a layer with a sliding window hands over the last columns alone.
-What all prompts begin with and no span holds may come out of a cache, and is read by
-nobody.
+Tokens are addressed by column: column 0 is the longest prompt's first token, shorter
+prompts are padded on the left, and a layer with a sliding window passes only the last
+columns. What all prompts begin with, outside all spans, may be cached and is not read.
 """
 
 import contextlib
@@ -52,18 +51,18 @@ from beatrice.extract.signals.span_sums import (
     step_sums,
 )
 
-# Of a family's norm. The two passes are the model's with a cache and without.
+# Relative to a family's norm, between the model's passes with a cache and without.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _N_PADDED = 4  # columns by which the shorter prompt is padded
-_N_CHECKED = 3  # tokens: the first of a decode step, one behind it, and the last
-# Steps of which attention is read at once, where the model's own kernel attends: calls
-# of Torch, and on a GPU of kernels, are what the numbers of one step cost.
+_N_CHECKED = 3  # tokens: the first of a decode step, one after it, and the last
+# Steps whose attention is read at once if the model's own kernel attends, which saves
+# calls of Torch and, on a GPU, kernels.
 _N_TOGETHER = 8
-_N_ROOM = 8  # new tokens for which there is room at first; most answers are shorter
+_N_ROOM = 8  # new tokens to make room for at first; most answers are shorter
 
 
 class DecodeReading(AttentionReading):
-    """Reads a batch of prompts and their answers while the model writes these.
+    """Reads a batch of prompts and answers while the model writes the answers.
 
     Generation calls `watching` around each of its runs and `on_choice` after each step.
     """
@@ -80,9 +79,8 @@ class DecodeReading(AttentionReading):
     ) -> None:
         """Make room for a batch of answers of at most `n_new` tokens.
 
-        `reader` says what is kept, and its model writes. By `runs_last` it runs the
-        last token of an answer that is cut, which emits nothing and is in no span, so
-        that it has a row too.
+        `reader` defines what is kept, and its model writes. `runs_last` gives a row
+        even to the last token of a cut answer, which emits nothing and is in no span.
         """
         self.runs_last = runs_last
         self.answer_span: AnswerSpan = answer_span
@@ -94,10 +92,10 @@ class DecodeReading(AttentionReading):
         device = layout.head.weight.device
         self._width, self._n_new = max(len(prompt.ids) for prompt in prompts), n_new
         n_rows, n_columns = len(prompts), self._width + n_new
-        self._n_room = self._width + min(n_new, _N_ROOM)  # columns that are kept
+        self._n_room = self._width + min(n_new, _N_ROOM)  # columns with room
         self._pads = [self._width - len(prompt.ids) for prompt in prompts]
         self._firsts = [first_read(prompt.context_span[0]) for prompt in prompts]
-        # The first column that holds a token which is read.
+        # The first column that holds a token to be read.
         self.n_unread = min(map(sum, zip(self._pads, self._firsts, strict=True)))
         self._answer = self._width - (answer_span == "emitting")
         is_all = reader.hidden_spans == "all"
@@ -109,15 +107,15 @@ class DecodeReading(AttentionReading):
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
         self._hidden: torch.Tensor | None = None  # [n_rows, n_room, n_kept, d_model]
-        # By layer, over rows and keys, [2, n_rows, n_heads, 2, n_read]: `span_sums`.
+        # By layer, `span_sums` over rows and keys, [2, n_rows, n_heads, 2, n_read].
         self._sums: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._steps: dict[int, StepCalls] = {}  # by layer, of the same steps
+        self._steps: dict[int, StepCalls] = {}  # by layer, all of the same steps
         self._n_written = [0] * n_rows  # tokens of each answer that were run
 
     def _members_of(self, prompts: Sequence[Prompt], n_columns: int) -> torch.Tensor:
-        """Return which columns are of context, question and answer, as bools.
+        """Return bools `[n_rows, 3, n_columns]`: columns of context, question, answer.
 
-        `[n_rows, 3, n_columns]`; the answer's are added as they are written.
+        Answer columns are added as they are written.
         """
         columns = torch.arange(n_columns)
         edges = []
@@ -133,10 +131,7 @@ class DecodeReading(AttentionReading):
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
-        """Read every step of one run, which goes on with some rows of the batch.
-
-        The first `n_cached` columns come out of a cache.
-        """
+        """Read steps of a run of `rows`; the first `n_cached` columns are cached."""
         self._begin_run(rows, n_cached)
         with (
             attending_through(self._layout, self),
@@ -149,7 +144,7 @@ class DecodeReading(AttentionReading):
 
     def _begin_run(self, rows: Sequence[int], n_cached: int) -> None:
         self.run_rows, self._live = list(rows), list(rows)
-        # All rows are a view, which costs no copy.
+        # A slice gives a view of all rows, without a copy.
         is_whole = len(rows) == len(self._pads)
         index = torch.tensor(rows, device=self._ids.device)
         self._index = slice(None) if is_whole else index
@@ -164,10 +159,10 @@ class DecodeReading(AttentionReading):
         self._last_parts: list[torch.Tensor] = []
 
     def _make_room(self) -> None:
-        """Make room for twice as many new tokens.
+        """Double the room for new tokens.
 
-        Room for the longest answer from the start is several times what short ones
-        need, and more than all else that generation holds.
+        Room for the longest answer from the start would be several times what short
+        ones need, and more than everything else that generation holds.
         """
         n_new = self._n_room - self._width
         n_more = min(n_new, self._n_new - n_new)
@@ -182,11 +177,11 @@ class DecodeReading(AttentionReading):
 
     @property
     def _first(self) -> int:
-        """Return which of the step's tokens is the first that is read."""
+        """Return the index of the first of the step's tokens to be read."""
         return min(max(0, self.n_unread - self._n_before), self._n_step)
 
     def _columns(self) -> slice:
-        """Return where the step's tokens that are read stand in what is kept."""
+        """Return the columns, among those read, of the step's tokens to be read."""
         start = self._n_before + self._first - self.n_unread
         return slice(start, self._n_before + self._n_step - self.n_unread)
 
@@ -199,14 +194,14 @@ class DecodeReading(AttentionReading):
         n_keys = call.n_cached + self._n_step
         if n_keys > stop or n_rows != len(self.run_rows):
             raise ValueError(
-                f"expected at most {stop} keys of {len(self.run_rows)} rows, as a "
-                f"growing cache has them, found {n_keys} of {n_rows}"
+                f"expected at most {stop} keys of {len(self.run_rows)} rows, as in a "
+                f"growing cache, found {n_keys} of {n_rows}"
             )
         if layer not in self._sums:
             shape = (2, len(self._pads), n_heads, 2, self._prob.shape[1])
             self._sums[layer] = torch.zeros((2, *shape), device=call.device).unbind()
         self.rows = (self._first, self._n_step)
-        # What attends with these weights needs them now.
+        # If the model attends with these weights, it needs them at once.
         is_now = self._n_step > 1 or self._first or value is not None
         if is_now or isinstance(call, AttentionMap):
             return None, self._add_sums(layer, call, self._n_before, value)
@@ -219,7 +214,7 @@ class DecodeReading(AttentionReading):
     def _add_sums(
         self, layer: int, call: Attention, n_before: int, value: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add a call's rows, behind `n_before` columns; attend if wanted."""
+        """Add the sums of a call whose rows follow `n_before` columns; maybe attend."""
         if self._run_members is None:
             self._run_members = self._members[self._index].float()
         stop = n_before + call.shape[2]
@@ -243,7 +238,7 @@ class DecodeReading(AttentionReading):
 
     @exact_products()
     def _read_steps(self) -> None:
-        """Read the attention of the steps that wait."""
+        """Read the attention of the steps that are waiting."""
         masks: dict[Any, torch.Tensor | None] = {}
         self._run_members = None
         for layer, steps in self._steps.items():
@@ -252,7 +247,7 @@ class DecodeReading(AttentionReading):
         self._steps = {}
 
     def _on_layer(self, layer_pass: LayerPass) -> None:
-        """Read a layer: the prompt's tokens now, the last when its next is chosen."""
+        """Read a layer: all tokens but the last, which waits for the next choice."""
         self._n_step = layer_pass.h_in.shape[1]
         if layer_pass.index == 0:
             self._keep_hidden(0, layer_pass.h_in)
@@ -260,7 +255,7 @@ class DecodeReading(AttentionReading):
         if self._n_step - self._first > 1:
             if self._lens is None:
                 ids = self._next_ids()
-                # The last one's next token is not chosen yet; any id stands there.
+                # The last one's next token is not chosen yet; any id will do.
                 self._lens = self.reader.lens(torch.cat([ids, ids[:, -1:]], dim=1))
             scalars = residual.contribution_scalars(layer_pass, self._lens)
             self._prompt_resid.append(scalars)
@@ -268,7 +263,7 @@ class DecodeReading(AttentionReading):
         self._last_parts.append(torch.stack([part[:, -1] for part in parts]))
 
     def _next_ids(self) -> torch.Tensor:
-        """Return the prompt's ids behind the step's tokens that are read."""
+        """Return the prompt ids that follow the step's tokens to be read."""
         start = self._n_before + self._first + 1
         return self._ids[self._index, start : self._n_before + self._n_step]
 
@@ -295,7 +290,7 @@ class DecodeReading(AttentionReading):
         if n_read < 2:
             return
         columns, targets = self._columns(), self._next_ids()
-        # Padding of shorter prompts is not worth a product with the vocabulary.
+        # Padding of shorter prompts is not worth products with the vocabulary.
         is_read = self._is_read()[self._index, columns][:, :-1]
         prob = torch.zeros((*targets.shape, 5), device=states.device)
         prob[is_read] = self.reader.probabilities(
@@ -306,23 +301,23 @@ class DecodeReading(AttentionReading):
         self._resid[self._index, columns] = resid
 
     def _is_read(self) -> torch.Tensor:
-        """Return `[n_rows, n_read]` bool, whether a column holds a token of its row."""
+        """Return `[n_rows, n_read]` bool, whether a column has a token to be read."""
         starts = torch.tensor(self._pads) + torch.tensor(self._firsts) - self.n_unread
         columns = torch.arange(self._prob.shape[1])
         return (columns >= starts[:, None]).to(self._prob.device)
 
     def _after_model(self, module: Any, inputs: Any, output: Any) -> None:
-        """Keep what the next token is chosen from."""
+        """Keep the logits from which the next token is chosen."""
         self._logits = output.logits[:, -1]
 
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
         """Read what had to wait for the next token.
 
-        Ids are `[n_run_rows, n_columns]`, up to those that were chosen now; of rows
-        that are done, `[n_run_rows]` bool, later tokens are not of their answers.
+        `ids` are `[n_run_rows, n_columns]`, up to the tokens chosen in this step.
+        `is_done`, `[n_run_rows]` bool, marks rows whose later tokens are in no answer.
         """
         column = self._n_before + self._n_step - 1
-        # An answer that is cut ends in a token that emitted nothing; see `sequence_of`.
+        # An answer that is cut ends in a token that emitted nothing, see `sequence_of`.
         is_last = column == self._width + self._n_new - 1
         targets = ids[:, -2 if is_last else -1]
         self._parts = torch.stack(self._last_parts, dim=2).float()
@@ -343,7 +338,7 @@ class DecodeReading(AttentionReading):
         self._begin_step(column + 1)
 
     def _emission(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the last position of every row as the run emits `[n_run_rows]` ids.
+        """Read the last position of every row, which emits the ids `[n_run_rows]`.
 
         Returns `[n_run_rows, 5]` and `[n_run_rows, 4 * n_layers]`, see `AnswerSignals`.
         """
@@ -351,7 +346,7 @@ class DecodeReading(AttentionReading):
         lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
         layers = LayerPass(0, h_in, att, ffn, h_in)
         scalars = residual.contribution_scalars(layers, lens)
-        # Logits that a forward widens at its end are rounded as the head's products.
+        # Float32 logits of half-precision weights were rounded by the model's head.
         if self.reader.head.weight.dtype == self._logits.dtype == torch.float32:
             prob = probability.scalars_of_logits(self._logits, targets)
         else:
@@ -359,15 +354,15 @@ class DecodeReading(AttentionReading):
         return prob, scalars.flatten(1)
 
     def last_prob(self) -> np.ndarray:
-        """Return `[5]`, the distribution that the first row's last token is of."""
+        """Return the scalars `[5]` of the distribution of the first row's newest id."""
         return self._prob[0, self._n_before - 1 - self.n_unread].cpu().numpy().copy()
 
     def signals(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
-        """Return what was read of every answer, in the order of the prompts.
+        """Return the signals of every answer, in the order of the prompts.
 
-        An answer that is still written is read as one that was cut: up to the token
-        that emitted its last one; see `ended`. None stands for one of which other
-        tokens were run than it has: its stop string began in a token before the last.
+        An answer that is still being written counts as cut: it is read up to the token
+        that emitted its last one; see `ended`. None stands for an answer that has other
+        tokens than were run, because its stop string began before the last token.
         """
         self._read_steps()
         members = self._members[..., self.n_unread : self._n_room]
@@ -383,7 +378,7 @@ class DecodeReading(AttentionReading):
         for row, answer in enumerate(answers):
             n_tokens, is_cut = len(answer.token_ids), answer.stop_id is None
             n_written = self._n_written[row]
-            # The last token of an answer that is cut, or still written, emitted none.
+            # The last token of a cut or unfinished answer emitted nothing.
             if n_written != n_tokens and not (is_cut and n_written == n_tokens - 1):
                 signals.append(None)
                 continue
@@ -409,13 +404,13 @@ class DecodeReading(AttentionReading):
     @exact_products()
     @torch.inference_mode()
     def ended(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
-        """Return what was read of every answer, had it ended before the last choice.
+        """Return every answer's signals as if it had ended before the last choice.
 
-        The distribution behind its last token is known, and with it what is read of
-        that token where it emits the stop token. An answer that is still written is
-        given without the token that was chosen last, with the stop token it ends in; of
-        one that ended before, what was read of it is returned. None as of `signals`,
-        and behind the last token of the longest answer, whose attention is of no span.
+        The distribution after its last token is known, and so are the signals of that
+        token if it emits the stop token. Give an unfinished answer without the token
+        chosen last, but with the stop token it ends in; for an answer that ended
+        earlier, its own signals are returned. None as in `signals`, and after the last
+        token of the longest answer, whose attention belongs to no span.
         """
         signals = self.signals(answers)
         stops = [answers[row].stop_id or 0 for row in self.run_rows]
@@ -445,10 +440,10 @@ def generate_and_read(
     sampling: SamplingConfig | None = None,
     runs_last: bool = True,
 ) -> tuple[list[Answer], list[AnswerSignals]]:
-    """Answer requests and read the answers in the passes that write them.
+    """Answer requests, and read the answers in the passes that write them.
 
-    Greedily by default, in the order of the requests. An answer of which more tokens
-    were run than it has (its stop string is several tokens) is read again.
+    Greedy by default; results are in the order of the requests. Answers for which more
+    tokens were run than they have (their stop string is several tokens) are read again.
     """
     sampling = sampling or config.greedy
     check_requests_fit(reader.backbone, requests, sampling.max_new_tokens)
@@ -487,14 +482,14 @@ def _written(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingGenerator(TransformersGenerator):
-    """Answers requests greedily, and reads each batch in the passes that write it."""
+    """Answers requests greedily, reading each batch in the passes that write it."""
 
     reader: SignalReader  # of the model that answers
-    # By their prompts; no other prompt is answered.
+    # The requests by their prompts; no other prompt is answered.
     requests: Mapping[tuple[int, ...], Request]
-    # Is called with the answers of each batch and their signals before the batch's
-    # texts are handed out; None stands for the signals of an answer of which more
-    # tokens were run than it has (its stop string is several tokens).
+    # Called with the answers of each batch and their signals before the batch's texts
+    # are returned; signals are None for an answer for which more tokens were run than
+    # it has (its stop string is several tokens).
     on_batch: Callable[[list[Answer], list[AnswerSignals | None]], object]
     answer_span: AnswerSpan = "emitting"  # see `sequence_of`
 
@@ -517,7 +512,7 @@ class ReadingGenerator(TransformersGenerator):
 def _read_written(
     watch: DecodeReading, requests: Sequence[Request], replies: Sequence[Generated]
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
-    """Yield a batch's answers with their signals, some of which are read again."""
+    """Yield a batch's answers with their signals, reading some answers again."""
     answers, signals = _written(watch, requests, replies)
     for request, answer, read in zip(requests, answers, signals, strict=True):
         if read is None:
@@ -535,19 +530,19 @@ class WrittenToken:
     """One token of an answer that is being written."""
 
     id: int  # the token
-    # `[5]` float32, the distribution that it was chosen from, see `AnswerSignals`.
+    # `[5]` float32, the distribution it was chosen from, see `AnswerSignals.prob`.
     prob: np.ndarray
     watch: DecodeReading
     request: Request
-    ids: tuple[int, ...]  # of the answer up to this token
+    ids: tuple[int, ...]  # the answer up to and including this token
 
     def so_far(self, stop_id: int | None) -> tuple[Answer, AnswerSignals]:
-        """Return the answer up to this token, and what is read of it.
+        """Return the answer up to this token, and its signals.
 
-        Of one that is cut behind it (None), before the next token is asked for. Or of
-        one that a stop token follows, when the next was asked for, which tells how
-        likely it is, and before another is; the last token of an answer that is cut
-        has no next.
+        With a `stop_id` of None, the answer counts as cut after this token; call this
+        before the next token is requested. With a stop token, call it after the next
+        token was requested, which computes how likely the stop token is, and before
+        another is; the last token of an answer that is cut has no next.
         """
         answer = Answer(
             example_id=self.request.example_id,
@@ -560,7 +555,7 @@ class WrittenToken:
             context_span=self.request.prompt.context_span,
         )
         (signals,) = self.watch.ended([answer])
-        assert signals is not None, "asked for at another step"
+        assert signals is not None, "called at another step"
         return answer, signals
 
 
@@ -573,8 +568,7 @@ def read_stepwise(
 ) -> Generator[WrittenToken, None, tuple[Answer, AnswerSignals]]:
     """Yield an answer's tokens as they are written; return it with its signals.
 
-    What is written and read is what `generate_and_read` writes and reads of a batch of
-    one. Between two tokens the model may be used.
+    As in `generate_and_read` of one request; the model may be used between tokens.
     """
     check_requests_fit(reader.backbone, [request], sampling.max_new_tokens)
     prompt = GeneratorPrompt(text="", ids=request.prompt.ids)
@@ -597,11 +591,10 @@ def read_stepwise(
 
 
 def decoding_differences(reader: SignalReader) -> dict[str, float]:
-    """Compare what is read while writing with what is read of the same ids again.
+    """Compare the signals read while writing with those of reading the ids again.
 
-    Two prompts of unequal length, beyond the model's smallest window, are answered by a
-    few tokens. Returns of every family the largest difference of an answer, relative to
-    its norm.
+    Two prompts of unequal length, beyond the model's smallest window, are answered with
+    a few tokens. Returns each family's largest difference in an answer over its norm.
     """
     longest, _ = probe_lengths(reader.backbone)
     window = reader.backbone.max_length or longest + _N_CHECKED + _N_PADDED
@@ -624,17 +617,17 @@ def decoding_differences(reader: SignalReader) -> dict[str, float]:
             value, wanted = getattr(signals, family), getattr(expected, family)
             norm = float(np.linalg.norm(wanted)) or 1.0
             difference = float(np.linalg.norm(value - wanted)) / norm
-            # A NaN is the largest, and stays; the built-in `max` would lose it.
+            # A NaN counts as largest and stays; the built-in `max` would lose it.
             differences[family] = float(np.maximum(largest, difference))
     return differences
 
 
 def check_decoding(reader: SignalReader) -> str | None:
-    """Check that what is read while writing is what is read of the same ids again.
+    """Check that signals read while writing equal those of reading the ids again.
 
-    What differs by more than rounding is the model's own: Llama 4 cuts its chunks of
-    attention from the padding on. Returns None where they agree; else why answers have
-    to be read again, a sentence.
+    Differences beyond rounding are the model's own: Llama 4 places its chunks of
+    attention from the start of the padding. Returns None if they agree, else a sentence
+    saying why answers must be read again.
     """
     about = [list(reader.hidden_layers), reader.hidden_spans, reader.backbone.attention]
     why = functools.cache(lambda: _why_undecodable(reader))
@@ -649,13 +642,13 @@ def _why_undecodable(reader: SignalReader) -> str | None:
     try:
         differences = decoding_differences(reader)
     except ValueError as error:
-        return f"{backbone.name} cannot be read while it writes: {error}"
+        return f"backbone {backbone.name!r} cannot be read while it writes: {error}"
     tolerance = _TOLERANCE[backbone.rounding_in(backbone.dtype)]
     for family, difference in differences.items():
         if not difference <= tolerance:
             return (
-                f"{backbone.name} computes other states with its cache than "
-                f"without: {family} differ by {difference:.1e} of their norm (at most "
-                f"{tolerance:.0e})"
+                f"backbone {backbone.name!r} computes other states with its cache than "
+                f"without: {family} differs by {difference:.1e} of its norm "
+                f"(expected at most {tolerance:.0e})"
             )
     return None

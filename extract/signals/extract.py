@@ -1,10 +1,10 @@
-"""From answers to a feature store: the plan, the loop over its units, and the stage.
+"""Extract the signals of answers into a feature store: plan, loop and run stage.
 
-What is read together and where it goes is fixed from the answers alone: rank, world
-size and what was done before only choose which units are done here, so the bytes of a
-store depend on neither. A unit is read in batches of similar lengths and written range
-by range, each with a commit record. Of a unit that was interrupted only the batches
-that its missing ranges need are read again. Nothing here loads Torch.
+Which answers are read together and where they are stored depends only on the answers.
+Rank, world size and earlier work only decide which units this process does, so they
+do not change the bytes of a store. A unit is read in batches of similar lengths and
+written range by range, each with a commit record. After an interruption, only the
+batches that the missing ranges need are read again. Nothing here loads Torch.
 """
 
 import collections
@@ -73,11 +73,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtractConfig(StoreConfig):
-    """How answers are read, and what is kept of them."""
+    """How answers are read, and which of their signals are kept."""
 
-    # Most tokens of a batch, padding included; a longer sequence is a batch of its own.
+    # Most tokens per batch, with padding; a longer sequence forms a batch by itself.
     tokens_per_batch: int = 16384
-    # Tokens per file, a power of two; None chooses by `n_rows_of`.
+    # Tokens per file, a power of two; None lets `n_rows_of` choose.
     rows_per_shard: int | None = None
 
     def __post_init__(self) -> None:
@@ -91,16 +91,16 @@ class ExtractConfig(StoreConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What one worker reads in one go: some ranges and their batches."""
+    """The work that one worker does in one go: some ranges and their batches."""
 
-    ranges: range  # consecutive; each is committed by itself
-    # Of example indices; every example of the ranges once.
+    ranges: range  # consecutive; each is committed separately
+    # Example indices; the batches contain every example of the ranges once.
     batches: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ExtractionPlan:
-    """What is read together and where it goes."""
+    """Which answers are read together, and where their signals are stored."""
 
     spec: StoreSpec  # the store
     # In the order of their ranges; a worker does `share.mine(units)`.
@@ -108,11 +108,11 @@ class ExtractionPlan:
 
 
 def n_rows_of(n_tokens: int, bytes_per_token: Sequence[int]) -> int:
-    """Choose the rows of a shard: a power of two, from the answers alone.
+    """Choose the rows per shard, a power of two, from the answers alone.
 
-    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
-    that workers share the load and an interruption costs little; at least 256. Tokens
-    are all that are read, bytes those of each family that is stored, on average.
+    As many rows as fit in 128 MiB of the widest family, but few enough for 64 ranges,
+    so that workers share the load and an interruption costs little; at least 256.
+    `n_tokens` are read; `bytes_per_token` has each stored family's average.
     """
     most = max(1, min((128 << 20) // max(1, *bytes_per_token), n_tokens // 64))
     return max(256, 1 << (most.bit_length() - 1))
@@ -121,12 +121,12 @@ def n_rows_of(n_tokens: int, bytes_per_token: Sequence[int]) -> int:
 def tokens_per_unit(
     n_tokens: int, bytes_per_token: Sequence[int], tokens_per_batch: int
 ) -> int:
-    """Choose the tokens of a unit, from the answers alone.
+    """Choose the tokens per unit from the answers alone.
 
-    Sixteen batches' worth: sorted by length, they waste a few percent on padding. But
-    few enough for 16 units (of at least one batch), so that workers share the load
-    and an interruption costs little; and at most 8 GiB as they are stored, which
-    wait in the host's memory, see `run_plan`. The others are as in `n_rows_of`.
+    Sixteen batches' worth, since sorted by length they waste only a few percent on
+    padding, but few enough for 16 units (of at least one batch), so that workers share
+    the load and an interruption costs little. At most 8 GiB as stored, since units wait
+    in host memory (see `run_plan`). The other arguments are those of `n_rows_of`.
     """
     shared = max(tokens_per_batch, n_tokens // 16)
     in_memory = (8 << 30) // max(1, sum(bytes_per_token))
@@ -134,7 +134,7 @@ def tokens_per_unit(
 
 
 def _units(spec: StoreSpec, n_tokens: int, tokens_per_batch: int) -> tuple[Unit, ...]:
-    """Join consecutive ranges up to so many tokens, at least one range each."""
+    """Join consecutive ranges, at least one per unit, up to `n_tokens` tokens."""
     rows = np.diff(spec.offsets[spec.range_examples]).tolist()
     edges, used = [0], 0
     for range_id, n_rows in enumerate(rows):
@@ -145,7 +145,7 @@ def _units(spec: StoreSpec, n_tokens: int, tokens_per_batch: int) -> tuple[Unit,
     units = []
     for first, last in itertools.pairwise([*edges, spec.n_ranges]):
         begin, end = spec.range_examples[[first, last]].tolist()
-        # What worked examples add to each is mostly computed once a batch.
+        # Worked examples are mostly computed once per batch: not part of `lengths`.
         n_beside = int(spec.first_rows.max())
         lengths = spec.n_read[begin:end]
         batches = batches_of(lengths, tokens_per_batch, n_beside=n_beside)
@@ -158,14 +158,13 @@ def _check_reader(reader: Reader, config: ExtractConfig) -> None:
     wanted = config.hidden_layers
     if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
         raise ValueError(
-            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
-            f"{list(wanted)}; build the reader with the config's hidden_layers"
+            f"the reader keeps layers {list(reader.hidden_layers)}, but the config "
+            f"wants {list(wanted)}; build the reader with the config's hidden_layers"
         )
     if reader.hidden_spans not in ("all", config.hidden_spans):
         raise ValueError(
             f"the reader keeps hidden states of the {reader.hidden_spans} span, the "
-            f"config wants {config.hidden_spans}; build the reader with the config's "
-            "hidden_spans"
+            f"config wants {config.hidden_spans}; build a reader with its hidden_spans"
         )
 
 
@@ -176,10 +175,10 @@ def plan_extraction(
     config: ExtractConfig,
     fingerprint: Mapping[str, Any],
 ) -> ExtractionPlan:
-    """Fix the store, its ranges and the batches; nothing is read here.
+    """Plan the store, its ranges and the batches, without reading anything.
 
-    There is a sequence and a unique key for each answer. The fingerprint is what the
-    values depend on beside the answers and `config`.
+    `sequences` and `keys` have one entry per answer, and keys are unique. The
+    fingerprint names what the values depend on besides the answers and `config`.
     """
     _check_reader(reader, config)
     if not sequences:
@@ -192,7 +191,7 @@ def plan_extraction(
     n_read = int((lengths - firsts).sum())
     sizes = family_bytes(families, n_tokens=n_read, n_answer=n_answer)
     per_token = [n_bytes // n_read for n_bytes in sizes.values()]
-    # Which examples share a batch moves values by rounding.
+    # In the fingerprint, since batch composition changes values by rounding.
     n_tokens = tokens_per_unit(n_read, per_token, config.tokens_per_batch)
     is_written = getattr(reader, "is_written", lambda sequence: False)
     n_rows = config.rows_per_shard
@@ -220,15 +219,15 @@ def plan_extraction(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtractionReport:
-    """What one call of `extract` did."""
+    """The result of one call of `extract`."""
 
-    n_written: int  # ranges written by this worker now
-    n_skipped: int  # ranges of this worker that were there before
-    n_missing: int  # ranges of any worker that are not there yet
+    n_written: int  # ranges that this call wrote
+    n_skipped: int  # ranges of this worker that existed before
+    n_missing: int  # ranges of any worker that do not exist yet
 
 
 class _RangeRows:
-    """The families of one range, as they are stored, filled answer by answer."""
+    """The families of one range in their stored types, filled answer by answer."""
 
     def __init__(self, spec: StoreSpec, range_id: int) -> None:
         self._spec, self._range_id = spec, range_id
@@ -237,28 +236,25 @@ class _RangeRows:
             start, stop = spec.range_rows(range_id, name)
             shape = (stop - start, *family.shape)
             self.arrays[name] = np.empty(shape, family.numpy_dtype)
-        # By family, keys of answers with values that its type cannot hold.
+        # By family: keys of answers with values that the stored type cannot hold.
         self._bad = collections.defaultdict[str, list[tuple[Any, Encoded]]](list)
 
     def put(self, name: str, example: int, rows: np.ndarray) -> None:
-        """Store an answer's rows of a family, `[n_rows, …]`.
-
-        They are of the last tokens, or of the stored ones alone.
-        """
+        """Store an answer's rows of a family; `rows` may hold more, up to the last."""
         spec = self._spec
         start, _ = spec.range_rows(self._range_id, name)
         first, last = spec.family_offsets(name)[example : example + 2] - start
-        # Written where they stay: what lies between is a pass over cold memory.
+        # Encoded in place: a copy would be another pass over cold memory.
         out, given = self.arrays[name][first:last], rows.shape
         token, n_tokens = spec.first_tokens(name)[example], spec.lengths[example]
         row = token - (n_tokens - len(rows))
         if len(rows) != len(out) and 0 <= row <= token:
             rows = rows[row : row + len(out)]
-        if rows.shape != out.shape:  # NumPy would repeat a single row, or channel
+        if rows.shape != out.shape:  # NumPy would broadcast a single row or channel
             raise ValueError(
-                f"the reader gave {name!r} of answer {spec.keys[example]} as "
-                f"{list(given)}, expected {list(out.shape)} or rows of more of its "
-                f"{n_tokens} tokens, up to the last"
+                f"the reader returned {name!r} of answer {spec.keys[example]} with "
+                f"shape {list(given)}, expected {list(out.shape)}, or rows for more of "
+                f"its {n_tokens} tokens, up to the last"
             )
         encoded = encode(rows, spec.families[name].dtype, out)
         if encoded.scales is not None:
@@ -273,22 +269,21 @@ class _RangeRows:
             n_invalid = sum(encoded.n_invalid for _, encoded in bad)
             raise ValueError(
                 f"family {name!r} of answer {bad[0][0]} (and {len(bad) - 1} more in "
-                f"range {self._range_id}) has values that "
-                f"{self._spec.families[name].dtype} cannot hold or that are not "
-                f"numbers: {n_overflowed} overflow, {n_invalid} were NaN or infinite "
-                "when read; nothing of this range is stored; a wider dtype (bf16, "
-                "fp32) holds what overflows; against NaN load the model in another "
-                "dtype, or leave these answers out"
+                f"range {self._range_id}) has values that are not finite or that "
+                f"{self._spec.families[name].dtype} cannot hold: {n_overflowed} "
+                f"overflow, {n_invalid} were NaN or infinite when read; nothing of "
+                "this range is stored; wider dtypes (bf16, fp32) do not overflow; for "
+                "NaN load the model in another dtype, or leave these answers out"
             )
 
 
 def read_batches(
     reader: Reader, sequences: Sequence[TokenSequence], batches: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Any]]:
-    """Read batch after batch; yields each example and its signals.
+    """Read batch after batch, and yield each example with its signals.
 
-    The next batch is started before the results of a batch are copied from the device,
-    so that copies and computation overlap.
+    The next batch is started before the results of the previous one are copied from
+    the device, so that copies and computation overlap.
     """
     pending: tuple[Sequence[int], Any] | None = None
     for batch in batches:
@@ -308,7 +303,7 @@ def _read_unit(
     missing: Sequence[int],
     tick: Callable[[], None],
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Return of a unit's missing ranges `[n_rows, …]` by family, as they are stored."""
+    """Return a unit's missing ranges as stored: `[n_rows, …]` by family."""
     edges, examples = plan.spec.range_examples, np.arange(len(plan.spec.keys))
     range_of = (np.searchsorted(edges, examples, "right") - 1).tolist()
     names = [*reader.shapes]
@@ -325,7 +320,7 @@ def _read_unit(
 
 
 def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
-    """Write ranges in order, and free each as soon as it is written."""
+    """Write ranges in order, freeing each as soon as it is written."""
     for range_id in sorted(rows):
         write_range(store, range_id, rows.pop(range_id))
 
@@ -344,11 +339,11 @@ def run_plan(
     share: Share = Share(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
-    """Do, or continue, one share of a plan; see `extract`.
+    """Do or continue one share of a plan; see `extract`.
 
-    In host memory are at most the rows of two units as they are stored, one being
-    read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
-    where that is larger), and the readings of two batches.
+    Host memory holds at most the stored rows of two units, one being read and one
+    being written (see `tokens_per_unit`: at most 8 GiB each, or one range if that is
+    larger), and the readings of two batches.
     """
     units = share.mine(plan.units)
     store = create_store(url, plan.spec)
@@ -392,10 +387,10 @@ def extract(
 ) -> ExtractionReport:
     """Read the answers' signals into the store at `url`, or continue doing so.
 
-    Every worker creates the same store, so that none waits for another. Ranges that
-    are committed are skipped. `about` is what else the store says of the answers, such
-    as how questions were put: JSON values, which become part of its fingerprint.
-    Progress is called with (answers read now, answers to read now).
+    Every worker creates the same store, so none waits for another. Committed ranges
+    are skipped. `about` holds JSON values that describe the answers further, such as
+    how questions were asked; they become part of the store's fingerprint. `progress` is
+    called with how many answers this call has read so far, and has to read in all.
     """
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
@@ -412,33 +407,33 @@ EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
 
 
 def extract_config(run: RunDir) -> ExtractConfig:
-    """Return what of a run's answers is read and kept."""
+    """Return how a run's answers are read, and which signals are kept."""
     return run.settle("extract", EXTRACT_PRESETS)
 
 
 def record_storage(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
-    """Record what a run keeps, as long as nothing is extracted.
+    """Record what a run keeps, which can be changed until signals are extracted.
 
-    What is kept changes no answer and no label, so it may be chosen when the signals
-    are read; every later verb reads it in the manifest. Other fields stay as they are.
+    This affects no answer or label. Later verbs read it from the manifest. `changes`
+    replaces only the fields that it names.
     """
     config = extract_config(run)
     wanted = dataclasses.replace(config, **changes)
     folders = [run.features(setting) for setting in settings_of(run)]
     if wanted != config and any((f / "index.json").exists() for f in folders):
         raise ValueError(
-            f"{run.path} has features already: {config.describe()}; you asked for "
-            f"{wanted.describe()}; repeat that choice, or delete "
+            f"{run.path} already has features: {config.describe()}; you asked for "
+            f"{wanted.describe()}; repeat the first choice, or delete "
             f"{folders[0].parent} to extract again"
         )
     return run.settle("extract", EXTRACT_PRESETS, lambda _: wanted, is_replaceable=True)
 
 
 def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
-    """Return what reads a run's answers on this machine.
+    """Return a reader of the run's answers on this machine.
 
-    Those that were read while they were written are taken from where they wait; the
-    backbone is loaded for the others alone.
+    Signals that were read while their answers were written are taken from the folder
+    where they wait; the backbone is loaded only if other answers remain.
     """
     backend, written = run.answers / "backend.json", None
     if run.written.exists() and backend.exists():
@@ -475,10 +470,10 @@ def check_room(
     n_answer: int,
     advice: str,
 ) -> None:
-    """Check that the disk has room for signals, before hours of reading them.
+    """Check that the disk has room for the signals before hours of reading them.
 
-    They go into each of the folders as its config says; files that are there are some
-    of them. Shapes are the reader's, and tokens at least those that are read.
+    Each folder gets a copy as its config says, and files already in it count towards
+    that copy. `shapes` are the reader's; `n_tokens` is at least what will be read.
     """
     missing, copies = 0, []
     for folder, config in folders.items():
@@ -491,7 +486,7 @@ def check_room(
     free = shutil.disk_usage(run.path).free
     if missing > free:
         raise ValueError(
-            f"{' and '.join(copies)} take {bytes_in_words(missing)} at least, and "
+            f"{' and '.join(copies)} take at least {bytes_in_words(missing)}, but only "
             f"{bytes_in_words(free)} are free at {run.path}; keep less: {advice}"
         )
 
@@ -503,23 +498,23 @@ def _extract(
     update: Update,
     progress: Progress,
 ) -> int:
-    """Read a share of the run's answers; returns how many ranges are not there yet."""
+    """Read a share of the run's answers; return how many ranges are still missing."""
     check_answered(run)
-    if run.labels.exists():  # hours of signals that no detector could be trained on
+    if run.labels.exists():  # before hours of signals that could train no detector
         check_both_classes(read_examples(run), [*read_labels(run).values()])
     answers: dict[Setting, list[Answer]] = {
         setting: read_answers(run, setting) for setting in settings_of(run)
     }
     if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(
-            f"{run.answers} has no answer {empty[0]}: no passage of any question fits "
+            f"{run.answers} has no {empty[0]} answer: no passage of any question fits "
             "the model's window; give shorter passages, or make the run with "
             "--settings closed-book"
         )
     reader = open_reader(run, config)
     settings, n_all = settings_of(run), sum(map(len, answers.values()))
 
-    def sequences() -> Iterator[TokenSequence]:  # all at once would fill the memory
+    def sequences() -> Iterator[TokenSequence]:  # a list of all would fill the memory
         for answer in itertools.chain.from_iterable(answers.values()):
             yield sequence_of(answer, answer_span=config.answer_span)
 
@@ -541,13 +536,13 @@ def _extract(
         url, share = run.features(setting), run.share
         extract(reader, rows, url, config, share=share, progress=show)
         n_before += len(rows)
-    # Counted behind the last setting: of two workers one may be ahead in the first and
-    # the other in the second, and each would have left it to the other to join them.
+    # Counted after the last setting: two workers may each be ahead in a different one,
+    # and counts taken per setting would leave neither to finish the stage.
     return sum(_n_missing(open_store(run.features(setting))) for setting in settings)
 
 
 def _n_read(sequences: Iterable[TokenSequence]) -> dict[str, int]:
-    """Count the tokens of answers that are read, and those of their answer spans."""
+    """Count the tokens that are read, and those among them in answer spans."""
     n_tokens = n_answer = 0
     for s in sequences:
         n_tokens += len(s.ids) - first_read(s.spans[0, 0])
@@ -558,14 +553,14 @@ def _n_read(sequences: Iterable[TokenSequence]) -> dict[str, int]:
 def _show(
     update: Update, n_before: int, n_rows: int, n_all: int, done: int, total: int
 ) -> None:
-    """Show which share of a setting's answers is done, behind those of others."""
+    """Show progress over all settings, given that of one setting's answers."""
     update(n_before + round(done / total * n_rows), n_all)
 
 
 def outline_shapes(
     outline: "Outline", choice: AttentionLayers = "all"
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's readings, every hidden layer kept."""
+    """Return the shapes of a model's readings, with every hidden layer kept."""
     from beatrice.extract.backbone.layout import find_layout
     from beatrice.extract.backbone.loading import layers_read, n_heads_of
 
@@ -579,7 +574,7 @@ def outline_shapes(
 
 
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
-    """Return what extraction needs; the store's size is exact before compression."""
+    """Estimate the cost of extraction; the store size is exact before compression."""
     from beatrice.extract.backbone.loading import load_outline
 
     backbone = run.section("backbone", BackboneConfig)
@@ -593,12 +588,12 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
         n_rows=counts["n_tokens"],
         n_prompt_tokens=sum(len(sequence.ids) for sequence in sequences),
         disk_bytes=sum(stored.values()),
-        basis=f"rows are tokens read of {len(sequences)} answers",
+        basis=f"rows are the tokens read; answers: {len(sequences)}",
     )
 
 
 def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Stage:
-    """Return the stage that reads with the reader that `open_reader` opens."""
+    """Return the stage that reads answers with the reader from `open_reader`."""
     return Stage(
         name="extract",
         inputs=lambda run: [*question_files(run), run.answers],

@@ -1,27 +1,27 @@
-"""Does what we read sum to what the model does? Checked for every backbone.
+"""Checks for every backbone that what is read sums to what the model computes.
 
 A layout found by names can be wrong without failing: a residual multiplier, a third
-addition, a scaled stream. On a short batch these identities must hold: our path's
-logits are the untouched model's of the same batch, and of one that is padded to the
-left as when it generates; in every layer the contributions sum to the difference of
-the residual stream; what the decoder puts out is the norm of the last state; the
-pushes of all layers sum to the difference that the model's own final norm makes; and
-neither padding nor the other example of the batch changes what is read of one.
+addition, a scaled stream. On a short batch these identities must hold: the logits of
+the reading pass equal the untouched model's, both for the same batch and for one padded
+on the left, as in generation; in every layer the contributions sum to the change of the
+residual stream; the decoder's output is the norm of the last state; the pushes of all
+layers sum to the difference that the model's own final norm makes; and neither padding
+nor the other example of the batch changes what is read of an example.
 
 The batch has one row of 7 tokens and one of 11, or as many as the model has positions.
-Where the model's smallest window or chunk of attention is at most 1024 tokens, the
-longer row is three tokens longer than that, since a lost mask shows nowhere else. Not
-covered are larger windows (Mistral's 4096) and a second window.
+If the model's smallest window or chunk of attention has at most 1024 tokens, the longer
+row is three tokens longer than that, since a lost mask would otherwise go unnoticed.
+Larger windows (Mistral's 4096) and a second window are not covered.
 
-In half precision a weak sink, or three keys too many of several hundred, would be
-within the rounding that logits are allowed, and on a GPU logits are of the model's own
-kernel whatever weights are read. So there each attention module that asks for an
-attention function is called once more by itself in float32, on the states that it had
-in the model: as it attends by itself and as it is read.
+In half precision, a weak sink, or three keys too many among several hundred, would be
+within the rounding that logits are allowed, and on a GPU logits come from the model's
+own kernel whatever weights are read. In these cases, each attention module that uses a
+registered attention function is called again by itself in float32, on the states that
+it had in the model: once as it normally attends and once as it is read.
 
 Before weights are loaded, a narrow twin is checked: the model's own config with small
-sizes, and random weights. Where a family adds to its stream and what it multiplies does
-not depend on widths, so all of Transformers' families can be surveyed in minutes.
+sizes, and random weights. Where a family adds to its stream, and what it multiplies,
+does not depend on widths, so all of Transformers' families can be surveyed in minutes.
 """
 
 import contextlib
@@ -44,38 +44,36 @@ from beatrice.extract.signals.batch import budget_for
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.probability import Head
 
-# Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3; in
-# float32 the largest seen was 1e-6.
+# Relative. In bf16, float32 sums differ from the stream's own rounding by 3e-3; in
+# float32, the largest difference seen was 1e-6.
 _SUM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-# The same batch through the same kernels. Wider, and a sink, a soft cap or a
-# temperature that only the model's own attention knows would pass in bf16.
+# The same batch through the same kernels. If this were wider, a sink, a softcap or a
+# temperature that only the model's own attention applies would pass in bf16.
 _LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 # Batches of other shapes, whose products round differently.
 _VALUE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _PUSH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _LENGTHS = (11, 7)
-_LEAST_POSITIONS = 4  # a token in each span of either row
+_LEAST_POSITIONS = 4  # one token in each span of either row
 _N_BEYOND = 3
-# Of a long row the last logits are compared; its first tokens are like those of a short
-# one.
+# Logits compared at the end of a row; first tokens are like those of a short row.
 _N_COMPARED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    # Per layer, how far the contributions miss the change of the stream, relative to
-    # its norm.
+    # Per layer, how far contributions miss the stream's change, relative to its norm.
     errors: list[float]
     pushes: torch.Tensor  # `[n_examples, n_tokens]`, summed over the layers
     first: torch.Tensor  # `[n_examples, n_tokens, d_model]`, the embedding
-    last: torch.Tensor  # likewise, after the last layer and before its scale
-    end: torch.Tensor  # likewise, after its scale, in the stream's dtype
-    final: torch.Tensor  # likewise, final-normed
+    last: torch.Tensor  # same shape, after the last layer and before its scale
+    end: torch.Tensor  # same shape, after its scale, in the stream's dtype
+    final: torch.Tensor  # same shape, after the final norm
     attn: torch.Tensor  # `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`
 
 
 def _window_of(backbone: Backbone) -> int | None:
-    """Return the smallest window of attention in tokens, if it is to be crossed."""
+    """Return the smallest attention window in tokens, None if none can be crossed."""
     config = backbone.model.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size", "index_topk")
     windows = layer_values(config, *names)
@@ -88,8 +86,8 @@ def probe_lengths(backbone: Backbone) -> tuple[int, int]:
     most = 2**62 if backbone.max_length is None else backbone.max_length
     if most < _LEAST_POSITIONS:
         raise ValueError(
-            f"backbone {backbone.name!r} reads at most {most} tokens; a question and "
-            f"its answer need {_LEAST_POSITIONS}, so use another backbone"
+            f"backbone {backbone.name!r} reads at most {most} tokens, but a question "
+            f"and its answer need {_LEAST_POSITIONS}; use another backbone"
         )
     window = _window_of(backbone)
     beyond = 0 if window is None else window + _N_BEYOND
@@ -98,7 +96,7 @@ def probe_lengths(backbone: Backbone) -> tuple[int, int]:
 
 
 def probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
-    """Return `[2, n_tokens]` ids spread over the vocabulary, distinct if it is large.
+    """Return `[2, n_tokens]` ids spread over the vocabulary, distinct if it suffices.
 
     The second row is padded with its last id.
     """
@@ -117,12 +115,12 @@ class CannotRun(ValueError):
 
 
 class _Probe:
-    """A backbone on two rows of ids, and the checks of what is read of them."""
+    """A backbone run on two rows of ids, with the checks of what is read of them."""
 
     def __init__(
         self, backbone: Backbone, final_norm: residual.FinalNorm, head: Head
     ) -> None:
-        """Read both rows together; `[2, n_tokens]` ids are padded to the right."""
+        """Read both rows together, the shorter padded to the right."""
         self.backbone, self.layout = backbone, backbone.layout
         self.dtype = backbone.dtype
         self.rounding = backbone.rounding_in(backbone.dtype)
@@ -134,14 +132,14 @@ class _Probe:
     def attention_reading(
         self, ids: torch.Tensor, lengths: tuple[int, ...]
     ) -> SpanReading:
-        """Return what reads the attention of rows, each in three spans of one size."""
+        """Return a reading of the rows' attention, each in three spans of one size."""
         thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
         spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
         budget = budget_for(ids.device).n_attention_weights
         return SpanReading(spans, ids, self.layout.attention_layers, budget)
 
     def read(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> _Pass:
-        """Read rows as a reader does; sum what it reads of every layer."""
+        """Read rows as a reader does, and sum what is read over the layers."""
         lens = residual.LogitLens(self.final_norm, self.head, ids.roll(-1, dims=1))
         scales = [layer.scale() for layer in self.layout.layers]
         errors: list[float] = []
@@ -165,14 +163,14 @@ class _Probe:
         return _Pass(errors=errors, pushes=pushes, final=final, attn=attn, **states)
 
     def check_sums(self) -> None:
-        """Check that contributions sum to the stream's change, and what is put out."""
+        """Check sums of contributions against the stream, and the decoder's output."""
         for index, error in enumerate(self.together.errors):
             if math.isnan(error):
                 raise ValueError(
-                    f"{self.backbone.name}: states of layer {index} are not finite in "
-                    f"{str(self.dtype).removeprefix('torch.')}: its weights are "
-                    "damaged, or too large for this type; check them, or load them as "
-                    "float32"
+                    f"backbone {self.backbone.name!r}: states of layer {index} are not "
+                    f"finite in {str(self.dtype).removeprefix('torch.')}, so its "
+                    "weights are damaged or too large for this dtype; check them, or "
+                    "load them as float32"
                 )
             if not error <= _SUM_TOLERANCE[self.dtype]:
                 raise ValueError(
@@ -185,13 +183,13 @@ class _Probe:
             self.together.final,
             self.layout.final_norm(self.together.end),
             _SUM_TOLERANCE[self.dtype],
-            "what the decoder puts out and the final norm of its last state",
+            "the decoder's output and the final norm of its last state",
         )
 
     def check_logits(self) -> None:
         """Compare our logits with the untouched model's, padded right and left.
 
-        The last ones of both rows are compared, and those beyond the window.
+        The last logits of both rows are compared, and those beyond the window.
         """
         ids, n_tokens = self.ids, self.ids.shape[1]
         counts = torch.tensor(self.lengths, device=ids.device)[:, None]
@@ -203,7 +201,7 @@ class _Probe:
         groups: dict[str, Any] = {"": slice(None)}
         window = _window_of(self.backbone)
         if window is not None:
-            # By themselves: where single tokens may differ they would be outvoted.
+            # Compared separately: if single tokens may differ, they would be outvoted.
             groups[" beyond its attention's window"] = (rows == 0) & (at >= window)
         pairs = zip(ids, self.lengths, strict=True)
         mask = (columns >= n_tokens - counts).long()
@@ -224,9 +222,8 @@ class _Probe:
         ):
             if expected.shape[-1] != n_words:
                 raise ValueError(
-                    f"unknown residual layout: the model's logits are of "
-                    f"{expected.shape[-1]} words, but its output embedding has "
-                    f"{n_words} rows"
+                    f"unknown residual layout: the model has {expected.shape[-1]} "
+                    f"logits per token, but its output embedding has {n_words} rows"
                 )
             for where, group in groups.items():
                 _check_close(
@@ -240,10 +237,9 @@ class _Probe:
     def logits_at(
         self, rows: torch.Tensor, columns: torch.Tensor, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Return the model's logits `[n, n_words]` at some places of a batch.
+        """Return the model's logits `[n, n_words]` at given positions of a batch.
 
-        Only there is its output matrix multiplied: logits of the whole batch would be
-        gigabytes where vocabulary and window are large.
+        The output matrix is multiplied only there: all logits could take gigabytes.
         """
         model = self.backbone.model
         hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -260,8 +256,8 @@ class _Probe:
             ) from error
 
     def check_pushes(self) -> None:
-        """Compare summed pushes with the final norm applied to both ends."""
-        # In float32, as the pushes are: the stream's dtype would round both ends.
+        """Compare the summed pushes with the final norm applied to both ends."""
+        # In float32 like the pushes; the stream's dtype would round both ends.
         norm: Any = copy.deepcopy(self.layout.final_norm).float()
         rows = self.head.rows(self.ids.roll(-1, dims=1))
         ends = (self.together.first, self.together.last)
@@ -274,11 +270,11 @@ class _Probe:
         )
 
     def check_alone(self) -> None:
-        """Read each example alone and unpadded; nothing may change."""
+        """Check that reading each example alone and unpadded gives the same."""
         together = self.together
         for row, length in enumerate(self.lengths):
             alone = self.read(self.ids[row : row + 1, :length], (length,))
-            # The last token's own target is the neighbour's in one of the two.
+            # The last push is left out: in one of the two, its target is a neighbour's.
             pairs = {
                 "states": (together.final[row, :length], alone.final[0]),
                 "attention readings": (together.attn[row, :length], alone.attn[0]),
@@ -297,13 +293,13 @@ class _Probe:
                 )
 
     def check_attention(self) -> None:
-        """Compare each attention module with its reading in float32, see above."""
+        """Compare attention modules with their readings in float32, see above."""
         decoder = self.layout.decoder
         if not decoder._can_set_attn_implementation():
-            return  # its own weights are read
+            return  # its own call or weights are read
         try:
             self._compare_attention()
-        # Flash attention's kernels take half precision alone.
+        # Flash attention's kernels support only half precision.
         except (RuntimeError, AssertionError):
             before = decoder.config._attn_implementation
             decoder.set_attn_implementation("eager")
@@ -321,7 +317,7 @@ class _Probe:
             mixer._apply(_widened)  # `float()` would spoil complex rotations
             args, kwargs = map(_widened, unread[index])
             expected = attend_alone(mixer, args, kwargs, None)
-            # The mask is in the form that each attention function takes.
+            # Each attention function needs its own form of the mask.
             if "attention_mask" in kwargs:
                 mask = _widened(read[index][1]["attention_mask"])
                 kwargs = {**kwargs, "attention_mask": mask}
@@ -331,14 +327,13 @@ class _Probe:
                 attend_alone(mixer, args, kwargs, reading),
                 expected,
                 _LOGIT_TOLERANCE[rounding],
-                f"what the attention of layer {index} puts out by itself and as it is "
-                "read",
+                f"the outputs of layer {index}'s attention by itself and as it is read",
             )
 
     def _attention_calls(
         self, reading: SpanReading | None
     ) -> dict[int, tuple[Any, Any]]:
-        """Return what each attention module is called with in a forward, by layer."""
+        """Return the arguments of each attention module in a forward pass, by layer."""
         calls: dict[int, tuple[Any, Any]] = {}
 
         def save(index: int, module: Any, args: Any, kwargs: Any) -> None:
@@ -364,14 +359,13 @@ def _check_close(
 ) -> None:
     """Compare every row, or the median row, relative to the largest expected value.
 
-    `every` is False between batches of different shape in half precision: products
-    round differently there, which can send single tokens to another expert; a wrong
-    reading is wrong for all.
+    `every` is False for batches of different shape in half precision: rounding can send
+    single tokens to another expert, whereas a wrong reading is wrong for all tokens.
     """
     scale = float(expected.float().abs().max()) + 1e-6
     errors = (values.float() - expected.float()).abs().flatten(1).amax(1)
     error = float(errors.max() if every else errors.median()) / scale
-    # Written so that a NaN, which loses every comparison, does not pass.
+    # Written so that NaN, which fails every comparison, does not pass.
     if not error <= tolerance:
         raise ValueError(
             f"unknown residual layout: {what} differ by {error:.1e} of their size, "
@@ -380,7 +374,7 @@ def _check_close(
 
 
 def _widened(value: Any) -> Any:
-    """Return tensors of a module's arguments in float32, those of numbers alone."""
+    """Return a module's arguments with floating-point tensors in float32."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -392,9 +386,9 @@ def _widened(value: Any) -> Any:
 
 @torch.no_grad()
 def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
-    """Check that what is read of a backbone sums to what it does.
+    """Check that what is read of a backbone sums to what it computes.
 
-    Returns the heads of an attention layer as read; a config can say otherwise.
+    Returns the number of heads of an attention layer as read; a config may differ.
     """
     with evaluating(backbone.model), exact_products():
         probe = _Probe(backbone, final_norm, head)
@@ -411,18 +405,18 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
         return probe.together.attn.shape[-1]
 
 
-# Where a config spaces its attention layers by a period, a twin can have none.
+# If a config spaces its attention layers by a period, a twin may have none.
 _REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attention)")
 
 
 def require_readable(name: str, outline: Outline) -> None:
-    """Check on a narrow twin that a checkpoint can be read, before it is loaded.
+    """Check on a narrow twin that a checkpoint can be read, before loading it.
 
-    Where Transformers can build no twin, the check of the loaded model decides.
+    If Transformers can build no twin, the check of the loaded model decides.
     """
     try:
         model = narrow_twin(outline.config)
-    # Transformers raises whatever comes first for sizes that do not fit each other.
+    # Transformers raises all kinds of errors for sizes that do not fit each other.
     except Exception:
         return
     try:
@@ -437,10 +431,10 @@ def require_readable(name: str, outline: Outline) -> None:
 N_WORDS = 61
 N_POSITIONS = 4096
 _D_MODEL = 32
-# Layers of every kind that a config lists come in the twin, in this many at least.
+# Number of layers of the twin, with every kind of layer that a config lists.
 _N_LAYERS = 4
 _LAYER_COUNT = r"(num_(hidden_)?|n_|decoder_|num_decoder_)layers?"
-# Sizes by the names under which families keep them; the first pattern that fits.
+# Sizes by the names that families use for them; the first pattern that matches counts.
 _SIZES: tuple[tuple[str, int], ...] = (
     (
         "(embedding_|attention_|(in|out)put_embedding_)?(hidden_)?size|d_model|n_embd"
@@ -473,12 +467,12 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*_token_id", 2),
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-# What a twin may weigh; a config with towers or widths of other names makes more.
+# Size limit of a twin; configs with towers or other names for widths exceed it.
 _MOST_PARAMETERS = 20_000_000
 
 
 def _shortened(values: list[Any], n_layers: int) -> list[Any]:
-    """Return a list of as many layers in which every kind comes, the last one last."""
+    """Return a list for `n_layers` layers with every kind, and the last one last."""
     if len(values) <= n_layers:
         return values
     kinds = [values[i] for i in range(len(values)) if values[i] not in values[:i]]
@@ -486,7 +480,7 @@ def _shortened(values: list[Any], n_layers: int) -> list[Any]:
 
 
 def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that its twin has otherwise; windows stay."""
+    """Return the entries of a config that differ in its twin; windows stay."""
     entries = {k: v for k, v in config.items() if not isinstance(v, bool)}
     counts = [v for k, v in entries.items() if re.fullmatch(_LAYER_COUNT, k)]
     changed: dict[str, Any] = {}
@@ -495,7 +489,7 @@ def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) > 1 and len(value) in counts:
             n_layers = min(_N_LAYERS, len(value))
             changed[name] = _shortened(value, n_layers)
-            if name == "num_attention_heads_per_layer":  # Laguna: what differs stays so
+            if name == "num_attention_heads_per_layer":  # Laguna: keep them different
                 changed[name] = [4 if n == max(value) else 2 for n in changed[name]]
             elif size is not None:
                 changed[name] = [size] * n_layers
@@ -508,9 +502,9 @@ def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def spread_weights(model: torch.nn.Module) -> None:
-    """Spread weights out: initial ones give nearly uniform attention and logits.
+    """Randomise weights: initial ones give nearly uniform attention and logits.
 
-    At their initial values a dropped gain, bias or scalar would go unnoticed as well.
+    With initial values, a dropped gain, bias or scalar would go unnoticed as well.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point() or "inv_freq" in name:
@@ -518,7 +512,7 @@ def spread_weights(model: torch.nn.Module) -> None:
         if name.endswith("bias"):
             tensor.normal_(0.0, 0.2)
         elif "q_norm" in name or "k_norm" in name:
-            # Gemma 4 scales no logit: with gains of one a row would be a single weight.
+            # Gemma 4 scales no logits: gains of one would make rows attend to one key.
             tensor.mul_(0.5).add_(0.15 * torch.randn_like(tensor))
         elif tensor.ndim < 2:  # gains, scalars, sinks
             tensor.add_(0.3 * torch.randn_like(tensor))
@@ -529,17 +523,17 @@ def spread_weights(model: torch.nn.Module) -> None:
 
 
 def narrow_twin(config: Any, *, kind: Any = None, **changes: Any) -> Any:
-    """Build a random narrow model of a text model's config, the same on every call.
+    """Build a narrow random model from a text model's config, the same on every call.
 
-    Its class is by default the one that Transformers has for the config, whose further
-    entries may be changed. A twin that would not be small is a ValueError; Transformers
-    raises whatever comes first where it cannot make a model of these sizes.
+    `kind` is its class, by default the one that Transformers has for the config, and
+    `changes` replace further entries. A twin that would not be small is a ValueError;
+    Transformers raises all kinds of errors if it cannot build a model of these sizes.
     """
     entries = {**config.to_dict(), **changes}
     entries |= _narrow_sizes(entries) | changes
-    entries.pop("per_layer_config", None)  # made anew: it names layers by number
+    entries.pop("per_layer_config", None)  # rebuilt, as it names layers by number
     names = [n for n in _KV_HEADS if n in entries and n not in changes]
-    # One of these fits wherever keys and values have a number of heads of their own.
+    # One of these fits every model that has a separate number of key/value heads.
     counts = [2, 1, entries.get("num_attention_heads")]
     while True:
         entries |= dict.fromkeys(names, counts.pop(0))
@@ -557,8 +551,8 @@ def _built(config: Any, kind: Any) -> Any:
     n_parameters = sum(tensor.numel() for tensor in outline.parameters())
     if n_parameters > _MOST_PARAMETERS:
         raise ValueError(f"the twin of {type(outline).__name__} is not small")
-    # The CPU's alone: `torch.manual_seed` seeds every GPU's generator as well, and to
-    # fork these makes a context on each GPU of the machine.
+    # Only the CPU's generator: `torch.manual_seed` also seeds every GPU's, and forking
+    # those creates a context on each GPU of the machine.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)
         model = build(config)

@@ -1,11 +1,11 @@
-"""To what the factors of float32 products are rounded: a setting of the process.
+"""How the factors of float32 products are rounded, which is a setting of the process.
 
-Logits of bfloat16 models are multiplied under such a setting on a CPU, a few
-milliseconds at a time. Another thread's float32 products would be rounded meanwhile.
-Those of this package stand inside `exact_products`, and no thread of it changes the
-setting then. Of others' threads nothing is known: whoever multiplies float32 numbers
-beside a bfloat16 model says `torch.set_float32_matmul_precision("highest")`, which is
-left as it is, and its logits take longer.
+On a CPU, logits of bfloat16 models are multiplied under such a setting, for a few
+milliseconds at a time, which would also round another thread's float32 products. This
+package computes its own inside `exact_products`, during which none of its threads
+changes the setting. It knows nothing of other threads: call
+`torch.set_float32_matmul_precision("highest")` if you multiply float32 numbers next to
+a bfloat16 model. That setting is left unchanged, and logits then take longer.
 """
 
 import collections
@@ -19,28 +19,28 @@ import torch
 from beatrice.extract.forks import ForkLock
 
 _SETTING = ForkLock()
-# How many blocks of `exact_products` each thread is inside of.
+# How many nested `exact_products` blocks each thread is in.
 _EXACT: collections.Counter[int] = collections.Counter()
-_UNCOMPILED = contextlib.ExitStack()  # entered while some thread is inside
+_UNCOMPILED = contextlib.ExitStack()  # entered while any thread is in such a block
 
 
 def check_default_dtype() -> None:
-    """Check that Torch's default type is the one that sums are kept in."""
+    """Check that Torch's default dtype is float32, in which sums are computed."""
     if (default := torch.get_default_dtype()) != torch.float32:
         raise ValueError(
-            f"Torch's default type is {str(default).removeprefix('torch.')}, in which "
-            "sums would be kept; expected float32: call "
-            "torch.set_default_dtype(torch.float32) when your weights are loaded"
+            f"Torch's default dtype is {str(default).removeprefix('torch.')}, in which "
+            "sums would be computed; expected float32: call "
+            "torch.set_default_dtype(torch.float32) after loading your weights"
         )
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Let nothing round this thread's float32 products: no other thread, no autocast.
+    """Keep other threads and autocast from rounding this thread's float32 products.
 
-    What has no device of its own is on the CPU, whatever Torch's default device is.
-    What is compiled runs as it is written meanwhile, in the whole process: of compiled
-    layers hooks would see nothing, or be compiled too, which takes minutes.
+    Tensors made without a device are on the CPU, whatever Torch's default device is.
+    Compiled code runs uncompiled in the whole process meanwhile: hooks would not see
+    compiled layers, or would be compiled too, which takes minutes.
     """
     check_default_dtype()
     thread = threading.get_ident()
@@ -66,13 +66,12 @@ def exact_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def products_of_bfloat16() -> Iterator[None]:
-    """Multiply bfloat16 numbers that are stored as float32 by a CPU's units for them.
+    """Multiply bfloat16 numbers that are stored as float32 with a CPU's bfloat16 units.
 
-    The products are exact and summed in float32, several times faster (AMX); a
-    processor without such units multiplies as before, and so does this thread while
-    another has exact products, or where the process asks for the highest precision.
-    One thread at a time has the setting: the second would restore the first one's for
-    good.
+    The products are exact and summed in float32, several times faster (AMX). Nothing
+    changes on a processor without such units, while another thread is inside
+    `exact_products`, or if the process requires the highest precision. One thread at a
+    time changes the setting: a second would restore the first one's value for good.
     """
     mkldnn: Any = torch.backends.mkldnn
     matmul = mkldnn.matmul
@@ -89,10 +88,10 @@ def products_of_bfloat16() -> Iterator[None]:
 
 
 def float32_precision(device: torch.device) -> str:
-    """Return what this process rounds float32 factors to on a device: "none", "tf32".
+    """Return the type to which a device rounds float32 factors: "none", "tf32", ….
 
-    Torch's `get_float32_matmul_precision` fails where somebody has chosen that for one
-    kind of device, as another thread does in `products_of_bfloat16`.
+    Torch's `get_float32_matmul_precision` fails if the setting was changed for only one
+    kind of device, as `products_of_bfloat16` does in another thread.
     """
     backends: Any = torch.backends
     backend = backends.cuda if device.type == "cuda" else backends.mkldnn
@@ -101,11 +100,9 @@ def float32_precision(device: torch.device) -> str:
 
 
 def rounding_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return to which type the factors of a device's products are rounded.
-
-    For TF32, which keeps ten bits of a float32, stands float16, which has as many.
-    """
+    """Return the type to which a device rounds factors; TF32 counts as float16."""
     if dtype != torch.float32:
         return dtype
+    # TF32 keeps ten bits of a float32, as many as float16 has.
     allowed = {"tf32": torch.float16, "bf16": torch.bfloat16}
     return allowed.get(float32_precision(device), torch.float32)

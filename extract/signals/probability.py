@@ -1,8 +1,7 @@
-"""Five scalars of each next-token distribution, without keeping a distribution.
+"""Five scalars of each next-token distribution, without storing a distribution.
 
-The vocabulary is visited in blocks and the tokens in chunks, so that the only
-vocabulary-sized memory is one block of logits and its exponentials. Sums over the
-vocabulary are kept as in an online softmax.
+The vocabulary is processed in blocks and the tokens in chunks. Memory holds a block of
+logits and one of exponentials, and sums over the vocabulary as in an online softmax.
 """
 
 import contextlib
@@ -14,10 +13,9 @@ import torch
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.precision import products_of_bfloat16
 
-# Exponentials alive at once on a CPU: half of the second-level cache of two cores.
+# Exponentials alive at once on a CPU: half of the level-2 cache of two cores.
 _N_CACHED = 2**19
-# A logit this far from the shift costs two millionths of a nat in float32, and
-# exp(30) is far from overflow.
+# This far from the shift, logits lose two millionths of a nat, and none overflows.
 _FARTHEST = 30.0
 
 
@@ -32,10 +30,10 @@ class Head:
     scale: float = 1.0  # multiplies the logits (Cohere, Granite), before the cap
 
     def rows(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the rows of W_U for words `[…]`, `[…, d_model]` float32.
+        """Return the float32 rows `[…, d_model]` of W_U for token ids `[…]`.
 
-        The scale is part of them: a push is how much a contribution moves the logit
-        of the emitted token (section 3.2), and the model's logits are the scaled ones.
+        They include the logit scale: a push is how much a contribution changes the
+        logit of the emitted token (section 3.2), and the model's logits are scaled.
         """
         return self.weight[words].float() * self.scale
 
@@ -46,7 +44,7 @@ class Head:
         stop: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return float32 logits `[n, stop - start]` of final-normed `[n, d_model]`.
+        """Return float32 logits `[n, stop - start]` of normed states `[n, d_model]`.
 
         Products of half-precision numbers are summed in float32: Transformers' own
         bf16 logits are spaced 0.125 apart around 16, which ties the two best tokens.
@@ -73,7 +71,7 @@ def head_of(model: Any) -> Head:
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scaling = getattr(config, "logits_scaling", None) or 1.0
-    # HyperCLOVA X multiplies by what Granite and MiniCPM divide by.
+    # HyperCLOVA X multiplies by the entry that Granite and MiniCPM divide by.
     multiplies = config.model_type.startswith("hyperclovax")
     return Head(
         scale=scale * scaling if multiplies else scale / scaling,
@@ -84,12 +82,11 @@ def head_of(model: Any) -> Head:
 
 
 def _candidates(logits: torch.Tensor) -> torch.Tensor:
-    """Return a few values of every row among which are its two largest.
+    """Return a few values of every row that include its two largest.
 
-    One pass over the logits: the vocabulary is split into interleaved columns, and each
-    column's largest is taken. The two largest are among the members of the best column,
-    the best of the second-best, and the remainder. A topk costs ten times as much on a
-    CPU.
+    Takes one pass over the logits, a tenth of topk's cost on a CPU: the vocabulary is
+    split into interleaved columns, and the largest of each is taken. The two largest
+    are among the best column, the largest of the second-best, and the remainder.
     """
     width = logits.shape[1]
     n_columns = min(64, width)
@@ -104,8 +101,8 @@ def _candidates(logits: torch.Tensor) -> torch.Tensor:
 class _OnlineSoftmax:
     """Running sums over vocabulary blocks for one chunk of tokens.
 
-    Sums are kept relative to a shift per token, which follows the largest logit
-    loosely: subtracting it is a pass over the block, saved while it stays zero.
+    Sums are relative to a shift per token, which loosely follows the largest logit:
+    subtracting it costs a pass over the block, saved while it stays zero.
     """
 
     def __init__(self, targets: torch.Tensor) -> None:
@@ -120,7 +117,7 @@ class _OnlineSoftmax:
         self.target_logit = torch.full((n_tokens,), -torch.inf, device=device)
 
     def add(self, logits: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
-        """Add the logits of the words `[start, start + width)`.
+        """Add the logits of the token ids `[start, start + width)`.
 
         Overwrites the logits and `buffer`, which is flat and holds at least a row.
         """
@@ -147,36 +144,33 @@ class _OnlineSoftmax:
         self.weighted[rows] += weights.mul_(logits).sum(1)
 
     def _follow(self, largest: torch.Tensor) -> None:
-        """Move the shift to the largest logits if one is too far from it."""
-        # On a GPU the pass is nothing and the question would wait for the device.
+        """Move the shift to the largest logit of each token if any is too far away."""
+        # On a GPU the pass costs nothing, but the check would wait for the device.
         is_near = not largest.is_cuda and bool(
             ((largest - self.shift).abs() <= _FARTHEST).all()
         )
         if is_near:
             return
         step = self.shift - largest
-        # Before the first block there is nothing to move, by however much.
+        # Before the first block, the sums are zero whatever the step.
         rescale = step.exp().masked_fill_(self.total == 0, 0.0)
         self.weighted = rescale * (self.weighted + step * self.total)
         self.total = rescale * self.total
         self.shift, self.is_shifted = largest, True
 
     def scalars(self) -> torch.Tensor:
-        """Return `[n, 5]`."""
+        """Return the five scalars `[n, 5]`, see `token_probabilities`."""
         log_total = self.total.log()
         log_p = self.target_logit - self.shift - log_total
         entropy = (log_total - self.weighted / self.total).clamp_min(0.0)
         p_top = (self.top - (self.shift + log_total)[:, None]).exp()
         margin = p_top[:, 0] - p_top[:, 1]
-        # Adding zero turns the minus zero of a certain token into zero.
+        # Subtracting from zero avoids minus zero when the token is certain.
         return torch.stack([log_p.exp(), 0.0 - log_p, entropy, p_top[:, 0], margin], 1)
 
 
 def scalars_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Read distributions whose logits are there anyway, see `token_probabilities`.
-
-    Logits are `[n_tokens, vocab_size]` float32, targets v_t `[n_tokens]` int64.
-    """
+    """Return `token_probabilities` of float32 logits `[n_tokens, vocab_size]`."""
     sums = _OnlineSoftmax(targets)
     n_cached = max(logits.shape[1], _N_CACHED)
     buffer = logits.new_empty(logits.numel() if logits.is_cuda else n_cached)
@@ -189,16 +183,16 @@ def token_probabilities(
 ) -> torch.Tensor:
     """Read the next-token distribution at every position (section 3.2).
 
-    Of final-normed states `[n_tokens, d_model]` and targets v_t `[n_tokens]` int64.
-    Returns `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats,
-    top probability, margin between the two largest probabilities.
+    `states` are `[n_tokens, d_model]` after the final norm, `targets` v_t `[n_tokens]`
+    int64. Returns `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in
+    nats, top probability, margin between the two largest probabilities.
     """
     vocab_size = head.weight.shape[0]
     n_tokens = min(budget.n_tokens_per_chunk, len(states))
     n_words = min(budget.n_words_per_block, vocab_size)
     n_block = n_tokens * n_words
     n_cached = n_block if states.is_cuda else max(n_words, _N_CACHED)
-    # Reused by every block: fresh pages cost more than the sums on a CPU.
+    # Reused by every block: on a CPU, fresh pages cost more than the sums.
     block = states.new_empty(n_block, dtype=torch.float32)
     buffer = states.new_empty(n_cached, dtype=torch.float32)
     chunks = []

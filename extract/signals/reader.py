@@ -1,9 +1,8 @@
-"""The four signal families of teacher-forced examples, from one forward pass.
+"""The four signal families of teacher-forced examples, read in one forward pass.
 
 The decoder is called once on the right-padded batch, without an attention mask: a
-causal decoder never looks right, so padding is inert. Hooks and a registered
-attention function read the pass while it happens; no map and no distribution
-survives it.
+causal decoder never looks right, so padding has no effect. Hooks and a registered
+attention function read the pass while it runs; no map or distribution is kept.
 """
 
 import dataclasses
@@ -45,11 +44,11 @@ from beatrice.extract.store.spec import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSignals:
-    """The four families of one example; a row for every token from one on."""
+    """The four families of one example, with a row per token from `first_token` on."""
 
-    first_token: int  # which token has the first row, see `signals.sequence.first_read`
-    # `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states; rows of the
-    # answer span alone where the reader keeps no others.
+    first_token: int  # the token of the first row, see `signals.sequence.first_read`
+    # `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states; only rows
+    # of the answer span if the reader keeps no others.
     hidden: np.ndarray
     # `[n_rows, 5]` float32: p(v), -log p(v) and entropy in nats, top p, margin.
     prob: np.ndarray
@@ -57,9 +56,9 @@ class AnswerSignals:
     # feed-forward norm, feed-forward push.
     resid: np.ndarray
     # `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span (the other
-    # two, ordered) entropy in nats and mass.
+    # two, in order) entropy in nats and mass.
     attn: np.ndarray
-    path: ReadingPath  # by which they came
+    path: ReadingPath  # how the signals were read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,18 +67,18 @@ class PendingSignals:
 
     # `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
     hidden: torch.Tensor
-    # Prob, resid and attn, each `[n_rows, …]` float32, likewise.
+    # prob, resid and attn, each `[n_rows, …]` float32, likewise.
     scalars: dict[str, torch.Tensor]
-    hidden_rows: list[slice]  # where each example's rows of `hidden` are
-    rows: list[slice]  # where its rows of the others are
+    hidden_rows: list[slice]  # the rows of each example in `hidden`
+    rows: list[slice]  # its rows in the other families
     firsts: list[int]  # the token of each example that has its first row
-    copies: HostCopies  # to be waited for before anything is read
+    copies: HostCopies  # which must finish before anything is read
 
     def result(self) -> Iterator[AnswerSignals]:
-        """Wait for the device; yield the examples in order, without padding.
+        """Wait for the device, then yield the examples in order, without padding.
 
-        Arrays are views of the batch where no type has to be changed. One example at
-        a time: a whole batch's hidden states in float32 can be twice what was copied.
+        Arrays are views of the batch unless their dtype changes. They come one example
+        at a time: a batch's float32 hidden states can be twice the size of its copy.
         """
         self.copies.wait()
         scalars = {name: values.numpy() for name, values in self.scalars.items()}
@@ -95,7 +94,7 @@ class PendingSignals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingBatches:
-    """A batch that is read as several, each with its examples' places in the whole."""
+    """A batch read in several parts, each with the positions of its examples."""
 
     parts: list[tuple[list[int], PendingSignals]]
 
@@ -108,7 +107,7 @@ class PendingBatches:
 
 
 class SignalReader:
-    """Reads signals from one backbone, which is checked when the reader is made."""
+    """Reads signals from one backbone, which it checks when created."""
 
     def __init__(
         self,
@@ -120,10 +119,10 @@ class SignalReader:
     ) -> None:
         """Check the backbone and prepare to read it.
 
-        Hidden layers are the entries of the resid axis to keep, out of `n_layers + 1`:
-        0 is the embedding, l the output of layer l, un-normed; None keeps all. Hidden
-        states are read of the tokens of `hidden_spans`, the other families of all from
-        `first_read` on. A budget None is chosen by the device.
+        `hidden_layers` lists the entries of the resid axis `[n_layers + 1]` to keep: 0
+        is the embedding, l the un-normed output of layer l; None keeps all. Hidden
+        states are read for the tokens of `hidden_spans`, other families for all tokens
+        from `first_read` on. A `budget` of None is chosen by device.
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans: Spans = hidden_spans
@@ -142,12 +141,12 @@ class SignalReader:
 
     @classmethod
     def for_config(cls, backbone: Backbone, config: StoreConfig) -> Self:
-        """Return a reader of the hidden states that are stored, and of no others."""
+        """Return a reader that keeps exactly the hidden states that are stored."""
         return cls(backbone, config.hidden_layers, hidden_spans=config.hidden_spans)
 
     def forget_beginning(self) -> None:
-        """Let the next batch compute what its texts begin with, as the first one."""
-        # The beginning that was computed last, and its states; None if it has no such.
+        """Drop the remembered beginning, so that the next batch computes its own."""
+        # The beginning computed last and its states; None if it cannot be reused.
         self._begun: tuple[np.ndarray, DynamicCache | None] = np.zeros(0, int), None
 
     @property
@@ -170,7 +169,7 @@ class SignalReader:
         return {**every, "hidden": (len(self.hidden_layers), self.backbone.d_model)}
 
     def lens(self, targets: torch.Tensor) -> residual.LogitLens:
-        """Return what reads the pushes towards next tokens, see `LogitLens`."""
+        """Return a lens for the pushes towards the next tokens, see `LogitLens`."""
         return residual.LogitLens(self.final_norm, self.head, targets)
 
     def probabilities(
@@ -180,22 +179,21 @@ class SignalReader:
         return probability.token_probabilities(states, targets, self.head, self.budget)
 
     def read(self, sequences: list[TokenSequence]) -> list[AnswerSignals]:
-        """Read all families of a batch in one forward of the decoder.
+        """Read all families of a batch in one forward pass of the decoder.
 
-        Of similar lengths it costs least. What is read of an example does not depend on
-        its batch, up to rounding.
+        Similar lengths cost least. Signals depend on the batch only by rounding.
         """
         return list(self.start(sequences).result()) if sequences else []
 
     def start(self, sequences: list[TokenSequence]) -> PendingSignals | PendingBatches:
         """Begin to read a batch of at least one sequence, see `read`.
 
-        On a GPU this returns when the work is queued. The next batch may be started
-        before this one's result is taken.
+        On a GPU, this returns as soon as the work is queued. The next batch may be
+        started before this one's result is taken.
 
-        A layer that attends to the highest-ranked keys alone decides ties by how many
-        columns there are, so that padding may change which keys these are. Such a batch
-        is read one length at a time. One that the device cannot hold is read in halves.
+        A layer that attends only to the highest-ranked keys breaks ties by the number
+        of columns, so padding may change its keys. Such batches are read one length at
+        a time. A batch that the device cannot hold is read in halves.
         """
         by_length: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -256,11 +254,11 @@ class SignalReader:
     def _begin(
         self, sequences: list[TokenSequence], n_most: int
     ) -> tuple[int, DynamicCache | None]:
-        """Return how many tokens are computed once for all, and their states.
+        """Return how many first tokens are computed once for all, and their states.
 
-        These are tokens that all sequences begin with and nothing is read of. Which
-        they are depends on the batch alone, so that a store's bytes do; they are kept
-        for the next batch, which mostly begins like this one.
+        They are tokens that all sequences begin with and whose signals are not read.
+        Which ones depends only on the batch, so that the bytes of a store do too. They
+        are kept for the next batch, which usually begins in the same way.
         """
         layout = self.backbone.layout
         n = min(n_most, n_shared([sequence.ids.tolist() for sequence in sequences]))

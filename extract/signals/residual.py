@@ -1,10 +1,10 @@
 """The residual stream: its states, and each contribution's norm and logit-lens push.
 
-The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section
-3.2), with N the final norm and v the next token. It needs no unembedding product
-and no second call of N: with `u = gain * W_U[v]`, the logit that the lens reads from a
-state is `<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm,
-whose bias cancels in the difference), and a push is the difference of two of them.
+The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section 3.2),
+with N the final norm and v the next token. It needs no unembedding product and no
+second call of N: with `u = gain * W_U[v]`, the lens's logit of a state is
+`<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm, whose
+bias cancels in the difference), and a push is the difference of two such logits.
 """
 
 import copy
@@ -19,15 +19,15 @@ from beatrice.extract.signals.probability import Head
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The final norm N as numbers; its bias cancels in every push."""
+    """The numbers of the final norm N; its bias cancels in every push."""
 
-    gain: torch.Tensor  # `[d_model]` float32, what multiplies the normalised state
+    gain: torch.Tensor  # `[d_model]` float32, multiplies the normalised state
     eps: float  # added to the mean square
     is_centred: bool  # True for a LayerNorm
 
 
 def _eps_of(norm: torch.nn.Module) -> float:
-    """Return the norm's epsilon, whatever its family calls it."""
+    """Return the norm's epsilon, under whichever name its family uses."""
     for name in ("variance_epsilon", "eps"):
         value = getattr(norm, name, None)
         if isinstance(value, float):
@@ -42,13 +42,12 @@ def _eps_of(norm: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def measure_final_norm(layout: Layout) -> FinalNorm:
-    """Probe the final norm with planted states.
+    """Measure the final norm by calling it on known states.
 
-    Families store the gain as w or as 1 + w, so it is measured: the norm is called
-    on a vector of plus and minus one, on zero, and on a shifted vector, which tells
-    whether it subtracts the mean.
+    Families store the gain as w or 1 + w, so it is measured: with a vector of plus and
+    minus one, zero, and a shifted vector, which shows whether the mean is subtracted.
     """
-    # A float32 copy: in bf16 the module would round 1 + w on the way out.
+    # A float32 copy: in bf16 the module would round 1 + w in its output.
     norm = copy.deepcopy(layout.final_norm).float()
     d_model = layout.head.in_features
     device = layout.head.weight.device
@@ -64,29 +63,25 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
 
 
 class LogitLens:
-    """The next token's logit `<W_U[v_t], N(h)>`, up to a constant per token."""
+    """Computes next tokens' logits `<W_U[v_t], N(h)>`, up to a constant per token."""
 
     def __init__(
         self, final_norm: FinalNorm, head: Head, targets: torch.Tensor
     ) -> None:
-        """Fix the next tokens v_t of the last tokens, `[n_examples, n_read]` int64.
-
-        Those before are not read.
-        """
+        """Fix v_t, `[n_examples, n_read]` int64, of the last tokens, the ones read."""
         self.final_norm = final_norm
         self.n_read = targets.shape[1]
         self.directions = final_norm.gain * head.rows(targets)
-        # Subtracting the mean of the direction replaces subtracting the state's.
+        # Centring the direction replaces centring every state.
         if final_norm.is_centred:
             self.directions -= self.directions.mean(-1, keepdim=True)
-        # Reused by every layer: fresh pages cost more than the products on a CPU.
+        # Reused by every layer: on a CPU, fresh pages cost more than the products.
         self._products = torch.empty_like(self.directions)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits `[n_examples, n_read]` of float32 states `[…, d_model]`."""
+        """Return the logits `[n_examples, n_read]` of float32 states `[…, d_model]`."""
         if self.final_norm.is_centred:
-            # Two passes: one pass (mean of squares less square of the mean) loses
-            # digits where single activations are massive.
+            # In two passes: one pass loses digits if single activations are massive.
             variance = states.var(-1, correction=0)
         else:
             norm = torch.linalg.vector_norm(states, dim=-1)
@@ -96,12 +91,12 @@ class LogitLens:
 
 
 def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor:
-    """Read one layer: (att norm, att push, ffn norm, ffn push).
+    """Read one layer: (attention norm, attention push, FFN norm, FFN push).
 
-    Sums are taken in float32 from the layer's own input, so that neither rounding of
-    the stream nor a layer scale (Gemma 4) enters; norms are of what is added, before
-    such a scale. Returns `[n_examples, n_read, 4]` float32, of the tokens that the lens
-    reads; norms in the stream's units, pushes in logits before any softcap.
+    Sums are taken in float32 from the layer's own input, so neither rounding of the
+    stream nor a layer scale (Gemma 4) enters; norms are those of contributions before
+    such a scale. Returns `[n_examples, n_read, 4]` float32 for the tokens that the lens
+    reads; norms are in the stream's units, pushes in logits before any softcap.
     """
     states = layer_pass.h_in, layer_pass.att, layer_pass.ffn
     before, att, ffn = (values[:, -lens.n_read :].float() for values in states)
@@ -122,10 +117,10 @@ def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor
 
 @dataclasses.dataclass(eq=False)
 class StreamReading:
-    """Hidden states and contribution scalars, filled as the layers run."""
+    """Hidden states and contribution scalars, collected as the layers run."""
 
     hidden_layers: tuple[int, ...]  # entries of the resid axis that are kept
-    rows: Rows  # those whose hidden states are kept
+    rows: Rows  # the tokens whose hidden states are kept
     lens: LogitLens
     copies: HostCopies
     resid: list[torch.Tensor] = dataclasses.field(default_factory=list)  # by layer
@@ -143,8 +138,7 @@ class StreamReading:
         if entry not in self.hidden_layers:
             return
         if self._hidden is None:
-            # One block in the stream's dtype: half the bytes of float32 where that is
-            # bf16, and equal to it.
+            # In the stream's dtype: lossless, and in bf16 half the bytes of float32.
             shape = (len(self.hidden_layers), self.rows.stops[-1], states.shape[-1])
             self._hidden = self.copies.host_buffer(shape, states.dtype)
         out = self._hidden[self.hidden_layers.index(entry)]

@@ -1,7 +1,4 @@
-"""An answer as the model reads it again: ids, targets and spans.
-
-Nothing here loads Torch.
-"""
+"""An answer as a model reads it: ids, targets and spans. Nothing here loads Torch."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,10 +14,9 @@ from beatrice.extract.store.spec import Spans
 class TokenSequence:
     """One teacher-forced example."""
 
-    ids: np.ndarray  # `[n_tokens]` int64, prompt and answer; the stop token is not fed
+    ids: np.ndarray  # `[n_tokens]` int64, prompt and answer without the stop token
     # `[n_tokens]` int64, the next token at each position. The last is the stop token;
-    # of an answer that was cut it is unknown, any id stands there, and the position
-    # lies outside the answer span.
+    # if the answer was cut, it is any id, and its position is outside the answer span.
     targets: np.ndarray
     # `[3, 2]` int64, absolute and half-open, in the order context, question, answer; an
     # empty span has start == stop.
@@ -31,7 +27,7 @@ class TokenSequence:
         n_tokens = len(self.ids)
         if n_tokens == 0 or self.ids.shape != self.targets.shape:
             raise ValueError(
-                "a sequence needs ids and targets of one equal length above zero, "
+                "a sequence needs ids and targets of the same length above zero, "
                 f"found {self.ids.shape} and {self.targets.shape}"
             )
         edges = self.spans.reshape(-1)
@@ -42,16 +38,15 @@ class TokenSequence:
             )
 
     def behind(self, n_tokens: int) -> "TokenSequence":
-        """Return the sequence without its first tokens, which no span may hold."""
+        """Return the sequence without its first tokens, which must be in no span."""
         ids, targets = self.ids[n_tokens:], self.targets[n_tokens:]
         return TokenSequence(ids=ids, targets=targets, spans=self.spans - n_tokens)
 
 
 class Reader(Protocol):
-    """What reads signals, see `extract.signals.reader.SignalReader`.
+    """Reads signals, as `extract.signals.reader.SignalReader` does.
 
-    One whose answers were read while they were written also has
-    `is_written(sequence)`, which returns whether that answer was.
+    An optional `is_written(sequence)` returns whether an answer was read while written.
     """
 
     @property
@@ -61,12 +56,12 @@ class Reader(Protocol):
 
     @property
     def hidden_spans(self) -> Spans:
-        """Return the tokens whose hidden states are read; the others are of all."""
+        """Return the tokens whose hidden states are read; other families read all."""
         ...
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Return what the values depend on beside the answers: model, dtype (JSON)."""
+        """Return what values depend on besides the answers: model, dtype (as JSON)."""
         ...
 
     @property
@@ -75,10 +70,10 @@ class Reader(Protocol):
         ...
 
     def start(self, sequences: list[Any]) -> Any:
-        """Begin to read a batch; the next may be begun before its result is taken.
+        """Begin to read a batch; the next may begin before this one's result is taken.
 
-        Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
-        the last `n_rows` tokens, those before `first_read` may be missing.
+        Its `result()` gives an object per sequence with `[n_rows, …]` by family: rows
+        of the last `n_rows` tokens; those before `first_read` may be missing.
         """
 
 
@@ -88,15 +83,15 @@ def sequence_of(
     answer_span: AnswerSpan = "emitting",
     question_start: int | None = None,
 ) -> TokenSequence:
-    """Return an answer as the model reads it again, with its spans.
+    """Return an answer with its spans, as the model reads it.
 
-    The answer span is, "emitting", the positions that emitted the answer: from the
-    last prompt token to the last answer token, which emitted the stop token;
-    "literal", the answer tokens alone. The question span runs from the end of the
-    context to where the answer span starts, so that the spans part the input (section
-    3.2: "partitioned"); another prompt than a template's may say where it starts. If
-    the answer was cut at the length limit its last token emitted nothing we know, and
-    is outside in both.
+    With "emitting", the answer span has the positions that emitted the answer: from
+    the last prompt token to the last answer token, which emitted the stop token. With
+    "literal", it has only the answer tokens. The question span runs from the end of the
+    context to the start of the answer span, so that the spans partition the input
+    (section 3.2); prompts without a template may give another `question_start`. If the
+    answer was cut at the length limit, what its last token emitted is unknown, so that
+    token is outside the answer span in both cases.
     """
     n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
     context = answer.context_span
@@ -120,11 +115,9 @@ def sequence_of(
 def first_read(context_start: int) -> int:
     """Return the first token whose signals are read, given where the context starts.
 
-    Tokens before the context (also an empty one) belong to no span, and nothing is
-    computed from their signals. Worked examples are many such tokens; a chat's header
-    is few, and is read.
+    Tokens before the context, even an empty one, belong to no span and are not used:
+    worked examples are skipped, but the few of a chat header (30 in Llama 3) are read.
     """
-    # Llama 3's chat header has 30 tokens.
     return int(context_start) if context_start >= 48 else 0
 
 
@@ -135,34 +128,33 @@ def batches_of(
     n_beside: int = 0,
     n_passes: int = 1,
 ) -> list[list[int]]:
-    """Group sequences by length, the longest first.
+    """Group sequences into batches by length, longest first.
 
-    A batch ends where one sequence more would make more than 1.1 positions of a token.
-    One of fewer than 256 positions a pass does not: what a batch costs of its own is
-    more than its padding. So where that many tokens wait in every tenth of length, all
-    together compute at most 1.1 positions a token.
+    A batch ends when one more sequence would raise its padded positions above 1.1 per
+    token, unless it has fewer than 256 positions per pass: its fixed cost then exceeds
+    that of padding. If that many tokens exist in every tenth of the lengths, at most
+    1.1 positions per token are computed in all.
 
-    The batches depend on the lengths alone: a run that was killed makes the same again,
-    so that its sums are rounded in the same way.
+    The batches depend only on the lengths, so a run that was killed makes the same ones
+    again, and its sums are rounded in the same way.
 
     Args:
-      lengths: `[n_sequences]` tokens that are computed.
-      tokens_per_batch: budget of a batch, padding included; a longer sequence is a
-        batch of its own.
-      n_beside: positions that every sequence takes of the budget beside these: of a
-        beginning that is computed before, or of tokens that are written.
-      n_passes: of the model over a batch.
+      lengths: `[n_sequences]` number of tokens to compute for each.
+      tokens_per_batch: budget with padding; a longer sequence is a batch by itself.
+      n_beside: further positions that each sequence takes from the budget: a beginning
+        that is computed before, or tokens that will be written.
+      n_passes: number of passes of the model over a batch.
 
     Returns:
       Indices of the sequences of every batch.
     """
-    # What a batch costs of its own is what some 35 (135M weights, bfloat16) to 100 (the
-    # embedded model) more positions would cost, on a core of an EPYC.
+    # The fixed cost of a batch is that of some 35 (135M weights, bfloat16) to 100 (the
+    # embedded model) further positions, on a core of an EPYC.
     fewest = 256 * n_passes
     batches: list[list[int]] = []
     width = n_tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        # The first of a batch is its longest, so it sets the padded width.
+        # The first sequence is the longest, so it sets the padded width.
         n = len(batches[-1]) if batches else 0
         n_tokens += lengths[i]
         is_padded = (n + 1) * width > 1.1 * n_tokens and n * width >= fewest
@@ -177,11 +169,7 @@ def batches_of(
 def reading_batches(
     sequences: Sequence[TokenSequence], tokens_per_batch: int
 ) -> list[list[int]]:
-    """Group sequences by what is computed of each; see `batches_of`.
-
-    A beginning that all share, as worked examples are, is computed before, see
-    `first_read`.
-    """
+    """Group sequences by `batches_of`, not counting worked examples that all share."""
     n_begun = min((first_read(item.spans[0, 0]) for item in sequences), default=0)
     lengths = [len(item.ids) - n_begun for item in sequences]
     return batches_of(lengths, tokens_per_batch, n_beside=n_begun)

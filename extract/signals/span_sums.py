@@ -1,11 +1,10 @@
-"""The arithmetic of attention between spans: entropies and masses from q and k.
+"""Arithmetic of attention between spans: entropies and masses from queries and keys.
 
-For an earlier span U and a later span V (section 3.2): a token t of V gets, for U,
-the entropy of its weights normalised over U and their sum ("out"); a token s of U
-gets, for V, the entropy of the weights that V sends to it, normalised over V, and
-their sum ("in"). With three ordered spans every token has two partner spans. With m
-the sum of weights a, the entropy is log m - (sum of a log a) / m, so two sums per
-span suffice and no map is kept.
+For an earlier span U and a later span V (section 3.2): a token t of V gets, for U, the
+entropy of its weights normalised over U, and their sum ("out"); a token s of U gets,
+for V, the entropy of the weights that V sends to it, normalised over V, and their sum
+("in"). With three ordered spans, every token has two partner spans. With m the sum of
+weights a, the entropy is log m - (sum of a log a) / m: two sums per span replace a map.
 """
 
 import dataclasses
@@ -15,24 +14,23 @@ from typing import Any
 
 import torch
 
-# Below this mass float32 terms are subnormal: they have few digits on a CPU and are
-# flushed to zero on some devices, so the entropy would be noise.
+# Below this mass, float32 terms are subnormal: they have few digits on a CPU and are
+# flushed to zero on some devices, so their entropy would be noise.
 _ZERO_MASS = 1e-30
 _HIDDEN = -1e30  # finite, so that zero weight times its log is zero and not NaN
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """What a model hands to its attention function."""
+    """The arguments with which a model calls its attention function."""
 
     query: torch.Tensor  # `[n_examples, n_heads, n_tokens, d_head]`
     # `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head
-    # `h // (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own,
-    # those before them come out of a cache.
+    # `h // (n_heads / n_kv_heads)`. The last `n_tokens` keys belong to the queries'
+    # tokens, those before them come from a cache.
     key: torch.Tensor
     # None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_keys]`: bool, True =
-    # visible, or what is added to the scaled logits, hugely negative for what is
-    # invisible (Falcon's alibi).
+    # visible; or added to scaled logits (Falcon's alibi), hugely negative if invisible.
     mask: torch.Tensor | None
     scaling: float  # multiplies the logits
     softcap: float | None  # bounds the scaled logits (Gemma 2), or None
@@ -47,21 +45,21 @@ class AttentionCall:
 
     @property
     def n_cached(self) -> int:
-        """Return how many keys stand before the queries' own."""
+        """Return how many keys precede those of the queries' tokens."""
         return self.key.shape[2] - self.query.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes."""
+        """Return the device on which the model computes."""
         return self.query.device
 
     def prepared(self) -> "AttentionCall":
-        """Return the call with its keys as many products want them."""
-        # Heads lie apart in memory; a product per chunk would gather them every time.
+        """Return the call with its keys in a layout that suits many products."""
+        # Heads are strided in memory; each chunk's product would gather them again.
         return dataclasses.replace(self, key=self.key.float().contiguous())
 
     def first(self, n_tokens: int) -> "AttentionCall":
-        """Return the call cut to the first tokens."""
+        """Return the call cut to its first tokens."""
         mask, n_keys = self.mask, self.n_cached + n_tokens
         return dataclasses.replace(
             self,
@@ -73,16 +71,16 @@ class AttentionCall:
     def logits(
         self, start: int, stop: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits of the rows `[start, stop)`, in a flat buffer if given.
+        """Return the logits of rows `[start, stop)`, in a flat buffer if one is given.
 
-        `[n_examples, n_heads, stop - start, n_cached + stop]` float32; keys behind that
-        of the last row are left out, other invisible ones are hugely negative.
+        They are `[n_examples, n_heads, stop - start, n_cached + stop]` float32. Keys
+        after the last row's own are left out; other invisible keys are hugely negative.
         """
         n_examples, n_heads, _, d_head = self.query.shape
         n_kv_heads, n_keys = self.key.shape[1], self.n_cached + stop
         query = self.query[:, :, start:stop].float() * self.scaling
         query = query.reshape(n_examples, n_kv_heads, -1, d_head)
-        # Upcast before the product: logits rounded to bf16 move weights by percents.
+        # Upcast before the product: bf16 rounding of logits moves weights by percents.
         keys = self.key.float()[:, :, :n_keys].mT
         if out is not None:
             out = out[: query.shape[2] * query.shape[1] * n_examples * n_keys]
@@ -95,7 +93,7 @@ class AttentionCall:
         return logits
 
     def added(self, start: int, stop: int) -> torch.Tensor:
-        """Return the mask of the rows `[start, stop)` as what eager attention adds."""
+        """Return the mask of rows `[start, stop)` as eager attention adds it."""
         shape = (1, 1, stop - start, self.n_cached + stop)
         rows = torch.zeros(shape, device=self.device)
         if self.mask is not None:
@@ -104,7 +102,7 @@ class AttentionCall:
         return rows.to(self.query.dtype)
 
     def log_weights(self, start: int, stop: int) -> torch.Tensor:
-        """Return log a of these rows, as `logits`; invisible keys hugely negative."""
+        """Return log a of these rows like `logits`; invisible keys: hugely negative."""
         logits = self.logits(start, stop)
         log_total = logits.logsumexp(-1, keepdim=True)
         if self.sinks is not None:
@@ -114,10 +112,10 @@ class AttentionCall:
     def weights_and_terms(
         self, start: int, stop: int, buffers: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights a of these rows and a log a, in two flat buffers.
+        """Return the weights a of these rows, and a log a, in two flat buffers.
 
-        One exponential per weight: with the largest logit m and its weight w, the
-        logarithm of a row's normaliser is m - log w.
+        Takes one exponential per weight: with a row's largest logit m and its weight w,
+        the logarithm of the row's normaliser is m - log w.
         """
         logits = self.logits(start, stop, buffers[0])
         out = buffers[1][: logits.numel()].view(logits.shape)
@@ -131,7 +129,7 @@ class AttentionCall:
         return weights, logits.sub_(log_total).mul_(weights)
 
     def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:
-        """Overwrite the logits of keys that the rows `[start, stop)` do not see."""
+        """Overwrite the logits of keys that rows `[start, stop)` do not see."""
         if self.mask is not None:
             mask = self.mask[:, :, start:stop, : self.n_cached + stop]
             if mask.dtype == torch.bool:
@@ -147,23 +145,23 @@ class AttentionCall:
 
 
 class StepCalls:
-    """What one layer attends with in neighbouring decode steps, a row each."""
+    """Collects a layer's attention calls of consecutive decode steps, one row each."""
 
     def __init__(self, call: AttentionCall) -> None:
-        """Begin with a step."""
-        self._call = call  # with every key that one of the steps sees
+        """Begin with one step."""
+        self._call = call  # with every key that any of the steps sees
         self._queries, self._masks = [call.query], [call.mask]
-        self._n_keys = [call.key.shape[2]]  # of each step, the last up to its own
+        self._n_keys = [call.key.shape[2]]  # per step; the last key is the step's own
 
     def __len__(self) -> int:
-        """Return how many steps there are."""
+        """Return the number of steps."""
         return len(self._queries)
 
     def add(self, call: AttentionCall) -> None:
-        """Add the next step; a growing cache's keys take the place of those before."""
+        """Add the next step; its keys replace the earlier ones, as a cache grows."""
         key = call.key
         if call.n_cached != self._call.key.shape[2]:
-            # A sliding window has dropped the first, which an earlier step saw.
+            # A sliding window has dropped the first key, which an earlier step saw.
             key = torch.cat([self._call.key, call.key[:, :, -1:]], dim=2)
         self._call = dataclasses.replace(self._call, key=key)
         self._queries.append(call.query)
@@ -171,10 +169,7 @@ class StepCalls:
         self._n_keys.append(call.key.shape[2])
 
     def joined(self, masks: dict[Any, torch.Tensor | None]) -> AttentionCall:
-        """Return the steps as one call of as many rows.
-
-        Layers share what is in `masks`: most have the same.
-        """
+        """Return the steps as one call with a row each; layers share `masks`."""
         shared = (*map(id, self._masks), *self._n_keys, self._call.key.shape[2])
         if shared not in masks:
             masks[shared] = self._mask()
@@ -182,7 +177,7 @@ class StepCalls:
         return dataclasses.replace(self._call, query=query, mask=masks[shared])
 
     def _mask(self) -> torch.Tensor | None:
-        """Return which of all keys each step sees."""
+        """Return which of all keys each step sees, or None if plainly causal."""
         n_keys = self._call.key.shape[2]
         stops = range(n_keys - len(self) + 1, n_keys + 1)
         given = [mask for mask in self._masks if mask is not None]
@@ -204,11 +199,11 @@ class StepCalls:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMap:
-    """What a model computed by itself, where it hands out no queries and keys."""
+    """The weights that a model computed, if it does not give out queries and keys."""
 
-    # `[n_examples, n_heads, n_tokens, n_tokens]`, its attention weights.
+    # `[n_examples, n_heads, n_tokens, n_tokens]`, attention weights.
     map: torch.Tensor
-    n_cached = 0  # a map is of whole sequences
+    n_cached = 0  # maps are only read for whole sequences
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -217,30 +212,30 @@ class AttentionMap:
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes."""
+        """Return the device on which the model computes."""
         return self.map.device
 
     def prepared(self) -> "AttentionMap":
-        """Return the map as it is."""
+        """Return the map unchanged."""
         return self
 
     def log_weights(self, start: int, stop: int) -> torch.Tensor:
-        """Return log a of these rows, up to the last one's key."""
+        """Return log a of these rows, up to the key of the last."""
         return self.map[:, :, start:stop, :stop].float().log()
 
     def weights_and_terms(
         self, start: int, stop: int, buffers: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights a of these rows and a log a; needs no buffers."""
+        """Return the weights a of these rows, and a log a, without using buffers."""
         weights = self.map[:, :, start:stop, :stop].float()
         return weights, torch.special.xlogy(weights, weights)
 
 
-Attention = AttentionCall | AttentionMap  # what is read of one layer
+Attention = AttentionCall | AttentionMap  # the attention of one layer
 
 
 def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
-    """Turn sums of a and a log a into (entropy in nats, mass), stacked last."""
+    """Turn sums of a and of a log a into (entropy in nats, mass), stacked last."""
     is_empty = mass < _ZERO_MASS
     safe = mass.masked_fill(is_empty, 1.0)
     entropy = (safe.log() - plogp / safe).clamp_min_(0.0).masked_fill_(is_empty, 0.0)
@@ -250,7 +245,7 @@ def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
 def row_chunks(
     rows: tuple[int, int], n_weights_per_row: int, budget: int
 ) -> Iterator[tuple[int, int]]:
-    """Split rows into even chunks of at most `budget` weights, or of one row."""
+    """Split rows into even chunks of at most `budget` weights, but at least one row."""
     n_rows = rows[1] - rows[0]
     n_chunks = math.ceil(n_rows / max(1, budget // n_weights_per_row))
     size = math.ceil(n_rows / max(1, n_chunks))
@@ -259,7 +254,7 @@ def row_chunks(
 
 
 def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return what rows attend to, `[n_examples, n_rows, n_heads, d_head]`."""
+    """Return the attention output of rows, `[n_examples, n_rows, n_heads, d_head]`."""
     n_examples, n_heads, n_rows, n_keys = weights.shape
     n_kv_heads = value.shape[1]
     grouped = weights.view(n_examples, n_kv_heads, -1, n_keys) @ value[:, :, :n_keys]
@@ -274,21 +269,20 @@ def span_sums(
     budget: int,
     value: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Sum a and a log a by span, along rows and along columns; attend if wanted.
+    """Sum a and a log a by span, along rows and along columns; attend if needed.
 
     Args:
-      call: as in `span_readings`; its keys may be more than its rows.
+      call: as in `span_readings`; it may have more keys than rows.
       key_members: `[n_examples, 2, n_keys]` bool, keys in context and question.
       row_members: `[n_examples, 2, n_tokens]` bool, rows in question and answer.
       rows: `[start, stop)` of the rows that are read, up to the last.
       budget: as in `span_readings`.
-      value: likewise.
+      value: as in `span_readings`.
 
     Returns:
       `[2 (a, a log a), n_examples, n_heads, 2, n_tokens]` of every row over the keys in
       (context, question); `[…, n_keys]` of every key over the rows in (question,
-      answer); and `[n_examples, n_rows, n_heads, d_head]`, or None where it is not
-      wanted.
+      answer); and the attention output `[n_examples, n_rows, n_heads, d_head]` or None.
     """
     call = call.prepared()
     n_examples, n_heads, n_tokens = call.shape
@@ -306,7 +300,7 @@ def span_sums(
     per_row = n_examples * n_heads * n_keys
     chunks = list(row_chunks(rows, per_row, budget))
     size = max((stop - start for start, stop in chunks), default=0) * per_row
-    # Reused by every chunk: fresh pages cost more than the sums on a CPU.
+    # Reused by every chunk: on a CPU, fresh pages cost more than the sums.
     buffers = torch.empty((2, size), device=call.device)
     for start, stop in chunks:
         pair = call.weights_and_terms(start, stop, buffers)
@@ -314,8 +308,8 @@ def span_sums(
         is_key, is_row = in_key_span[..., :n_seen], in_row_span[..., start:stop]
         at = slice(start - rows[0], stop - rows[0])
         # Every product is a batch over heads, so that a core finds in its own cache
-        # what it wrote: one product over both kinds would hand one kind to each core,
-        # and what two cores exchange is slow where they share no cache.
+        # what it wrote. One product over both kinds would give one kind to each core,
+        # and exchanging data between cores is slow if they share no cache.
         for kind, values in enumerate(pair):
             # The skinny operand comes first: the other order is six times slower.
             by_row[kind, ..., start:stop] = is_key @ values.mT
@@ -331,10 +325,10 @@ def step_sums(
     row_members: torch.Tensor,
     value: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what `span_sums` returns of a call with one row, as a decode step has.
+    """Return the result of `span_sums` for a call with one row, as in a decode step.
 
-    By a third of its calls of Torch, which are what such a step costs. Members are
-    `[n_examples, 2, n_keys]` and `[n_examples, 2, 1]` float32, 0 or 1.
+    It makes a third as many calls of Torch, whose number determines the time. Members
+    are `[n_examples, 2, n_keys]` and `[n_examples, 2, 1]` float32, 0 or 1.
     """
     logits = call.logits(0, 1)
     log_weights = logits.log_softmax(-1)
@@ -360,7 +354,7 @@ def span_readings(
     """Read one layer's attention between spans.
 
     Args:
-      call: queries, keys and mask, keys out of a cache first; or the model's weights.
+      call: queries, keys and mask, cached keys first; or the model's weights.
       members: `[n_examples, 3, n_tokens]` bool, tokens of context, question, answer.
       rows: `[start, stop)` covering every question and answer token.
       budget: most attention weights alive at once.
@@ -369,8 +363,8 @@ def span_readings(
     Returns:
       `[n_examples, n_tokens, 2 (partner span), 2 (entropy in nats, mass), n_heads]`
       float32, and `[n_examples, stop - start, n_heads, d_head]` if `value` is given.
-      Partners are the two other spans in the order context, question, answer. Tokens
-      of no span, and empty or unseen partners, read zero.
+      Partners are the other two spans in the order context, question, answer. Values
+      are zero for tokens of no span and for empty or unseen partners.
     """
     n_cached = call.n_cached
     keys = torch.nn.functional.pad(members[:, :2], (n_cached, 0))
@@ -385,8 +379,8 @@ def entropies_and_masses(
 ) -> torch.Tensor:
     """Turn the sums of a whole sequence into its readings.
 
-    The sums are `[2, n_examples, n_heads, 2, n_tokens]`, see `span_sums`; members and
-    what is returned, `[n_examples, n_tokens, 2, 2, n_heads]`, as in `span_readings`.
+    Sums are `[2, n_examples, n_heads, 2, n_tokens]`, see `span_sums`. `members` and the
+    returned `[n_examples, n_tokens, 2, 2, n_heads]` are as in `span_readings`.
     """
     to_context, to_question = _entropy_and_mass(*by_row).unbind(2)
     from_question, from_answer = _entropy_and_mass(*by_key).unbind(2)

@@ -1,10 +1,10 @@
-"""Signals that were read while answers were written, until a store takes them.
+"""Signals that were read while answers were written, waiting for a feature store.
 
-Where an answer's rows lie in a store depends on the lengths of all answers before it,
-which are not known while these are written. So each batch of answers leaves a file of
-its signals, in the types of the store, before the answers themselves are written down:
-what is answered is read. `extract` copies the rows into the store, reads those that are
-missing, and the files are deleted when it is done. Nothing here loads Torch.
+The position of an answer's rows in a store depends on the lengths of all answers before
+it, which are unknown while these are written. So each batch leaves a file of its
+signals, in the dtypes of the store, before its answers are recorded: every recorded
+answer has been read. `extract` copies the rows into the store, reads those that are
+missing, and deletes the files when it is done. Nothing here loads Torch.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class WaitingSignals(NamedTuple):
 
 
 def sequence_key(*sequences: TokenSequence) -> str:
-    """Return the SHA-256 of what the model read and wrote, and of the spans."""
+    """Return the SHA-256 of what the model read and wrote, and of its spans."""
     digest = hashlib.sha256()
     for sequence in sequences:
         for numbers in (sequence.ids, sequence.targets, sequence.spans):
@@ -48,17 +48,17 @@ def sequence_key(*sequences: TokenSequence) -> str:
 
 
 def waiting_config(config: StoreConfig) -> StoreConfig:
-    """Return how signals wait, as a config.
+    """Return the config with which signals are stored while they wait.
 
-    In the types of the store, so that rounding again changes nothing. Eight bits would
-    be rounded twice: their values wait as they are.
+    They have the dtypes of the store, so that rounding again changes nothing. Only int8
+    would be rounded twice, so these values wait in float32.
     """
     dtype = "float32" if config.dtype == "int8" else config.dtype
     return dataclasses.replace(config, dtype=dtype)
 
 
 def _types(config: StoreConfig) -> dict[str, Dtype]:
-    """Return in which type each family waits."""
+    """Return the dtype in which each family waits."""
     hidden = waiting_config(config).dtype
     return {
         n: hidden if n == "hidden" else config.scalars for n in WaitingSignals._fields
@@ -72,10 +72,10 @@ def save_batch(
     answers: Sequence[Answer],
     signals: Sequence[Any],
 ) -> None:
-    """Write the signals of a batch of answers into a file of its own in a folder.
+    """Write the signals of a batch of answers into a new file in a folder.
 
-    Values are of the types of the config, as the reader read them; None stands for an
-    answer that has to be read again.
+    `signals` holds what `reader` read of each answer, or None for an answer that must
+    be read again. Values are converted to the dtypes of `config`.
     """
     rows = {
         sequence_key(sequence_of(answer, answer_span=config.answer_span)): of_answer
@@ -89,7 +89,7 @@ def save_batch(
     for name, dtype in types.items():
         values = [getattr(of_answer, name) for of_answer in rows.values()]
         edges[name] = np.cumsum([0, *map(len, values)]).tolist()
-        # An integer of the type's size: the format has no bfloat16 of NumPy.
+        # Viewed as integers of the same size, since safetensors has no NumPy bfloat16.
         codes = encode(np.concatenate(values), dtype).codes
         tensors[name] = codes.view(f"<u{codes.dtype.itemsize}")
         stretches = itertools.pairwise(edges[name])
@@ -114,24 +114,24 @@ def save_batch(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenSignals(Mapping[str, WaitingSignals]):
-    """Signals of a folder by `sequence_key`, read from the disk when taken."""
+    """The signals in a folder by `sequence_key`, read from disk on access."""
 
     fingerprint: Mapping[str, Any]  # of the reader, see `Reader`
-    hidden_layers: tuple[int, ...]  # that are handed out
-    hidden_spans: Spans  # as they were read
+    hidden_layers: tuple[int, ...]  # returned for every answer
+    hidden_spans: Spans  # for which hidden states were read
     shapes: Mapping[str, tuple[int, ...]]  # of one token's signals, per family
-    places: dict[str, tuple[Path, int]]  # of each answer: the file, the row in it
-    # Returns a file, and what it says of itself.
+    places: dict[str, tuple[Path, int]]  # file of each answer, and its index in it
+    # Opens a file and returns it with its metadata.
     opened: Callable[[Path], tuple[Any, dict[str, Any]]]
 
     @classmethod
     def open(
         cls, folder: Path, fingerprint: Mapping[str, Any], config: StoreConfig
     ) -> Self | None:
-        """Return the signals of a folder that are of a model, and hold what is wanted.
+        """Return the signals in a folder that match a reader and a config.
 
-        The fingerprint is the reader's, the config what is wanted of each answer. None
-        where no signals are there, or others.
+        `fingerprint` is the reader's; `config` says what is needed of each answer.
+        Returns None if the folder has no such signals.
         """
         places: dict[str, tuple[Path, int]] = {}
         last: dict[str, Any] = {}
@@ -156,15 +156,15 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         )
 
     def __contains__(self, key: object) -> bool:
-        """Return whether an answer's signals are there; reads nothing."""
+        """Return whether an answer's signals exist, without reading any."""
         return key in self.places
 
     def __len__(self) -> int:
-        """Return how many answers there are."""
+        """Return the number of answers."""
         return len(self.places)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield their keys."""
+        """Yield the keys of the answers."""
         return iter(self.places)
 
     def __getitem__(self, key: str) -> WaitingSignals:
@@ -178,7 +178,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
             if zlib.crc32(codes.tobytes()) != about["crc32"][name][index]:
                 raise ValueError(_damage(path, f"CRC-32 of {name!r} differs"))
             values[name] = codes.view(numpy_dtype(dtype)).astype(np.float32)
-        # A file keeps the layers that were wanted when it was written.
+        # A file has the layers wanted when it was written, perhaps more than these.
         if (there := about["hidden_layers"]) != list(self.hidden_layers):
             slots = [there.index(layer) for layer in self.hidden_layers]
             values["hidden"] = values["hidden"][:, slots]
@@ -186,7 +186,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
 
 
 class _About(TypedDict):
-    """What a file says of itself, see `save_batch`."""
+    """The metadata of a file, see `save_batch`."""
 
     version: int
     keys: list[str]
@@ -201,7 +201,7 @@ class _About(TypedDict):
 
 
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a file, of which rows alone are read, and what it says of them."""
+    """Return an open file, whose rows are not read yet, and its metadata."""
     try:
         file = safetensors.safe_open(path, framework="np")
         text = (file.metadata() or {})["about"]
@@ -215,15 +215,15 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 
 def _damage(path: Path, cause: object) -> str:
     return (
-        f"{path} is damaged ({cause}); delete it, and the feature store if extract has "
-        "begun one, and its answers are read again"
+        f"{path} is damaged ({cause}); delete it, and also the feature store if "
+        "extract has begun one; its answers are then read again"
     )
 
 
 def _holds(
     about: Mapping[str, Any], fingerprint: Mapping[str, Any], config: StoreConfig
 ) -> bool:
-    """Return whether a file's signals hold what is wanted of each answer."""
+    """Return whether a file's signals have all that is needed of each answer."""
     if about["version"] != FORMAT_VERSION:
         return False
     layers = config.hidden_layers
@@ -241,7 +241,7 @@ def _holds(
 class ReadBefore:
     """A `Reader` of answers whose signals were read while they were written.
 
-    Others are read by a reader of its own, which is opened when the first is needed.
+    Other answers are read by another reader, which is opened when first needed.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ReadBefore:
         about: Reader | WrittenSignals,
         open_reader: Callable[[], Reader],
     ) -> None:
-        """Hold signals by `sequence_key`; `about` says what of each answer they are."""
+        """Hold signals by `sequence_key`; `about` describes how they were read."""
         self._signals = signals
         self.hidden_layers = about.hidden_layers
         self.hidden_spans: Spans = about.hidden_spans
@@ -261,7 +261,7 @@ class ReadBefore:
     def of(
         cls, reader: Reader, answers: Sequence[Answer], signals: Sequence[Any]
     ) -> Self:
-        """Hold the signals of answers in memory; `reader` read them."""
+        """Hold the signals of answers in memory, as `reader` read them."""
         sequences = map(sequence_of, answers)
         by_key = dict(zip(map(sequence_key, sequences), signals, strict=True))
         return cls(by_key, reader, lambda: reader)
@@ -271,7 +271,7 @@ class ReadBefore:
         return sequence_key(sequence) in self._signals
 
     def start(self, sequences: list[TokenSequence]) -> "_Started":
-        """Begin to read the answers of a batch that were not, see `Reader`."""
+        """Begin to read the answers of a batch that have no signals, see `Reader`."""
         keys = list(map(sequence_key, sequences))
         pairs = zip(keys, sequences, strict=True)
         again = [sequence for key, sequence in pairs if key not in self._signals]
@@ -280,11 +280,11 @@ class ReadBefore:
 
 
 class _Started(NamedTuple):
-    """A batch, of which some answers may still be read."""
+    """A batch that has begun, some of whose answers are read again."""
 
     signals: Mapping[str, Any]
     keys: list[str]
-    started: Any  # of those that are read again; None where there are none
+    started: Any  # the batch of answers that are read again; None if there are none
 
     def result(self) -> Iterator[Any]:
         again = iter(() if self.started is None else self.started.result())

@@ -1,7 +1,6 @@
-"""What fixes a feature store: families and their rounding, examples, ranges, the index.
+"""The layout of a feature store: families and dtypes, examples, ranges, the index.
 
-The glossary of axes and the meaning of a range are in `extract/store/store.py`. No
-file is opened here.
+`extract/store/store.py` explains axes and ranges. No file is opened here.
 """
 
 import dataclasses
@@ -20,49 +19,49 @@ import safetensors.numpy
 from beatrice.extract.records import AnswerSpan, check_choices
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
-# Attention masses can be below 6e-8, the smallest number of float16.
+# Attention masses can be below 6e-8, the smallest positive float16.
 ScalarDtype = Literal["bfloat16", "float32"]
 Spans = Literal["all", "answer"]
-# A chunk of at most this size is the unit of a read. With 1 MiB writing cost more
-# (250 against 325 MiB per CPU second) and reading a layer cost the same.
+# Largest size of a chunk, the unit of a read. With 1 MiB writing cost more (250
+# against 325 MiB per CPU second) and reading a layer cost the same.
 _CHUNK_BYTES = 1 << 18
 _LARGEST_CODE = 127
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype:
-    """Return NumPy's type of that name; bfloat16 is that of `ml_dtypes`."""
+    """Return the NumPy dtype of this name; bfloat16 comes from `ml_dtypes`."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Shape of one family of signals at one token."""
+    """Shape, dtype and rows of one family of signals."""
 
-    shape: tuple[int, ...]  # the axes behind the row axis
+    shape: tuple[int, ...]  # the axes after the row axis
     dtype: Dtype = "float32"  # `int8` needs a family of scales, see `scale_name`
-    by_layer: bool = False  # the first axis is layers that are read one at a time
-    spans: Spans = "all"  # rows of every token, or of those of the answer span alone
+    by_layer: bool = False  # whether the first axis is layers, read one at a time
+    spans: Spans = "all"  # whether every token has a row, or only the answer span
 
     def __post_init__(self) -> None:
-        """Check that there are channels."""
+        """Check that the family has channels."""
         if not self.shape or min(self.shape) < 1:
             raise ValueError(
                 f"a family needs at least one channel per token, found shape "
-                f"{self.shape}; leave an empty family out"
+                f"{self.shape}; leave out an empty family"
             )
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """NumPy's type of this family's values."""
+        """The NumPy dtype of this family's values."""
         return numpy_dtype(self.dtype)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes per token."""
         return int(np.prod(self.shape)) * self.numpy_dtype.itemsize
 
     def chunk_shape(self, rows_per_shard: int) -> list[int]:
-        """Shape of the unit of a read; its rows divide `rows_per_shard`."""
+        """Return the shape of a chunk; its rows divide `rows_per_shard`."""
         inner = [1, *self.shape[1:]] if self.by_layer else list(self.shape)
         row_bytes = int(np.prod(inner)) * self.numpy_dtype.itemsize
         rows = rows_per_shard
@@ -72,24 +71,24 @@ class Family:
 
 
 def scale_name(name: str) -> str:
-    """Name the family that holds the scales of an int8 family."""
+    """Return the name of the family that holds the scales of an int8 family."""
     return f"{name}_scale"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """Values as they are written."""
+    """Values converted to a stored dtype."""
 
-    codes: np.ndarray  # of the values' shape, in the stored type; maybe the values
-    scales: np.ndarray | None  # float32, without the last axis; None but of int8
+    codes: np.ndarray  # shape of the values, stored dtype; may be the values themselves
+    scales: np.ndarray | None  # float32, without the last axis; None unless int8
     n_invalid: int  # values that were not finite to begin with
-    n_overflowed: int  # finite values that the type turned into infinities
+    n_overflowed: int  # finite values that became infinite in the stored dtype
 
 
 def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
-    """Write float32 values `[..., n_channels]` in a type; count what it cannot hold.
+    """Convert float32 values `[..., n_channels]` to a dtype, counting what is lost.
 
-    Codes are written into `out`, of that type, or into an array that is made if needed.
+    Codes are written into `out`, of that dtype, or else into a new array if needed.
     """
     scales = None
     if dtype == "int8":
@@ -109,17 +108,16 @@ def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> E
 
 
 def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return float32 values of int8 codes `[..., n_channels]` and scales `[...]`."""
+    """Return the float32 values of int8 codes `[..., n_channels]`, scales `[...]`."""
     values = codes.astype(np.float32)
     values *= scales[..., None]
     return values
 
 
 def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
-    """Return float32 values as they would be read back after being written.
+    """Return float32 values as they would be read back after being stored.
 
-    All are NaN if a store refuses some of them, for what a network makes of an infinite
-    value may be a number.
+    All become NaN if a store would refuse any: networks may turn infinity into numbers.
     """
     encoded = encode(values, dtype)
     if encoded.n_invalid or encoded.n_overflowed:
@@ -132,7 +130,7 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
 def _quantise(
     values: np.ndarray, out: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(invalid="ignore"):  # a scale that is no number is counted
+    with np.errstate(invalid="ignore"):  # scales that are not finite are counted later
         scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
         step = np.where(scales > 0, scales, np.float32(1))[..., None]
         codes = np.rint(values / step).astype(np.int8)
@@ -146,7 +144,7 @@ def _n_not_finite(values: np.ndarray) -> int:
     if values.dtype.itemsize == 2:
         exponent = 0x7C00 if values.dtype == np.float16 else 0x7F80
         magnitudes = values.view(np.uint16) & 0x7FFF
-        # Usually all are finite, and a maximum is cheaper than a count.
+        # Usually all are finite, and finding the maximum is cheaper than counting.
         if magnitudes.max(initial=0) < exponent:
             return 0
         return int((magnitudes >= exponent).sum())
@@ -155,20 +153,20 @@ def _n_not_finite(values: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """What a store keeps of every answer."""
+    """Which signals of every answer a store keeps."""
 
     # Entries of the resid axis to keep (0 is the embedding); None keeps all.
     hidden_layers: tuple[int, ...] | None = None
     hidden_spans: Spans = "all"  # tokens whose hidden states are kept
-    # how `hidden` is stored. bfloat16 keeps the range of the residual stream, float16
+    # dtype of `hidden`: bfloat16 has the range of the residual stream, float16
     # overflows at 65504 (which is an error), int8 has a scale per token and layer.
     dtype: Dtype = "bfloat16"
-    scalars: ScalarDtype = "float32"  # how the other families are stored
-    # Which positions are the answer's, see `signals.sequence.sequence_of`.
+    scalars: ScalarDtype = "float32"  # dtype of the other families
+    # Which positions form the answer span, see `signals.sequence.sequence_of`.
     answer_span: AnswerSpan = "emitting"
 
     def __post_init__(self) -> None:
-        """Check the choices; whether a model has the layers, its reader checks."""
+        """Check the choices; the reader checks that the model has the layers."""
         check_choices(self)
         layers = self.hidden_layers
         if layers is not None and not (
@@ -181,7 +179,7 @@ class StoreConfig:
             )
 
     def describe(self) -> str:
-        """Return what is kept in a few words."""
+        """Describe in a few words what is kept."""
         layers = "every layer"
         if self.hidden_layers is not None:
             plural = "s" if len(self.hidden_layers) != 1 else ""
@@ -194,28 +192,28 @@ class StoreConfig:
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:
-    """Read layers as typed, such as `16` or `8,16,24`, ascending; None for `all`."""
+    """Parse layers such as `16` or `8,16,24` into ascending order; `all` gives None."""
     if text.strip() == "all":
         return None
     numbers = [number.strip() for number in text.split(",")]
     if not all(number.isascii() and number.isdigit() for number in numbers):
         raise ValueError(
-            f"expected all, or layer numbers from 0 (the embedding) with commas "
-            f"between, such as 8,16,24; came {text!r}"
+            "expected all, or layer numbers from 0 (the embedding) separated by "
+            f"commas, such as 8,16,24; found {text!r}"
         )
     layers = sorted(map(int, numbers))
     if len(set(layers)) < len(layers):
-        raise ValueError(f"a layer is there twice in {text!r}; name each once")
+        raise ValueError(f"a layer is named twice in {text!r}; name each once")
     return tuple(layers)
 
 
 def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, ...]:
-    """Return the entries of a resid axis `[n_entries]` to keep; None is all of them."""
+    """Return which entries of a resid axis `[n_entries]` to keep; None keeps all."""
     if layers is None:
         return tuple(range(n_entries))
     if len({*layers} & {*range(n_entries)}) < len(layers):
         raise ValueError(
-            f"hidden layers: expected entries of 0 (embedding) to {n_entries - 1}, "
+            f"hidden layers: expected entries from 0 (embedding) to {n_entries - 1}, "
             f"each once, found {list(layers)}"
         )
     return tuple(layers)
@@ -224,10 +222,7 @@ def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, .
 def stored_families(
     shapes: Mapping[str, Sequence[int]], config: StoreConfig
 ) -> dict[str, Family]:
-    """Return what a store holds for each family that is read.
-
-    Shapes are those of one token's reading; `hidden` is `[n_layers_kept, d_model]`.
-    """
+    """Return how a store holds families; `shapes` are per token, of kept layers."""
     families: dict[str, Family] = {}
     for name, shape in shapes.items():
         is_hidden = name == "hidden"
@@ -237,7 +232,7 @@ def stored_families(
             by_layer=is_hidden,
             spans=config.hidden_spans if is_hidden else "all",
         )
-        if family.dtype == "int8":  # one scale for each last axis
+        if family.dtype == "int8":  # one scale per vector along the last axis
             scales = dataclasses.replace(family, shape=family.shape[:-1])
             families[scale_name(name)] = dataclasses.replace(scales, dtype="float32")
     return families
@@ -246,10 +241,7 @@ def stored_families(
 def model_shapes(
     *, d_model: int, n_layers: int, n_attention_layers: int, n_heads: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's readings with every layer of `hidden` kept.
-
-    `n_attention_layers` counts the decoder blocks that have attention.
-    """
+    """Return the shapes of a model's readings with every layer of `hidden` kept."""
     return {
         "hidden": (n_layers + 1, d_model),
         "prob": (5,),
@@ -265,11 +257,11 @@ def stored_bytes(
     n_tokens: int,
     n_answer: int,
 ) -> dict[str, int]:
-    """Return the bytes that a choice takes, per family, of so many tokens.
+    """Return how many bytes each family takes under a storage choice.
 
-    These are the values alone; the rest is less than one percent of full chunks. Shapes
-    are those of `model_shapes`, with every layer. `n_tokens` counts prompts too,
-    `n_answer` the answer spans alone.
+    Counts only the values; everything else adds less than one percent when chunks are
+    full. `shapes` are those of `model_shapes`, with every layer. `n_tokens` includes
+    prompts, `n_answer` counts only answer spans.
     """
     n_entries, width = shapes["hidden"]
     n_stored_layers = len(check_layers(config.hidden_layers, n_entries))
@@ -280,7 +272,7 @@ def stored_bytes(
 def family_bytes(
     families: Mapping[str, Family], *, n_tokens: int, n_answer: int
 ) -> dict[str, int]:
-    """Return the bytes of each family's values; see `stored_bytes`."""
+    """Return how many bytes each family's values take; see `stored_bytes`."""
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         n: family.row_bytes * n_rows[family.spans] for n, family in families.items()
@@ -288,7 +280,7 @@ def family_bytes(
 
 
 FORMAT_VERSION = 3
-# Signals come from the passes that write the answer, or one that reads it again.
+# Signals are read in the passes that write the answer, or in one pass over it later.
 ReadingPath = Literal["decode", "teacher_forced"]
 
 
@@ -297,19 +289,19 @@ class StoreSpec:
     """Everything that fixes a store before the first signal is read."""
 
     families: Mapping[str, Family]  # by name, in the order they are stored
-    keys: tuple[tuple[str, ...], ...]  # `n_examples` rows that name them, unique
+    keys: tuple[tuple[str, ...], ...]  # the unique names of the `n_examples` examples
     lengths: np.ndarray  # `[n_examples]` int64, tokens of each example, at least 1
     spans: np.ndarray  # `[n_examples, 3, 2]` int64, see the glossary
     rows_per_shard: int  # rows of one file, a power of two
-    hidden_layers: tuple[int, ...]  # layer numbers behind the axis of `hidden`
+    hidden_layers: tuple[int, ...]  # layer numbers along the layer axis of `hidden`
     # What else the values depend on (model, revision, precision, …); JSON values.
     fingerprint: Mapping[str, Any]
-    # `[n_examples]` int64, the token of each example from which on families have rows;
-    # behind the worked examples of a prompt. None: from the first.
+    # `[n_examples]` int64, the first token of each example that has rows, after the
+    # worked examples of its prompt. None: rows begin at the first token.
     firsts: np.ndarray | None = None
-    # `[n_examples]` bool, those that were read while they were written; None: none.
+    # `[n_examples]` bool, which answers were read while being written; None: none.
     written_mask: np.ndarray | None = None
-    # Examples that begin a range in any case, as where another store begins.
+    # Examples that always begin a range, such as the first of a second store.
     range_starts: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -317,18 +309,18 @@ class StoreSpec:
         n_examples = len(self.keys)
         rows = self.rows_per_shard
         if rows < 1 or rows & (rows - 1):
-            raise ValueError(f"rows_per_shard is a power of two, not {rows}")
+            raise ValueError(f"rows_per_shard must be a power of two, found {rows}")
         repeated = [key for key, n in Counter(self.keys).items() if n > 1]
         if n_examples == 0 or repeated:
             raise ValueError(
-                f"a store needs at least one example and no key twice; found "
-                f"{n_examples} examples, repeated: {repeated[:1]}"
+                f"a store needs at least one example and unique keys; examples: "
+                f"{n_examples}, first repeated key: {repeated[:1]}"
             )
         self._check_spans()
         for name, family in self.families.items():
             if family.by_layer and family.shape[0] != len(self.hidden_layers):
                 raise ValueError(
-                    f"family {name!r} has {family.shape[0]} layers, hidden_layers "
+                    f"family {name!r} has {family.shape[0]} layers, but hidden_layers "
                     f"names {len(self.hidden_layers)}"
                 )
 
@@ -342,8 +334,8 @@ class StoreSpec:
             raise ValueError(
                 f"example {self.keys[first]} has {self.lengths[first]} tokens and the "
                 f"spans {self.spans[first].tolist()}, with rows from token "
-                f"{self.first_rows[first]} on; spans are [start, stop) inside the "
-                "example, and its rows begin before them"
+                f"{self.first_rows[first]} on; expected spans [start, stop) inside the "
+                "example, and rows that begin no later than the context span"
             )
 
     @functools.cached_property
@@ -353,24 +345,24 @@ class StoreSpec:
 
     @functools.cached_property
     def is_written(self) -> np.ndarray:
-        """`[n_examples]` bool: the answers that were read while they were written."""
+        """`[n_examples]` bool: which answers were read while being written."""
         absent = np.zeros(len(self.keys), dtype=bool)
         return absent if self.written_mask is None else self.written_mask
 
     @property
     def path(self) -> ReadingPath:
-        """Return by which path most of the signals came."""
+        """Return how most of the answers were read."""
         is_decoded = 2 * self.is_written.sum() > len(self.keys)
         return "decode" if is_decoded else "teacher_forced"
 
     @functools.cached_property
     def n_read(self) -> np.ndarray:
-        """`[n_examples]` int64: the tokens that have rows."""
+        """`[n_examples]` int64: the number of tokens that have rows."""
         return self.lengths - self.first_rows
 
     @functools.cached_property
     def range_examples(self) -> np.ndarray:
-        """`[n_ranges + 1]` int64: range r holds the examples from r to r + 1."""
+        """`[n_ranges + 1]` int64: range r holds the examples from entry r to r + 1."""
         edges, used = [0], 0
         for example, length in enumerate(self.n_read.tolist()):
             is_full = example > edges[-1] and used + length > self.rows_per_shard
@@ -382,13 +374,13 @@ class StoreSpec:
 
     @functools.cached_property
     def range_shards(self) -> np.ndarray:
-        """`[n_ranges + 1]` int64: range r owns the shards from r to r + 1."""
+        """`[n_ranges + 1]` int64: range r owns the shards from entry r to r + 1."""
         rows = np.add.reduceat(self.n_read, self.range_examples[:-1])
         return np.concatenate([[0], np.cumsum(-(-rows // self.rows_per_shard))])
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """`[n_examples + 1]` int64: example i owns the token rows from i to i + 1."""
+        """`[n_examples + 1]` int64: example i owns token rows from entry i to i + 1."""
         return np.concatenate([[0], np.cumsum(self.n_read)])
 
     @functools.cached_property
@@ -397,22 +389,22 @@ class StoreSpec:
         return np.concatenate([[0], np.cumsum(lengths)])
 
     def family_offsets(self, name: str) -> np.ndarray:
-        """`[n_examples + 1]` int64: example i owns a family's rows from i to i + 1."""
+        """`[n_examples + 1]` int64: example i has family rows from entry i to i + 1."""
         is_all = self.families[name].spans == "all"
         return self.offsets if is_all else self._answer_offsets
 
     def first_tokens(self, name: str) -> np.ndarray:
-        """`[n_examples]` int64: the token of each example that has the first row."""
+        """`[n_examples]` int64: the first token of each example that has a row."""
         is_all = self.families[name].spans == "all"
         return self.first_rows if is_all else self.spans[:, 2, 0]
 
     @property
     def n_ranges(self) -> int:
-        """Number of ranges."""
+        """The number of ranges."""
         return len(self.range_examples) - 1
 
     def range_rows(self, range_id: int, name: str | None = None) -> tuple[int, int]:
-        """Rows `[start, stop)` of one range, of a family or (None) of all tokens."""
+        """Return a range's rows `[start, stop)` in a family; None counts all tokens."""
         offsets = self.offsets if name is None else self.family_offsets(name)
         first, last = self.range_examples[range_id : range_id + 2]
         return int(offsets[first]), int(offsets[last])
@@ -420,23 +412,23 @@ class StoreSpec:
     def segments(
         self, start: int, stop: int, name: str
     ) -> Iterator[tuple[int, int, int]]:
-        """Cut a family's rows at range edges: (range, stored row, number of rows)."""
+        """Split a family's rows at range edges: (range, stored row, number of rows)."""
         edges = self.family_offsets(name)[self.range_examples]
         range_id = int(np.searchsorted(edges, start, side="right")) - 1
         while start < stop:
             shard_row = int(self.range_shards[range_id]) * self.rows_per_shard
             n_rows = min(stop, int(edges[range_id + 1])) - start
-            if n_rows:  # a range may keep no answer token at all
+            if n_rows:  # a range may store no answer token at all
                 yield range_id, shard_row + start - int(edges[range_id]), n_rows
             start, range_id = start + n_rows, range_id + 1
 
     def layer_index(self, name: str, layer: int) -> int:
-        """Position of a model layer on the layer axis."""
+        """Return the position of a model layer on the layer axis."""
         if not self.families[name].by_layer:
-            raise ValueError(f"family {name!r} is not stored by layer; leave layer out")
+            raise ValueError(f"family {name!r} is not stored by layer; omit layer")
         if layer not in self.hidden_layers:
             raise ValueError(
-                f"layer {layer} is not in the store, which keeps "
+                f"layer {layer} is not in the store, which keeps only "
                 f"{', '.join(map(str, self.hidden_layers))}; extract again with it"
             )
         return self.hidden_layers.index(layer)
@@ -445,7 +437,7 @@ class StoreSpec:
         """Return the content of `examples.safetensors`."""
         tensors = {"lengths": self.lengths, "spans": self.spans}
         tensors |= {"firsts": self.first_rows, "written": self.is_written}
-        # The memory of a strided array would be written as it lies.
+        # safetensors would write a strided array's memory in its physical order.
         contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
         return safetensors.numpy.save(contiguous)
 
@@ -467,12 +459,12 @@ class StoreSpec:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return JSON bytes that depend on the content alone."""
+    """Return JSON bytes that depend only on the content."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
-    """Read and check `index.json` of the store at `url`; also return its SHA-256."""
+    """Parse and check `index.json` of the store at `url`; also return its SHA-256."""
     try:
         index = json.loads(content)
         sha = index.pop("sha256")
@@ -482,7 +474,7 @@ def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
         index, sha, is_intact, version = {}, "", False, FORMAT_VERSION
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{url}index.json is of version {version}, this program reads version "
+            f"{url}index.json has version {version}, but this program reads version "
             f"{FORMAT_VERSION}; use the program that wrote it, or extract again"
         )
     if not is_intact:
@@ -494,7 +486,7 @@ def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
 
 
 def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec:
-    """Check `examples.safetensors` against a parsed index and join the two."""
+    """Check `examples.safetensors` against a parsed index, and combine the two."""
     if hashlib.sha256(examples).hexdigest() != index["examples_sha256"]:
         raise ValueError(
             f"{url}examples.safetensors is missing or damaged: it does not match the "

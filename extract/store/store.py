@@ -2,32 +2,32 @@
 
 Glossary of axes (repeated in the README):
 
-  * `n_examples`: one stored sequence each, in the order of `StoreSpec.keys`.
+  * `n_examples`: stored sequences, in the order of `StoreSpec.keys`.
   * `n_tokens`: tokens of one example; `n_rows`: tokens of many laid end to end.
   * `n_layers_kept`: residual-stream layers in `hidden`; 0 is the embedding.
   * `d_model`: width of the residual stream.
-  * `n_layers`: decoder blocks; `n_attention_layers`: those whose attention is read.
+  * `n_layers`: decoder blocks; `n_attention_layers`: blocks whose attention is read.
   * `n_heads`: attention heads.
   * span axes `[3, 2]`: (context, question, answer) × (start, stop), half-open
-    positions inside the example; equal numbers where a span is empty.
+    positions inside the example; start equals stop if a span is empty.
 
 Families: `hidden [n_rows, n_layers_kept, d_model]`, `prob [n_rows, 5]`,
 `resid [n_rows, 4·n_layers]`, `attn [n_rows, 2, 2, n_attention_layers, n_heads]`.
-`hidden` may keep the answer span alone, and may be int8: then `hidden_scale
-[n_rows, n_layers_kept]` lies beside it, and reading `hidden` gives float32.
+`hidden` may be kept only for the answer span, and may be int8; then `hidden_scale
+[n_rows, n_layers_kept]` is stored too, and reading `hidden` gives float32.
 
 Ranges. Consecutive examples form a *range* as long as their tokens fit in
-`rows_per_shard` rows, and every range starts at a shard boundary; an example that
-is longer has a range of several shards to itself. So workers that own different
-ranges never share a file, and the bytes do not depend on who wrote them. The rest
-of a range's last shard is never written and takes no room, and so is what a family
-of the answer span alone does not fill. Readers never see this: to them a family's
-rows are all examples end to end, without gaps.
+`rows_per_shard` rows; a longer example forms a range of several shards by itself.
+Every range starts at a shard boundary, so workers that own different ranges never
+share a file, and the bytes do not depend on who wrote them. Rows that a family does not
+fill in a range's shards (more if it keeps only the answer span) are never written and
+take no space. Readers never see these gaps: to them, a family's rows are those of all
+examples end to end.
 
 A range is done when its commit record exists, which is written after the data.
-What is absent or damaged raises; it is never NaN, zero, or left out.
+Absent or damaged data raises an error; it is never read as NaN or zero, or skipped.
 
-A store is `index.json`, `examples.safetensors`, one folder per family, and
+A store consists of `index.json`, `examples.safetensors`, one folder per family, and
 `commits/<store id>/<range>.json`.
 """
 
@@ -58,7 +58,7 @@ _BYTES_IN_FLIGHT = 256 << 20
 
 @functools.cache
 def _context() -> ts.Context:
-    """Return the context all stores share; a memory:// store lives in its context."""
+    """Return the context that all stores share, since memory:// data lives in it."""
     return ts.Context()
 
 
@@ -70,7 +70,7 @@ def as_url(where: str | Path) -> str:
 
 
 def open_kvstore(url: str) -> ts.KvStore:
-    """Open the key-value store below `url`."""
+    """Open the key-value store at `url`."""
     return ts.KvStore.open(url, context=_context()).result()
 
 
@@ -80,7 +80,7 @@ def _array_spec(url: str, spec: StoreSpec, name: str) -> dict[str, Any]:
     codecs = [little, {"name": "crc32c"}]
     sharding = {
         "chunk_shape": family.chunk_shape(rows),
-        # Without the inner crc32c 310 of 400 flipped bits read back unnoticed.
+        # Without the inner crc32c, 310 of 400 flipped bits were read back unnoticed.
         "codecs": codecs,
         "index_codecs": codecs,
         "index_location": "end",
@@ -98,15 +98,15 @@ def _array_spec(url: str, spec: StoreSpec, name: str) -> dict[str, Any]:
             },
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         },
-        # Neither is TensorStore's default; without them a row that equals the fill
-        # value is not written, and a row that is not written reads as the fill value.
+        # TensorStore defaults to neither; without them, rows equal to the fill value
+        # are not written, and rows that were not written read as the fill value.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorStore]:
-    """Open every family; an error names the one that fails."""
+    """Open the array of every family; an error names the one that failed."""
     arrays = {}
     for name in spec.families:
         if not create:
@@ -117,17 +117,17 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
         except (ValueError, OSError) as error:
             cause = _cause_of(error)
             raise ValueError(
-                f"{url}{name} cannot be written ({cause}); look what is there, or "
-                "choose another place"
+                f"{url}{name} cannot be written ({cause}); check what is already "
+                "there, or choose another place"
                 if create
-                else f"{url}{name} does not hold the array its index describes "
+                else f"{url}{name} does not hold the array that the index describes "
                 f"({cause}); delete {url} and extract again"
             ) from error
     return arrays
 
 
 def _check_nesting(url: str, name: str) -> None:
-    """Refuse metadata nested so deeply that TensorStore would end the process."""
+    """Refuse metadata nested so deeply that TensorStore would crash the process."""
     key = f"{name}/zarr.json"
     stored = open_kvstore(url).read(key).result()
     if stored.state == "value":
@@ -144,49 +144,48 @@ def _cause_of(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureStore:
-    """An opened store."""
+    """An open feature store."""
 
-    url: str  # where it lies, with a trailing slash
+    url: str  # of the store, with a trailing slash
     id: str  # first 16 hex digits of the index's SHA-256; names the commit folder
     spec: StoreSpec
     arrays: Mapping[str, ts.TensorStore]  # one open TensorStore per family
-    # Ranges that were found committed, or written: no writer takes a record back.
+    # Ranges known to be committed; no other writer withdraws a commit.
     seen: set[int] = dataclasses.field(default_factory=set, repr=False)
 
     def commit_key(self, range_id: int) -> str:
-        """Key of the commit record of one range, below `url`."""
+        """Return the key of a range's commit record, below `url`."""
         return f"commits/{self.id}/{range_id:06d}.json"
 
     def shard_keys(self, range_id: int, name: str) -> list[str]:
-        """Keys of one range's files in one family, below `url`."""
+        """Return the keys of a range's files in one family, below `url`."""
         first, last = self.spec.range_shards[range_id : range_id + 2].tolist()
         zeros = "/0" * len(self.spec.families[name].shape)
         return [f"{name}/c/{shard}{zeros}" for shard in range(first, last)]
 
     def source_of(self, range_id: int) -> str:
-        """Name what has to be deleted for one range to be read again.
+        """Return what to delete so that a range is read again.
 
-        The index says which answers were read while they were written, which nobody
-        can do again: with such answers that is the store.
+        If any answers were read while being written, that is the whole store: its index
+        marks those answers, and they cannot be read in that way again.
         """
         return self.url if self.spec.is_written.any() else self.commit_key(range_id)
 
     def describe(self, range_id: int) -> str:
-        """Name one range for a message."""
+        """Name a range for use in messages."""
         first, last = self.spec.range_examples[range_id : range_id + 2].tolist()
         return f"range {range_id} (examples {first} to {last - 1}) of {self.url}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ragged:
-    """One family of several examples, end to end."""
+    """One family of several examples, whose rows lie end to end."""
 
-    values: np.ndarray  # `[n_rows, …]`; of i `values[starts[i]:starts[i] + lengths[i]]`
-    starts: np.ndarray  # `[n_examples]` int64
+    values: np.ndarray  # `[n_rows, …]`, see `example`
+    starts: np.ndarray  # `[n_examples]` int64, first row of each example
     lengths: np.ndarray  # `[n_examples]` int64, rows of each example
-    # `[n_examples]` int64, the token of each example that has the first row; 0 where
-    # every token has a row. What is at token t of example i lies in row
-    # `starts[i] + t - first_tokens[i]`.
+    # `[n_examples]` int64, the token of each example that has its first row; 0 if every
+    # token has one. Token t of example i is in row `starts[i] + t - first_tokens[i]`.
     first_tokens: np.ndarray
 
     def example(self, i: int) -> np.ndarray:
@@ -195,7 +194,7 @@ class Ragged:
 
 
 def open_store(url: str | Path) -> FeatureStore:
-    """Open an existing store; it may still be incomplete, see `done_ranges`."""
+    """Open an existing store, which may be incomplete; see `done_ranges`."""
     url = as_url(url)
     kvstore = open_kvstore(url)
     stored = kvstore.read("index.json").result()
@@ -211,16 +210,16 @@ def open_store(url: str | Path) -> FeatureStore:
 def end_to_end(
     first: FeatureStore, second: FeatureStore, keys: Sequence[tuple[str, ...]]
 ) -> FeatureStore:
-    """Return the examples of two finished stores as one to read, without a copy.
+    """Return the examples of two finished stores as one readable store, without a copy.
 
-    It has the fingerprint of the first, and the keys that are given for all examples.
+    It has the fingerprint of the first; `keys` names the examples of both.
     """
     specs = first.spec, second.spec
     here, there = ((dict(x.families), x.hidden_layers, x.rows_per_shard) for x in specs)
     if here != there:
         raise ValueError(
-            f"{second.url} does not hold what {first.url} holds, expected the same "
-            "families, layers, types and rows of a file; extract it again as that was"
+            f"{second.url} does not match {first.url}: expected the same families, "
+            "layers, dtypes and rows per shard; extract it again like the first"
         )
     fields: dict[str, Any] = {
         field: np.concatenate([getattr(spec, name) for spec in specs])
@@ -241,13 +240,13 @@ def end_to_end(
         name: ts.concat([array, second.arrays[name]], axis=0)
         for name, array in first.arrays.items()
     }
-    seen = set(range(spec.n_ranges))  # what is missing has no file, which is an error
+    seen = set(range(spec.n_ranges))  # reading a missing range still fails: no file
     url = f"{first.url} and {second.url}"
     return FeatureStore(url=url, id="", spec=spec, arrays=arrays, seen=seen)
 
 
 def done_ranges(store: FeatureStore) -> frozenset[int]:
-    """Return the ranges that are committed now."""
+    """Return the ranges that are committed by the time of the call."""
     folder = f"commits/{store.id}/"
     span = ts.KvStore.KeyRange(folder, folder + "\x7f")
     keys = open_kvstore(store.url).list(span).result()
@@ -259,8 +258,8 @@ def _range_of(url: str, key: str) -> int:
     match = re.fullmatch(r".*/([0-9]+)\.json", key)
     if match is None:
         raise ValueError(
-            f"{url}{key} is no commit record, and the folder must hold nothing else "
-            "(a stage is done again when it changes); delete that file"
+            f"{url}{key} is not a commit record, and its folder must hold nothing else "
+            "(a stage is repeated if the folder changes); delete that file"
         )
     return int(match[1])
 
@@ -278,7 +277,7 @@ def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.Tenso
 def read_blocks(
     store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Read row blocks `[start, stop)` as they are stored, int8 codes included."""
+    """Read blocks of rows `[start, stop)` as stored, that is, int8 as codes."""
     array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
     values = np.empty((n_rows, *array.shape[1:]), array.dtype.numpy_dtype)
@@ -290,7 +289,7 @@ def read_blocks(
             if range_id not in store.seen and range_id not in done_ranges(store):
                 raise ValueError(
                     f"{store.describe(range_id)} is not extracted yet (no "
-                    f"{store.commit_key(range_id)}); run extract again, it continues"
+                    f"{store.commit_key(range_id)}); run extract again to continue"
                 )
             copy = target[row : row + n].write(array[stored : stored + n])
             pending.append((range_id, copy))
@@ -305,7 +304,7 @@ def read_blocks(
 def _finish(
     store: FeatureStore, name: str, pending: list[tuple[int, ts.WriteFutures]]
 ) -> None:
-    """Wait for copies; name range and file of one that failed."""
+    """Wait for pending reads; an error names the range and files of one that failed."""
     for range_id, future in pending:
         try:
             future.result()
@@ -319,7 +318,7 @@ def _finish(
 
 
 def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return row blocks; neighbours become one, which is read in one go."""
+    """Return blocks of rows, joining adjacent ones to be read in one go."""
     blocks: list[tuple[int, int]] = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if blocks and blocks[-1][1] == start:
@@ -339,18 +338,15 @@ def read_family(
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
-    Values are of the family's type; those of an int8 family are float32, unless its
-    codes are asked for.
+    Values have the family's dtype; int8 becomes float32 unless `is_decoded` is False.
 
     Args:
       store: the store.
       family: name of the family.
       examples: indices in any order, a slice, or None for all.
-      layer: number of one model layer of a family stored by layer, which leaves the
-        layer axis out; None for all.
-      span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
-        all that the family keeps.
-      is_decoded: False for int8 codes, whose scales are a family of their own.
+      layer: number of the one layer to read, dropping the layer axis; None for all.
+      span: 0, 1 or 2 for only rows of the context, question or answer; None for all.
+      is_decoded: False to get int8 codes, whose scales are a separate family.
     """
     _family_array(store, family, layer)
     spec = store.spec
@@ -361,8 +357,8 @@ def read_family(
     if span is not None:
         if span != 2 and spec.families[family].spans == "answer":
             raise ValueError(
-                f"{store.url} keeps {family!r} of the answer span alone; extract again "
-                "with --set hidden_spans=all"
+                f"{store.url} keeps {family!r} only for the answer span; extract again "
+                "with hidden_spans=all"
             )
         bounds = spec.spans[chosen, span]
         starts, lengths = starts + bounds[:, 0] - first, bounds[:, 1] - bounds[:, 0]
@@ -380,17 +376,16 @@ _WRITABLE = ("file://", "memory://", "gs://")
 
 
 def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
-    """Create a store, or open it if exactly this one is there already.
+    """Create a store, or open it if exactly this one already exists.
 
-    Several processes may do this at once: each writes the same bytes, and
-    `index.json` comes last.
+    Several processes may do so at once: all write the same bytes, `index.json` last.
     """
     url = as_url(url)
     if not url.startswith(_WRITABLE):
         raise ValueError(
-            f"a feature store cannot be written to {url}: only "
-            f"{', '.join(_WRITABLE)} replace a file in one step; extract to one of "
-            "these and copy the finished store"
+            f"a feature store cannot be written to {url}: files are replaced in one "
+            f"step only under {', '.join(_WRITABLE)}; extract to one of these and copy "
+            "the finished store"
         )
     kvstore = open_kvstore(url)
     index = spec.index_bytes()
@@ -423,7 +418,7 @@ def _index_difference(stored: bytes, wanted: bytes) -> str:
             continue
         is_short = len(there) + len(wants) < 200
         differences.append(
-            f"its {field} is {there}, not {wants}" if is_short else f"other {field}"
+            f"{field} {there} instead of {wants}" if is_short else f"other {field}"
         )
     return "; ".join(differences) or "its index.json was written by another version"
 
@@ -433,8 +428,8 @@ def write_range(
 ) -> None:
     """Write every family of one range, then its commit record.
 
-    Several processes may write different ranges at once. Signals are `[n_rows, …]` by
-    family, the range's examples end to end; they replace what is there of the range.
+    Several processes may write different ranges at once. `signals` holds `[n_rows, …]`
+    per family, the range's examples end to end, and replaces any earlier data.
     """
     kvstore = open_kvstore(store.url)
     _check_signals(store, range_id, signals)
@@ -442,15 +437,15 @@ def write_range(
     stale = [store.commit_key(range_id)]
     for name in store.spec.families:
         stale += store.shard_keys(range_id, name)
-    # TensorStore merges a write into the shard it finds. What an interrupted run left
-    # there is taken away first, so that the bytes cannot depend on it.
+    # TensorStore merges a write into an existing shard. What an interrupted run left is
+    # deleted first, so that the bytes cannot depend on it.
     for key in stale:
         kvstore.write(key, None).result()
     first = int(store.spec.range_shards[range_id]) * store.spec.rows_per_shard
     futures = [
         store.arrays[name][first : first + len(values)].write(values)
         for name, values in signals.items()
-        if len(values)  # a range may keep no answer token at all
+        if len(values)  # a range may store no answer token at all
     ]
     record = {"range": range_id, "crc32": _checksums(signals)}
     for future in futures:
@@ -468,11 +463,11 @@ def _check_signals(
         wanted[name] = ((stop - start, *family.shape), family.numpy_dtype)
     came = {name: (value.shape, value.dtype) for name, value in signals.items()}
     if came != wanted:
-        raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {came}")
+        raise ValueError(f"{store.describe(range_id)}: expected {wanted}, found {came}")
 
 
 def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """CRC-32 of each family's values, C order; SHA-256 would halve the write rate."""
+    """Return a CRC-32 per family, in C order; SHA-256 would halve the write rate."""
     return {
         name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data):08x}"
         for name, values in signals.items()
@@ -480,7 +475,7 @@ def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def verify(store: FeatureStore) -> list[str]:
-    """Read everything again; returns a sentence for each thing absent or damaged."""
+    """Read everything again; return a sentence per missing or damaged part."""
     problems = []
     done = done_ranges(store)
     for range_id in range(store.spec.n_ranges):
@@ -507,6 +502,6 @@ def _verify_range(store: FeatureStore, range_id: int) -> Iterator[str]:
         if _checksums({name: values})[name] != wanted(name):
             files = ", ".join(store.shard_keys(range_id, name))
             yield (
-                f"{store.describe(range_id)}: {files} does not hold what was written "
-                f"(CRC-32 differs from {key}){again}"
+                f"{store.describe(range_id)}: what is in {files} is not what was "
+                f"written (its CRC-32 differs from {key}){again}"
             )

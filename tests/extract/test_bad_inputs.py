@@ -42,12 +42,12 @@ def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_load
     assert "note: device 'cuda'" in capsys.readouterr().err
     path = make_run(tmp_path / "run", backbone=config).path
     done = beatrice("answer", path, code=1)
-    assert "device 'cuda:0': Torch" in done.output
-    assert "sees no GPUs here; go on where it sees them" in done.output
-    assert "or choose the cpu (a run: " in done.output
+    assert "device 'cuda:0': no such GPU here (Torch" in done.output
+    assert "sees none); run where Torch sees it" in done.output
+    assert "or choose the cpu (for a run: " in done.output
     rows = {row.about: row for row in look_at_run(path)}
     assert rows["device"].status == "problem"
-    assert "sees no GPUs here" in rows["device"].text
+    assert "no such GPU here" in rows["device"].text
 
 
 @pytest.mark.parametrize("device", ["tpu", "hpu"])  # unknown, known and not here

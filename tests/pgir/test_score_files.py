@@ -441,7 +441,7 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
     for options, message in (
         ({"dtype": "float8"}, "dtype: expected one of"),
         ({"device": 3}, "device: expected a Torch device"),
-        ({"device": f"cuda:{torch.cuda.device_count()}"}, "GPUs here"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, "no such GPU"),
         ({"model": backbone, "device": "cpu"}, "those of the model in memory"),
         ({"model": 3}, "model: expected a path"),
     ):

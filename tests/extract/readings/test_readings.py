@@ -191,11 +191,11 @@ def test_without_a_reading_of_attention_the_model_attends_by_itself(backbone):
 
 
 def test_an_unknown_name_is_refused_and_so_is_a_missing_prompt(backbone):
-    with pytest.raises(ValueError, match="no reading is called attn"):
+    with pytest.raises(ValueError, match="unknown readings: attn"):
         list(read(backbone, ANSWERS, ["attn"]))
-    with pytest.raises(ValueError, match="'p_true' needs what it reads"):
+    with pytest.raises(ValueError, match="'p_true' needs its argument"):
         list(read(backbone, ANSWERS, ["p_true"]))
-    with pytest.raises(ValueError, match="needs what it reads for each of 4"):
+    with pytest.raises(ValueError, match="needs its argument for each of 4"):
         list(read(backbone, ANSWERS, ["lumina_mmd"], swapped=SWAPPED[:2]))
     assert set(SECOND_PASSES) <= set(READINGS)
 

@@ -213,7 +213,7 @@ def test_a_default_device_and_a_default_type_change_nothing(tmp_path, monkeypatc
             lambda: reader.read(sequences),
             lambda: generate_and_read(reader, requests, CONFIG),
         ):
-            with pytest.raises(ValueError, match="default type is bfloat16, .* call"):
+            with pytest.raises(ValueError, match="default dtype is bfloat16, .* call"):
                 work()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -448,7 +448,7 @@ def test_a_layer_that_chooses_keys_of_its_cache_is_read_again():
     model = twin_of("deepseek_v32")
     model.generation_config.eos_token_id = 60
     reader = SignalReader(Backbone.from_model(model, Numbers()))
-    assert "of which it chooses some" in check_decoding(reader)
+    assert "selects some of the keys in a cache" in check_decoding(reader)
 
 
 class LateTargets(DecodeReading):

@@ -85,14 +85,14 @@ def test_other_answers_of_equal_length_are_refused(tmp_path):
     run(tmp_path, sequences=sequences_of())
     other = sequences_of()
     other[3].ids[0] += 1
-    with pytest.raises(ValueError, match="its fingerprint.sequences_sha256 is"):
+    with pytest.raises(ValueError, match="fingerprint.sequences_sha256 "):
         run(tmp_path, sequences=other)
 
 
 def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
     sequences = sequences_of(10)
     sequences[4].ids[0] = 99
-    advice = r"'hidden' of answer \('q4', .* numbers: 0 .* 1 were NaN .* load the model"
+    advice = r"'hidden' of answer \('q4', .* hold: 0 .* 1 were NaN .* load the model"
     with pytest.raises(ValueError, match=advice):
         run(tmp_path, sequences=sequences, reader=id_reader(poison=99))
     store = open_store(tmp_path)
@@ -115,12 +115,12 @@ def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(tmp_path,
             reading.prob = OTHER_SHAPES[shape](reading.prob)
             return reading
 
-    with pytest.raises(ValueError, match=r"the reader gave 'prob' of answer .* as \["):
+    with pytest.raises(ValueError, match=r"returned 'prob' of answer .* with shape \["):
         run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
 
 
 def test_no_rows_a_shard_is_no_way_to_leave_the_choice():
-    with pytest.raises(ValueError, match="rows_per_shard is a power of two, not 0"):
+    with pytest.raises(ValueError, match="must be a power of two, found 0"):
         plan_of(sequences_of(3), id_reader(), ExtractConfig(rows_per_shard=0))
 
 
@@ -137,7 +137,7 @@ def test_readings_may_be_lists(tmp_path):
 
 def test_the_config_and_the_reader_must_agree_on_layers():
     config = dataclasses.replace(SMALL, hidden_layers=(1,))
-    with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], the config wants"):
+    with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], but the config"):
         plan_of(sequences_of(3), id_reader(), config)
 
 

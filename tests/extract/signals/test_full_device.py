@@ -115,7 +115,7 @@ def test_halves_are_named_once_where_a_text_of_each_batch_does_not_fit(capsys):
         for _ in range(3):
             with pytest.raises(DoesNotFit):
                 generate(backbone, requests, CONFIG)
-    assert capsys.readouterr().err.count("are done in halves") == 1
+    assert capsys.readouterr().err.count("are run in halves") == 1
 
 
 @pytest.mark.parametrize(

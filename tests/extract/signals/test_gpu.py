@@ -165,7 +165,7 @@ def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(dtype
     for layer in model.model.layers:
         layer.self_attn.__class__ = HalvedAttention
     model.set_attn_implementation("halved")
-    message = "what the attention of layer 0 puts out by itself and as it is read"
+    message = "the outputs of layer 0's attention by itself and as it is read"
     with PretendedGpu(), pytest.raises(ValueError, match=message):
         SignalReader(Backbone.from_model(model.to(DEVICE), Numbers()))
 

@@ -103,7 +103,7 @@ def test_one_span_of_one_layer_is_that_part_of_everything(memory, spans):
 
 def test_a_span_that_was_not_kept_is_refused(memory):
     store = extracted(memory, hidden_spans="answer")
-    with pytest.raises(ValueError, match="answer span alone.*hidden_spans=all"):
+    with pytest.raises(ValueError, match="only for the answer span.*hidden_spans=all"):
         read_family(store, "hidden", span=1)
     assert len(read_family(store, "prob", span=1).values)
 

@@ -243,8 +243,8 @@ def test_a_layer_that_does_not_call_one_of_its_parts_is_refused():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Projected, "what the decoder puts out and the final norm of its last state"),
-        (Cut, "the model's logits are of 56 words.*has 61 rows"),
+        (Projected, "the decoder's output and the final norm of its last state"),
+        (Cut, "the model has 56 logits per token.*embedding has 61 rows"),
     ],
 )
 def test_what_follows_the_last_layer_is_as_the_layout_says_or_refused(
@@ -314,7 +314,7 @@ def weak_sink(logits, visible):
 
 def test_a_sink_too_weak_for_rounded_logits_is_refused_all_the_same():
     model = with_attention("weak_sink", weak_sink).to(BF16)
-    refused(model, "what the attention of layer 0 puts out by itself and as it is read")
+    refused(model, "the outputs of layer 0's attention by itself and as it is read")
 
 
 class Packed(torch.nn.Module):
@@ -350,7 +350,7 @@ def test_a_model_of_packed_weights_is_held_to_the_rounding_of_its_products(dtype
     SignalReader(Backbone.from_model(packed_model(dtype, "sdpa")))
     with_attention("weak_sink", weak_sink)
     model = packed_model(dtype, "hidden_weak_sink")
-    refused(model, "what the attention of layer 0 puts out by itself and as it is read")
+    refused(model, "the outputs of layer 0's attention by itself and as it is read")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

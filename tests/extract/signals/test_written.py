@@ -249,7 +249,7 @@ def test_what_is_deleted_as_a_message_says_is_read_again(run):
     waiting = min((run / "written").iterdir())
     flip_bit(waiting)
     message = beatrice("extract", run, code=1).stderr
-    assert f"{waiting} is damaged" in message and "and the feature store" in message
+    assert f"{waiting} is damaged" in message and "also the feature store" in message
     waiting.unlink()
     shutil.rmtree(run / "features")
     beatrice("extract", run)

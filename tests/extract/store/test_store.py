@@ -124,7 +124,7 @@ def test_two_stores_end_to_end_are_read_as_each_by_itself(tmp_path):
     alone = read_family(stores[1], "hidden", [1], layer=7, span=2)
     np.testing.assert_array_equal(states.example(0), alone.values)
     other = create_store(tmp_path / "c", spec_of(rows_per_shard=32))
-    with pytest.raises(ValueError, match="does not hold what .* holds"):
+    with pytest.raises(ValueError, match="does not match .* expected the same"):
         end_to_end(stores[0], other, keys)
     shutil.rmtree(tmp_path / "b" / "prob")
     with pytest.raises(ValueError, match="is damaged in prob"):
@@ -254,7 +254,7 @@ def test_an_unreadable_commit_record_and_a_stray_file_among_them_are_named(tmp_p
     for name in (".DS_Store", "000001.json.bak", "notes.json"):
         stray = record.with_name(name)
         stray.write_text("")
-        with pytest.raises(ValueError, match=f"{name} is no commit record.*delete"):
+        with pytest.raises(ValueError, match=f"{name} is not a commit record.*delete"):
             done_ranges(store)
         stray.unlink()
     assert len(done_ranges(store)) == store.spec.n_ranges
@@ -277,12 +277,12 @@ def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_pa
     again = create_store(tmp_path, spec_of())
     np.testing.assert_array_equal(read_family(again, "prob").values, signals["prob"])
     assert files_under(tmp_path) == before
-    with pytest.raises(ValueError, match='its fingerprint.revision is "1", not "2"'):
+    with pytest.raises(ValueError, match='fingerprint.revision "1" instead of "2"'):
         create_store(tmp_path, spec_of(fingerprint=FINGERPRINT | {"revision": "2"}))
-    with pytest.raises(ValueError, match="rows_per_shard is 64, not 128"):
+    with pytest.raises(ValueError, match="rows_per_shard 64 instead of 128"):
         create_store(tmp_path, spec_of(rows_per_shard=128))
     short = {name: values[:10] for name, values in signals.items()}
-    with pytest.raises(ValueError, match="range 0 .* needs .*found"):
+    with pytest.raises(ValueError, match="range 0 .*: expected .*found"):
         write_range(store, 0, short)
     assert files_under(tmp_path) == before
 
@@ -290,10 +290,10 @@ def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"rows_per_shard": 100}, "power of two, not 100"),
-        ({"keys": spec_of().keys[:-1] + spec_of().keys[:1]}, "no key twice.*q0"),
-        ({"spans": spec_of().spans + 100}, "spans are .* inside the example"),
-        ({"hidden_layers": (0, 4)}, "has 3 layers, hidden_layers names 2"),
+        ({"rows_per_shard": 100}, "power of two, found 100"),
+        ({"keys": spec_of().keys[:-1] + spec_of().keys[:1]}, "unique keys.*q0"),
+        ({"spans": spec_of().spans + 100}, "expected spans .* inside the example"),
+        ({"hidden_layers": (0, 4)}, "has 3 layers, but hidden_layers names 2"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(changes, complaint):
