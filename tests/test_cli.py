@@ -123,8 +123,8 @@ WRONG_USAGE = [
     ("data RUN --train x=", "such as mine=questions.jsonl"),
     ("data RUN --train x=HERE --splits nowhere.json", "does not exist"),
     ("demo RUN --set streamed=", "streamed: expected true or false"),
-    ("sample RUN --set temperature=nan", "nan is no finite number"),
-    ("control RUN --max-generations inf", "inf is no finite number"),
+    ("sample RUN --set temperature=nan", "nan is not a finite number"),
+    ("control RUN --max-generations inf", "inf is not a finite number"),
     ("train RUN --set device_memory=much", "device_memory: expected a number of bytes"),
     ("xyzzy RUN", "No such command 'xyzzy'"),
     ("bench xyzzy", "No such command 'xyzzy'"),
@@ -220,14 +220,14 @@ def test_what_cannot_be_written_is_told_before_the_work(small_run, tmp_path, wor
     for name, place in places.items():
         words = words.replace(name, place)
     done = beatrice(*words.split(), code=2)
-    assert f"{tmp_path / 'file'} is no folder" in done.stderr
+    assert f"{tmp_path / 'file'} is not a folder" in done.stderr
 
 
 def test_another_run_that_is_none_is_told_and_not_written_down(small_run, tmp_path):
     before = (small_run / "manifest.json").read_bytes()
     for verb in ("anatomy", "report"):
         done = beatrice(verb, small_run, tmp_path, code=2)
-        assert f"{tmp_path} is no run directory" in done.stderr
+        assert f"{tmp_path} is not a run directory" in done.stderr
     assert (small_run / "manifest.json").read_bytes() == before
 
 

@@ -1,10 +1,9 @@
 """The stages that ask the run's backbone: `answer`, and `sample` for baselines.
 
-Rows that are done are never done again: a killed stage continues where it stopped.
+Rows that exist are never generated again: a killed stage continues where it stopped.
 Batches are planned over all requests, done or not, so that an answer depends neither on
-when the run was killed nor on how many workers share it. An answer holds if it is to
-the very prompt that is asked now; others (of a context that was rewritten since) are
-moved to a file beside, never mixed in.
+when the run was killed nor on how many workers share it. An answer is valid if its
+prompt is exactly the request's; others (to contexts rewritten since) go to `*.stale`.
 """
 
 import dataclasses
@@ -66,9 +65,9 @@ if TYPE_CHECKING:
 def answer_files(
     run: RunDir, requests: Sequence[Request] | None = None
 ) -> JournalFiles[Key, Answer]:
-    """Return where answers lie: in a file, and in a folder of what workers wrote.
+    """Return where answers are stored: a file, and a folder of workers' files.
 
-    An answer holds if it is to the very prompt of a request; None takes all answers.
+    With requests, only answers to exactly their prompts count; with None, all do.
     """
     prompts = {request.key: request.prompt.ids for request in requests or ()}
     return JournalFiles(
@@ -80,8 +79,8 @@ def answer_files(
     )
 
 
-# How a refusal begins. A short list on purpose: it counts what is plainly no answer,
-# and drops nothing.
+# How a refusal begins. The list is short on purpose: it should match only what is
+# plainly no answer. Matches are only counted; no answer is dropped.
 _HEDGE = re.compile(
     r"\W*((i|we) (do not|don't|don’t|cannot|can't|can’t|am not|am unable|have no)\b"
     r"|i'm (not sure|unable|sorry)|i’m (not sure|unable|sorry)|sorry\b"
@@ -96,7 +95,7 @@ _HEDGE = re.compile(
 
 
 def is_hedge(text: str) -> bool:
-    """Return whether an answer begins with a refusal or "unknown", in English words."""
+    """Return whether an answer begins with a refusal or "unknown", in English."""
     return _HEDGE.match(text) is not None
 
 
@@ -109,12 +108,12 @@ def _counts_of(answers: Sequence[Answer]) -> dict[str, int]:
 
 
 def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
-    """Return the shares of answers that are cut off, empty, and hedges or refusals."""
+    """Return the shares of cut answers, of empty ones, and of hedges or refusals."""
     return {name: n / len(answers) for name, n in _counts_of(answers).items()}
 
 
 def _against_cuts(prompt: PromptConfig, limit: int) -> str:
-    """Return the options by which the next run can have whole answers."""
+    """Return the options that avoid cut answers in the next run."""
     options = [f"--max-new-tokens above {limit}"]
     if prompt.template != "few-shot":
         options.append("--template few-shot, whose examples have short answers")
@@ -126,12 +125,12 @@ def _against_cuts(prompt: PromptConfig, limit: int) -> str:
 def summarize_answers(
     answers: Sequence[Answer], limit: int, prompt: PromptConfig
 ) -> list[str]:
-    """Count per setting the answers that are cut at the length limit or empty."""
+    """Return a line per setting on cut and empty answers; raises if all are empty."""
     if answers and not any(answer.text.strip() for answer in answers):
         raise ValueError(
-            f"all {len(answers)} answers are empty: the model ends or cannot go on "
-            "where its answer should begin; ask in other words (--template, --chat), "
-            "look at the model's weights, and start another run directory"
+            f"all {len(answers)} answers are empty: the model ends or cannot continue "
+            "where its answer should begin; use another template (--template, --chat), "
+            "check the model's weights, and start another run directory"
         )
     lines = []
     for setting in dict.fromkeys(answer.setting for answer in answers):
@@ -143,17 +142,17 @@ def summarize_answers(
         )
         if n_cut > 0.1 * len(rows):
             lines[-1] += (
-                ". A cut answer is half a text, and mostly labelled wrong: the model "
-                "explains or never stops. Make another run with "
+                ". Cut answers are incomplete, and mostly labelled wrong: the model "
+                "explains, or never stops. Make another run with "
                 f"{_against_cuts(prompt, limit)}"
             )
     return lines
 
 
 def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write in a folder of answers which backend answers, or check that it did."""
+    """Record a folder's backend, or check that it is the one recorded."""
     path = folder / "backend.json"
-    # Through JSON, so that tuples and lists compare alike.
+    # Through JSON, so that tuples compare equal to lists.
     wanted = json.loads(json.dumps(dict(identity)))
     if not path.exists():
         write_json_atomic(path, wanted)
@@ -172,9 +171,9 @@ def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
 def generate(
     generator: Generator, requests: Sequence[Request], sampling: SamplingConfig
 ) -> Iterator[Answer]:
-    """Answer requests, greedily in a run; yields each answer as soon as it exists.
+    """Answer requests, yielding each answer as soon as it exists.
 
-    The generator must return the token ids of its texts.
+    In a run, `sampling` is greedy. The generator must return its texts' token ids.
     """
     for i, reply in generator.stream(prompts_of(requests), sampling):
         yield requests[i].answer(reply)
@@ -183,9 +182,9 @@ def generate(
 def prompts_of(requests: Sequence[Request]) -> list[GeneratorPrompt]:
     """Return requests as prompts with their exact ids.
 
-    What they have in common is computed once up to where signals are read, whether the
-    answers are read while they are written or not, so that sums are rounded alike: in
-    bfloat16 other beginnings are other answers where two tokens are nearly as likely.
+    Their common beginning is computed once, up to where signals are read, even if none
+    are read while answering: with another length, sums would be rounded differently,
+    which in bfloat16 changes answers in which two tokens are nearly equally likely.
     """
     return [
         GeneratorPrompt(
@@ -208,7 +207,7 @@ def append_answers(
 ) -> None:
     """Answer the requests of a share that have no row yet, batch by batch.
 
-    The answers of a whole share are put into the generator's order at the end.
+    If the share is the whole work, all answers are then put in the generator's order.
     """
     prompts = prompts_of(requests)
     batches = plan_of(generator, prompts, sampling)
@@ -231,28 +230,27 @@ def append_answers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-    """How answers are drawn; the verb has the defaults."""
+    """How answers are sampled; the verb has the defaults."""
 
     n_samples: int  # per question, setting and variant
     sampling: SamplingConfig
 
 
 class Drawn(NamedTuple):
-    """Drawn answers, and what they cost."""
+    """Sampled answers, and the time they took."""
 
     samples: list[Sample]  # in the order of the requests, those of one together
-    # By setting, a drawn answer's, of one worker and over all starts; None where some
-    # were drawn before they were timed.
+    # Mean per sample, on one worker and over all starts; None if some were not timed.
     seconds: dict[Setting, float | None]
 
 
 def _check_read_alike(tokenizer: Any, requests: Sequence[Request]) -> None:
-    """Check that a server that is sent texts reads the very ids of the prompts."""
+    """Check that a server that gets texts will read exactly the ids of the prompts."""
     for request in requests:
         if tuple(tokenizer(request.prompt.text)["input_ids"]) != request.prompt.ids:
             raise ValueError(
-                f"question {request.example_id!r}: its text would be read as other "
-                "tokens than its prompt has; use a server that takes token ids (vLLM)"
+                f"question {request.example_id!r}: its text would be read as tokens "
+                "other than its prompt's; use a server that takes token ids (vLLM)"
             )
 
 
@@ -263,12 +261,12 @@ def draw_answers(
     config: DrawConfig,
     progress: Update,
 ) -> Drawn | None:
-    """Draw `n_samples` answers to every request, the draws of one request together.
+    """Sample `n_samples` answers to every request, those of one request together.
 
-    Returns None where these replies are a share of the texts.
+    Returns None if this process does only a share of the texts, and in a dry run.
     """
     draws = [
-        # Draws are never read, so that all of an equal prompt is computed once.
+        # No signals are read from samples, so equal prompts are computed once in full.
         (request, dataclasses.replace(prompt, sample=k, n_common=None))
         for request, prompt in zip(requests, prompts_of(requests), strict=True)
         for k in range(config.n_samples)
@@ -299,12 +297,12 @@ def _mean(seconds: Sequence[float | None]) -> float | None:
 
 
 def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
-    """Return how a run's questions are put; a dry run records nothing."""
+    """Return how a run's questions are put, recording it unless this is a dry run."""
     return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
-    """Return what changes the prompts and the length of the answers."""
+    """Return what affects the prompts and the length of the answers."""
     return dataclasses.asdict(config.prompt) | {
         "schema": SCHEMA_VERSION,
         "max_new_tokens": config.generation.max_new_tokens,
@@ -321,13 +319,12 @@ def _requests_of(run: RunDir, model: PromptModel, config: AnswerConfig) -> Reque
 class Engine(NamedTuple):
     """What answers a run's questions, and what their prompts are made with."""
 
-    generator: Generator  # answers
-    model: PromptModel  # of the prompts
-    # Returns a generator of the same texts that also reads them; None where answers are
-    # written alone.
+    generator: Generator  # answers the questions
+    model: PromptModel  # makes the prompts
+    # Makes a generator of the same texts that also reads signals; None: it only writes.
     reading: Callable[[Sequence[Request]], Generator] | None = None
-    # A sentence, where they are; empty where nobody wants more.
-    why_alone: str = "this engine writes texts alone"
+    # Why signals are not read, in a sentence; empty if that was asked for.
+    why_alone: str = "this engine only writes texts"
 
 
 def open_local(run: RunDir, config: AnswerConfig) -> Engine:
@@ -348,7 +345,7 @@ def _answer(
     update: Update,
     progress: Progress,
 ) -> int:
-    """Answer a share of the run's batches; of the whole, put all into their order."""
+    """Answer a share of the run's batches, and return how many answers are missing."""
     engine = open_engine(run, config)
     identity = dict(engine.generator.identity) | answer_identity(config)
     record_backend(run.answers, identity)
@@ -369,7 +366,7 @@ def _answer(
         generator = engine.reading(requests)
     elif engine.why_alone:
         progress.note(
-            f"answer: {engine.why_alone}; `beatrice extract` reads the answers again"
+            f"answer: {engine.why_alone}; `beatrice extract` reads the answers later"
         )
     sampling = config.generation.greedy
     append_answers(journal, generator, requests, sampling, update, run.share)
@@ -395,7 +392,7 @@ def load_tokenizer_only(
     check(config.model, outline)
     try:
         defaults = Defaults.from_pretrained(unpacked(config.path))
-    except OSError:  # no such file; the defaults are the config's
+    except OSError:  # there is no such file, so the config has the defaults
         defaults = outline.model.generation_config
     model = TokenizerOnly(
         outline.tokenizer, max_length=window_of(outline.config), name=config.model
@@ -405,9 +402,9 @@ def load_tokenizer_only(
 
 
 def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
-    """Answer every question of a run by an engine that is open, such as a server.
+    """Answer a run's questions with an open engine, such as a server.
 
-    The stage is done again if the engine's identity is another one than before.
+    Raises ValueError if an engine with another identity has answered the run before.
     """
 
     def identity(config: AnswerConfig) -> dict[str, str]:
@@ -419,8 +416,8 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
 
 
 def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
-    """Return what answering needs: the prompts that have no answer yet."""
-    run.hash_inputs(run.examples)  # an error where they are missing
+    """Return what the prompts that have no answer yet will need."""
+    run.hash_inputs(run.examples)  # raises if they are missing
     listed = _requests_of(run, model, config)
     answered = answer_files(run, listed.requests).places()
     prompts = prompts_of([r for r in listed.requests if r.key not in answered])
@@ -429,11 +426,11 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     return dataclasses.replace(forecast, basis=basis)
 
 
-_DRAWING = "config.json"  # beside the samples
+_DRAWING = "config.json"  # next to the samples
 
 
 def read_drawing(run: RunDir) -> dict[str, Any]:
-    """Return how a run's answers were drawn, `splits` too; empty if none were."""
+    """Return how a run's answers were sampled, with `splits`; empty if none were."""
     path = run.samples / _DRAWING
     what_to_do = f"delete {run.samples} and draw again"
     return read_json(path, dict[str, Any], what_to_do) if path.exists() else {}
@@ -450,10 +447,10 @@ def draw_stage(
     *,
     as_text: bool = False,
 ) -> TextStage[Drawn]:
-    """Return the stage that draws answers to the questions of some splits.
+    """Return the stage that samples answers to the questions of some splits.
 
-    Splits that were drawn in the same way before stay. To draw in another way is a
-    ValueError where that would lose a split.
+    Splits that were already sampled with the same options are kept. Other options are
+    a ValueError if a split would be lost.
     """
     identity = {
         "schema": SCHEMA_VERSION,
@@ -467,10 +464,10 @@ def draw_stage(
         splits = [*drawn_splits, *splits]
     elif lost := [split for split in drawn_splits if split not in splits]:
         raise ValueError(
-            f"{run.samples} holds {before['draws']['n_samples']} draws a question of "
+            f"{run.samples} holds {before['draws']['n_samples']} draws per question of "
             f"{' and '.join(lost)}, drawn with other options, and would lose them: "
-            "repeat those options, as they are in its config.json, to add to them, or "
-            f"draw anew with {' '.join(f'--split {x}' for x in (*lost, *splits))}"
+            "repeat the options in its config.json to add to them, or draw again with "
+            f"{' '.join(f'--split {x}' for x in (*lost, *splits))}"
         )
     identity["splits"] = [*dict.fromkeys(splits)]
     limit = draws.sampling.max_new_tokens
@@ -510,7 +507,7 @@ def draw_stage(
 
 
 def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage:
-    """Return the stage that answers by what `open_engine` opens when it is needed."""
+    """Return the stage that answers with what `open_engine` opens when it is needed."""
     return Stage(
         name="answer",
         inputs=question_files,

@@ -1,8 +1,8 @@
-"""The role that every backend plays: prompts in, texts out, with what they are from.
+"""`Generator`, the interface of every backend, and the store of generated texts.
 
-`TransformersGenerator` computes on this machine, `ServedGenerator` asks a server; a
-stage that judges, rewrites or samples uses either. Its texts lie on disk by key; a dry
-run counts those that are missing.
+`TransformersGenerator` computes on this machine and `ServedGenerator` asks a server;
+stages that judge, rewrite or sample use either. Texts are stored on disk under a key of
+all that affects them; a dry run counts the missing ones.
 """
 
 import copy
@@ -25,7 +25,7 @@ from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import Forecast, current_inputs, once
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
-MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
+MAX_SAMPLES = 1000  # per question; the baselines draw ten, and memory holds all of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,14 @@ class SamplingConfig:
     """How text is generated."""
 
     max_new_tokens: int = 16  # longest text, the stop token included
-    temperature: float = 0.0  # divides the logits; 0 is greedy, whatever follows
+    temperature: float = 0.0  # divides the logits; 0: greedy, ignoring the next three
     top_p: float = 1.0  # keep the most probable tokens up to this mass
     top_k: int | None = None  # keep at most this many tokens; None keeps all
-    seed: int = 0  # of the draws
-    stop: tuple[str, ...] = ()  # end a text where one begins, see `cut_at_stop`
+    seed: int = 0  # of the random draws
+    stop: tuple[str, ...] = ()  # a text ends where one begins, see `cut_at_stop`
 
     def __post_init__(self) -> None:
-        """Check that a backend can sample so."""
+        """Check that every value is valid."""
         finite = 0 <= self.temperature < math.inf
         for name, holds, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
@@ -55,11 +55,11 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether nothing is drawn."""
+        """Return whether the likeliest tokens are chosen, without sampling."""
         return self.temperature == 0
 
     def as_key(self) -> dict[str, Any]:
-        """Return what changes a text; draws change no greedy one."""
+        """Return the settings that affect a text, for its key."""
         key = {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
         if not self.is_greedy:
             key = dataclasses.asdict(self)
@@ -71,18 +71,18 @@ class SamplingConfig:
 class GeneratorPrompt:
     """One text to be continued, or one message to be replied to.
 
-    Where the exact ids of a text matter they are given too, special tokens included.
+    If a text's exact token ids matter, `ids` holds them, special tokens included.
     """
 
     text: str  # for a chat, the user's message
     ids: tuple[int, ...] | None = None
     is_chat: bool = False  # wrap the text in the model's chat template
-    sample: int = 0  # sets draws of the same prompt apart
-    # Most tokens at its beginning that may be computed once for several prompts; None
-    # is any number. It changes a text by rounding alone, and is in no key.
+    sample: int = 0  # number of the draw, if one prompt is sampled several times
+    # How many leading tokens may be computed once for several prompts, at most; None
+    # sets no limit. It affects a text only by rounding, and is not part of the key.
     n_common: int | None = None
-    name: str = ""  # of its question, for messages; in no key
-    # Whether a reply that a server withholds, as by its filter, is taken for one.
+    name: str = ""  # of its question, for messages; not part of the key
+    # Whether a reply that a server withholds (by its filter, say) counts as a reply.
     may_be_withheld: bool = False
 
     def __post_init__(self) -> None:
@@ -91,14 +91,14 @@ class GeneratorPrompt:
             raise ValueError("a chat message is given as text, not as token ids")
 
     def as_key(self, config: SamplingConfig) -> dict[str, Any]:
-        """Return what changes a reply to this prompt."""
+        """Return what affects a reply to this prompt, for its key."""
         key: dict[str, Any] = {"is_chat": self.is_chat}
         key |= {"text": self.text} if self.ids is None else {"ids": list(self.ids)}
         return key if config.is_greedy else key | {"sample": self.sample}
 
 
 class Generated(Record, frozen=True, kw_only=True):
-    """One generated text; None where the backend does not tell."""
+    """One generated text; a field that the backend does not report is None."""
 
     text: str  # without special tokens and surrounding white space
     token_ids: tuple[int, ...] | None  # the ids written, without the stop token
@@ -108,16 +108,16 @@ class Generated(Record, frozen=True, kw_only=True):
     log_probs: tuple[float, ...] | None
     # "length" if the text was cut at its limit, "withheld" if a server did not give it.
     finish: Finish
-    n_prompt_tokens: int | None  # as the model counts
+    n_prompt_tokens: int | None  # as counted by the model
     n_new_tokens: int | None  # likewise, the stop token included
-    # Prompt and new tokens that are booked, at most, where a server does not count.
+    # Most prompt and new tokens, for the spending cap, if a server does not count both.
     booked: tuple[int, int] | None = None
-    # Since the text before it came, so that the first of a batch has all of the batch;
-    # their sum is what the texts took over all starts. None where it is not measured.
+    # Time since the previous text, so the first of a batch has the whole batch's. Their
+    # sum is the time of all texts, over all starts. None if it was not measured.
     seconds: float | None = None
 
 
-# How a model's thinking begins and ends, where nobody has taken it out of its text.
+# The marks around a model's thinking, for models and servers that leave it in the text.
 THINKING = (
     ("<think>", "</think>"),
     ("<|channel>thought", "<channel|>"),
@@ -126,7 +126,7 @@ THINKING = (
 
 
 def without_thinking(text: str) -> str | None:
-    """Return what stands behind a model's thinking; None where that has no end."""
+    """Return the text after a model's thinking; None if the thinking never ends."""
     for begin, end in THINKING:
         text = text.rpartition(end)[2]
         if begin in text:
@@ -135,7 +135,7 @@ def without_thinking(text: str) -> str | None:
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return the character at which the first of the stop strings begins, or None."""
+    """Return where the first stop string in a text begins, in characters, or None."""
     starts = [start for string in stop if (start := text.find(string)) >= 0]
     return min(starts, default=None)
 
@@ -143,13 +143,12 @@ def find_stop(text: str, stop: Sequence[str]) -> int | None:
 def cut_at_stop(
     reply: Generated, stop: Sequence[str], tokenizer: Any | None
 ) -> Generated:
-    """Return a text as it was before the first of the stop strings.
+    """Return a reply, cut before the first stop string in its text.
 
-    The token in which that string begins is the stop token: the model chose to end
-    there, and its choice is read as one of the answer. What that token holds before
-    the string (the full stop, where a full stop and a line feed are one token)
-    belongs to the text, not to the ids. A reply with ids, which include those of the
-    stop string, needs the model's tokenizer.
+    The token in which that string begins becomes the stop token: the model chose to end
+    there, and that choice is part of the answer. What the token holds before the string
+    (a full stop, if that and a line feed are one token) stays in the text but not in
+    the ids. A reply with ids, the stop string's included, needs the model's tokenizer.
     """
     ids, text = reply.token_ids, reply.text
     if ids is not None and stop:
@@ -158,10 +157,10 @@ def cut_at_stop(
     if start is None:
         return reply
     cut = {"text": text[:start].strip(), "finish": "stop"}
-    if ids is None:  # nobody can tell which of its tokens are left
+    if ids is None:  # which of the tokens are left is unknown
         return msgspec.structs.replace(reply, **cut, log_probs=None)
-    # By their text, not its length: bytes may decode to a sign each until their
-    # character is whole.
+    # Texts are compared, not lengths: each byte of an incomplete character may decode
+    # to a replacement character.
     n_tokens = next(
         n
         for n in reversed(range(len(ids)))
@@ -177,23 +176,23 @@ def cut_at_stop(
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of some ids, without special tokens, spaces as they are."""
+    """Return the text of token ids, without special tokens, with spaces unchanged."""
     return tokenizer.decode(
         list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
 
 
 class Generator(Protocol):
-    """Generates texts; the order of the results is the backend's own.
+    """A backend that generates texts; it chooses the order of its results.
 
     A generator that computes in batches also has `plan(prompts, config)`, which returns
-    the batches as indices of prompts, whichever are done: texts of a batch are written
-    down together, and processes that share the work do whole batches.
+    all batches as indices of prompts, whether they are done or not: the texts of a
+    batch are stored together, and processes that share the work do whole batches.
     """
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Return everything about the backend that changes a text; JSON values."""
+        """Return everything about the backend that affects a text, as JSON values."""
         ...
 
     @property
@@ -202,7 +201,7 @@ class Generator(Protocol):
         ...
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
-        """Return how many tokens the model reads, or None if only a server knows."""
+        """Return how many tokens a prompt has, or None if only a server knows."""
         ...
 
     def stream(
@@ -211,11 +210,11 @@ class Generator(Protocol):
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, Generated]]:
-        """Yield (index of the prompt, text) as soon as each exists.
+        """Yield (index of the prompt, text) as soon as each text exists.
 
-        The prompts are all, also those that are done: batches are planned over all, so
-        that a text does not depend on when an earlier run was killed. Those that are
-        done need not be generated again, but may be.
+        `prompts` includes those that are `done` (indices): batches are planned over all
+        prompts, so that a text does not depend on when an earlier run was killed.
+        Prompts that are done need not be generated again, but may be.
         """
         ...
 
@@ -223,7 +222,7 @@ class Generator(Protocol):
 def plan_of(
     generator: Generator, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
 ) -> list[tuple[int, ...]]:
-    """Return the batches of a generator, or every prompt by itself if it has none."""
+    """Return a generator's batches, or one per prompt if it does not plan any."""
     plan = getattr(generator, "plan", None)
     if plan is None:
         return [(i,) for i in range(len(prompts))]
@@ -233,7 +232,7 @@ def plan_of(
 def reply_key(
     identity: Mapping[str, Any], prompt: GeneratorPrompt, config: SamplingConfig
 ) -> str:
-    """Return the SHA-256 of everything that changes a text."""
+    """Return the SHA-256 of everything that affects a text."""
     content = {
         "schema": SCHEMA_VERSION,
         "backend": dict(identity),
@@ -244,19 +243,19 @@ def reply_key(
 
 
 def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
-    """Return the seed of one prompt's draws, in [0, 2**31): the same in any batch."""
+    """Return the random seed of one prompt, in [0, 2**31): the same in any batch."""
     return int(sha256_json([config.seed, prompt.as_key(config)])[:8], 16) >> 1
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
     """Return the SHA-256 of a fast tokenizer and of its chat template.
 
-    None where there is no chat template, and for both without a tokenizer.
+    The template's is None if there is none; without a tokenizer both are None.
     """
     if tokenizer is None:
         return {"tokenizer": None, "chat_template": None}
     rules = tokenizer.backend_tokenizer
-    if rules.truncation or rules.padding:  # Transformers sets both anew at every call
+    if rules.truncation or rules.padding:  # Transformers resets both at every call
         rules = copy.deepcopy(rules)
         rules.no_truncation()
         rules.no_padding()
@@ -282,18 +281,18 @@ def _reply_line(key: str, text: Generated) -> str:
 
 
 def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, SavedReply]:
-    """Return where replies lie: a file, and a folder of what is not in it yet."""
+    """Return where replies are stored: a file, and a folder of parts to add to it."""
     return JournalFiles(path, SavedReply, lambda reply: reply.key, parts)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Replies:
-    """Generated texts by `reply_key`; one is reused for what has the same key alone."""
+    """Generated texts by `reply_key`; a text is reused only for an equal key."""
 
     journal: Journal[str, SavedReply]  # where texts are appended
-    share: Share = Share()  # of the texts that are generated here
-    is_timed: bool = False  # write each seconds, so that no two starts write alike
-    n_reused: int = 0  # texts that were there
+    share: Share = Share()  # which part of the texts this process generates
+    is_timed: bool = False  # store seconds too; no two runs then store the same bytes
+    n_reused: int = 0  # texts that existed
     n_new: int = 0  # texts that were generated and appended
     n_missing: int = 0  # texts that other workers have yet to generate
 
@@ -305,12 +304,12 @@ class Replies:
         progress: Update = lambda done, total: None,
         check: Callable[[Sequence[Generated]], None] | None = None,
     ) -> Sequence[Generated] | None:
-        """Return the text of every prompt, in order; generate what is missing.
+        """Return the text of every prompt, in order, generating the missing ones.
 
-        Equal prompts share a text. Progress is texts of this share that are there, and
-        texts of it in all. Where some are missing, those that are there are checked,
-        which may raise, and then the new ones of each batch once they are written down.
-        None after a share of the texts; `n_missing` counts what others have to do.
+        Equal prompts share a text. `progress` gets the existing and the total number of
+        this share's texts. If any are missing, `check`, which may raise, gets the
+        existing ones, and then the new ones of each stored batch. Returns None if this
+        process does only a share; `n_missing` then counts the texts left to others.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -335,7 +334,7 @@ class Replies:
             if todo.isdisjoint(batch_of[i]):
                 texts = {keys[k]: new.pop(k) for k in batch_of[i] if k in new}
                 self.journal.append({k: _reply_line(k, t) for k, t in texts.items()})
-                if hasattr(generator, "plan"):  # which waited while they were written
+                if hasattr(generator, "plan"):  # it waited while they were stored
                     began = time.monotonic()
                 self.n_new += len(texts)
                 progress(len(mine) - len(todo) - len(new), len(mine))
@@ -348,7 +347,7 @@ class Replies:
         return self.journal.read(keys)
 
     def summary(self) -> str:
-        """Count the texts that were generated, and those that were reused."""
+        """Return in words how many texts were generated, and how many reused."""
         name = self.journal.lines.path.name
         return f"{self.n_new} texts generated, {self.n_reused} found in {name}"
 
@@ -359,9 +358,9 @@ def count_requests(
     config: SamplingConfig,
     generator: Generator | None = None,
 ) -> Forecast:
-    """Return how many tokens texts would need; prompts without ids need the generator.
+    """Return how many requests and tokens the prompts need.
 
-    That of a server may not count them.
+    Prompts without ids need `generator`; one of a server may not know their tokens.
     """
     counts = [
         len(prompt.ids or ()) if generator is None else generator.count_tokens(prompt)
@@ -375,18 +374,18 @@ def count_requests(
         n_prompt_tokens=sum(n or 0 for n in counts) if is_counted else None,
         n_new_tokens=len(prompts) * config.max_new_tokens,
         basis=(
-            "what is there already is not counted; retries are not foreseen"
+            "existing texts and retries are not counted"
             if is_counted
-            else "the server does not count prompt tokens; retries are not foreseen"
+            else "the server does not count prompt tokens; retries are not counted"
         ),
     )
 
 
 class CountedReplies:
-    """Counts the texts that are not there yet, in place of `Replies` in a dry run."""
+    """Counts the missing texts, in place of `Replies` in a dry run."""
 
     def __init__(self, files: JournalFiles[str, SavedReply], stage: str) -> None:
-        """Read which texts are there; nothing is written."""
+        """Look up which texts exist; nothing is written."""
         self._there = files.places()
         self._stage = stage
         self.forecast = count_requests(stage, (), SamplingConfig())
@@ -399,28 +398,28 @@ class CountedReplies:
         progress: Update = lambda done, total: None,
         check: Callable[[Sequence[Generated]], None] | None = None,
     ) -> None:
-        """Count what `Replies.generate` would generate; the stage ends here."""
+        """Count what `Replies.generate` would generate; None ends the stage."""
         identity = generator.identity
         missing = {reply_key(identity, prompt, config): prompt for prompt in prompts}
         todo = [prompt for key, prompt in missing.items() if key not in self._there]
         self.forecast = count_requests(self._stage, todo, config, generator)
 
 
-Texts = Replies | CountedReplies  # what a stage asks for its texts
+Texts = Replies | CountedReplies  # where a stage gets its texts
 Product = TypeVar("Product")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextStage(Generic[Product]):
-    """A stage that makes something of a model's texts, or counts what it would need."""
+    """A stage that makes something from a model's texts, or counts the missing ones."""
 
     run: RunDir
     name: str
-    role: str  # of the model, which names the file of its texts
+    role: str  # of the model; names the file of its texts
     reads: list[Path]
-    settings: dict[str, str]  # identities of what it depends on beside
+    settings: dict[str, str]  # identities of what else it depends on
     outputs: list[Path]
-    make: Callable[[Texts, Update], Product | None]  # None of a share of the texts
+    make: Callable[[Texts, Update], Product | None]  # None for a share, or a dry run
     write: Callable[[Product], None]
     is_timed: bool = False  # see `Replies`
 
@@ -428,7 +427,7 @@ class TextStage(Generic[Product]):
         return reply_files(self.run.replies(self.role), self.run.parts(self.role))
 
     def do(self, progress: Progress) -> int | None:
-        """Do the stage, or a share of its texts; returns what `once` does."""
+        """Do the stage, or this process's share of it; returns what `once` returns."""
 
         def work(update: Update) -> int | None:
             journal = Journal.open(self._files(), self.run.share)
@@ -448,7 +447,7 @@ class TextStage(Generic[Product]):
         return once(self.run, self.name, inputs, self.outputs, progress, work)
 
     def forecast(self) -> str:
-        """Return as text how many texts are missing; retries are not foreseen."""
+        """Return in words how many texts are missing, without retries."""
         replies = CountedReplies(self._files(), self.name)
         self.make(replies, lambda done, total: None)
         return replies.forecast.as_text()

@@ -1,8 +1,8 @@
 """The backend on this machine: Transformers, in batches of similar length.
 
-What all prompts of a batch begin with, and equal prompts, are computed once. A layer
-may keep other states than keys and values (recurrent ones, an indexer's), which cannot
-be laid out for other rows; then every row is computed from its beginning.
+The common beginning of a batch's prompts, and equal prompts, are computed once. If a
+layer keeps states other than keys and values (recurrent ones, an indexer's), these
+cannot be copied to other rows, and every row is computed from its beginning.
 """
 
 import contextlib
@@ -53,35 +53,35 @@ from beatrice.extract.signals.attention import CACHE, run_decoder
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.sequence import batches_of
 
-# What some checkpoints, and owners of a model in memory, have set otherwise makes other
-# tokens of the logits, or other passes than those that are watched.
+# Transformers' defaults, restated: a checkpoint, or the owner of a model in memory, may
+# have set others, which choose tokens differently or run passes that a watch misses.
 _UNCHANGED: dict[str, Any] = {
     name: value
     for name, value in Defaults().to_dict().items()
     if name not in ("transformers_version", "_from_model_config")
 } | {
-    "do_sample": False,  # draws are made by `Choice`
+    "do_sample": False,  # `Choice` samples instead
     "num_beams": 1,
     "num_return_sequences": 1,
     "use_cache": True,  # fine-tuned checkpoints may have switched it off
     "return_dict_in_generate": True,
 }
-# Divides any logits without an overflow, and draws the likeliest of them.
+# Divides any logits without an overflow, and always samples the likeliest.
 _LEAST_TEMPERATURE = 1e-30
-FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
+FEWEST_SHARED = 16  # for fewer tokens, a separate forward costs about what it saves
 
 
 def n_shared(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many ids all prompts begin with; the last one of each is its own."""
-    texts: Any = list(prompts)  # it compares ids as well as characters
+    """Return how many ids all prompts begin with, leaving each at least its last."""
+    texts: Any = list(prompts)  # `commonprefix` also takes sequences of ids
     n_equal = len(os.path.commonprefix(texts))
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
 def empty_cache(layout: Layout) -> DynamicCache | None:
-    """Return a cache, or None where a layer keeps other states than keys and values."""
+    """Return a cache, or None if a layer keeps states other than keys and values."""
     cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
-    # A dummy stands for a layer that keeps nothing: it reads another layer's keys.
+    # A dummy stands for a layer that keeps nothing and reads another layer's keys.
     kinds = {type(layer) for layer in cache.layers} - {DummyLayer}
     is_plain = bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
     return cache if is_plain else None
@@ -94,15 +94,15 @@ def filled_layers(cache: DynamicCache) -> list[Any]:
 
 
 def is_whole(cache: DynamicCache, n_tokens: int) -> bool:
-    """Return whether a cache holds so many tokens: no window was shorter than they."""
+    """Return whether a cache holds `n_tokens` tokens, none lost to a sliding window."""
     filled = filled_layers(cache)
     return bool(filled) and all(x.keys.shape[-2] == n_tokens for x in filled)
 
 
 def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
-    """Return the keys and values of a beginning `[1, n_tokens]` that others go on from.
+    """Return the keys and values of ids `[1, n_tokens]`, a beginning of several texts.
 
-    None as `empty_cache`, and where a sliding window is shorter than the beginning.
+    None as for `empty_cache`, or if a sliding window is shorter than the beginning.
     """
     if (cache := empty_cache(layout)) is None:
         return None
@@ -111,7 +111,7 @@ def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
 
 
 def continued_by(cache: DynamicCache, n_rows: int) -> DynamicCache:
-    """Return the states of one beginning for a batch, whose forward adds to them."""
+    """Return a copy of a beginning's cache for the rows of a batch to append to."""
     cache = copy.copy(cache)
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in filled_layers(cache):
@@ -126,13 +126,13 @@ def shared_states(
     width: int,
     n_most: int | None = None,
 ) -> DynamicCache | None:
-    """Return the keys and values of what all prompts begin with, computed once.
+    """Return the keys and values of the prompts' common beginning, computed once.
 
-    Every row's lie as they would if the row were computed by itself behind its padding
-    on the left; of a row that is shorter than `width` tokens the last ones are left
-    out, and are computed with the rest of it. Of the beginning `n_most` tokens are
-    computed at most. None where too little is common to be worth it, and as
-    `begun_cache`: then every row is computed from its beginning.
+    Each row is laid out as if it were computed by itself with its padding on the left;
+    a row shorter than `width` lacks the last tokens of the beginning, computed with the
+    rest of the row. At most `n_most` tokens of the beginning are used. Returns None if
+    the prompts have too little in common to be worth it, or if `begun_cache` does: then
+    every row is computed from its beginning.
     """
     n = n_shared(prompts)
     n = n if n_most is None else min(n, n_most)
@@ -156,12 +156,12 @@ def begun_states(
     mask: torch.Tensor,
     generate: Callable[..., Any],
 ) -> DynamicCache | None:
-    """Return what generation may go on from, each row's states behind its padding.
+    """Return the cache that generation continues from, each row after its padding.
 
-    Where prompts are equal (draws of one question) that is all but their last token,
-    computed once; else as `shared_states`. Ids are `[n_prompts, width]`, padded on the
-    left, where the mask is 0. The model's `generate` returns its states too: it knows
-    what positions and masks its architecture needs.
+    If some prompts are equal (draws for one question) it covers all but the last token
+    of each, computed once by the model's `generate`, which knows its architecture's
+    positions and masks; otherwise it is that of `shared_states`. `ids` are
+    `[n_prompts, width]`, padded on the left, where `mask` is 0.
     """
     width, row_of = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
     begun = empty_cache(layout)
@@ -181,10 +181,10 @@ def begun_states(
 
 
 def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
-    """Return the places of each row's `n_most` largest, and of all equal to the last.
+    """Return the indices of each row's `n_most` largest scores, with ties of the last.
 
-    What is drawn is one of them; to sort a vocabulary for its top p takes 20 times as
-    long as a whole row's other sums.
+    Only these can be drawn, and sorting a whole vocabulary for its top p takes 20 times
+    as long as everything else in a row.
     """
     n_words = scores.shape[-1]
     if n_most is None or n_most >= n_words:
@@ -197,13 +197,13 @@ def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
 
 
 class Choice(LogitsProcessor):
-    """Chooses each token, greedily or by a draw, and notes its log-probability.
+    """Chooses each token, greedily or by sampling, and keeps its log-probability.
 
-    With Gumbel noise the largest logit is a draw from the softmax. Every row has a
-    generator of its own, so that a draw does not depend on its batch. A row that ended
-    in a stop id is padded with it, and drawn no more.
+    With Gumbel noise added, the largest logit is a sample from the softmax. Each row
+    has its own generator, so that a sample does not depend on the batch. Once a row has
+    ended in a stop id it is padded with a stop id and not sampled any more.
 
-    The log-probabilities are kept, not the logits: `output_logits` would keep tens of
+    Only log-probabilities are kept: the logits of `output_logits` would take tens of
     gigabytes for a batch of rewrites and a vocabulary of 150 000.
     """
 
@@ -214,7 +214,7 @@ class Choice(LogitsProcessor):
         device: torch.device,
         stops: Sequence[int],
     ) -> None:
-        """Begin with all rows, a seed each; a greedy config changes no logits."""
+        """Begin with all rows, one seed for each; a greedy config ignores the seeds."""
         self._stops = torch.tensor(list(stops), device=device)
         self._largest: list[torch.Tensor] = []
         self._generators: list[torch.Generator] = []
@@ -230,14 +230,14 @@ class Choice(LogitsProcessor):
             self._warpers.append(TopPLogitsWarper(config.top_p))
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
+        """Return `[n_rows, n_vocabulary]` scores; each row's largest is its token."""
         if not self._generators:
             log_probs = scores.to(torch.float32).log_softmax(-1)
-            # The largest itself: to find its place costs ten times as much on a CPU.
+            # Not `argmax`: finding the index takes ten times as long on a CPU.
             self._largest.append(log_probs.amax(-1, keepdim=True))
             return scores
         is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
-        if self._largest:  # before, a prompt's last token stands there
+        if self._largest:  # in the first step, the prompt's last token is there
             is_live = ~torch.isin(input_ids[:, -1], self._stops)
         live = is_live.nonzero()[:, 0]
         logits = scores[live]
@@ -259,27 +259,27 @@ class Choice(LogitsProcessor):
         return drawn
 
     def taken(self) -> list[list[float]]:
-        """Return `[n_rows, n_new_tokens]` in nats, of the model itself; forget them."""
+        """Pop the model's own log-probabilities `[n_rows, n_new_tokens]`, in nats."""
         log_probs = torch.cat(self._largest, dim=1).tolist()
         self._largest.clear()
         return log_probs
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with some of the rows."""
+        """Continue with only these rows."""
         if self._generators:
             self._generators = [self._generators[row] for row in rows]
 
 
 class Watch(Protocol):
-    """Sees every forward of a batch that is written, see `extract.signals.decode`."""
+    """Sees every forward of a batch that is generated, see `extract.signals.decode`."""
 
     n_unread: int  # columns of the padded prompts that it need not see
-    runs_last: bool  # whether it sees a forward of a longest answer's last token, too
+    runs_last: bool  # whether the last token of a cut-off answer is forwarded too
 
     def watching(
         self, rows: Sequence[int], n_cached: int
     ) -> contextlib.AbstractContextManager[None]:
-        """Watch a run of some rows, whose first columns come out of a cache."""
+        """Watch one run of some rows, whose first `n_cached` columns are cached."""
         ...
 
     def on_choice(self, ids: torch.Tensor, is_done: torch.Tensor) -> None:
@@ -288,23 +288,23 @@ class Watch(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class RowsDone(StoppingCriteria):
-    """Ends a run when half of its rows are done, so that the others go on alone.
+    """Ends a run once enough of its rows are done, so that the others go on alone.
 
-    A row is done at a stop token, at its longest, or when its text holds a stop string;
-    texts are decoded, since one string is many tokens: a line feed ends hundreds.
+    A row is done at a stop token, at the length limit, or when its text contains a stop
+    string. Texts are decoded, since hundreds of tokens may hold one (a line feed, say).
     """
 
-    tokenizer: Any  # that decodes
-    edges: tuple[int, int]  # tokens of the prompts, padded, and with the longest text
-    stop: Sequence[str]  # strings
+    tokenizer: Any  # decodes the texts
+    edges: tuple[int, int]  # columns of the padded prompts, without and with new tokens
+    stop: Sequence[str]  # stop strings
     stop_ids: tuple[int, ...]
-    watch: Watch | None  # is told what was chosen, and which rows are done
-    least_done: float  # share of rows that are done when a run ends; 0 is a token a run
-    # `[n_rows]` bool, whether each is done; there from the first call on.
+    watch: Watch | None  # is told which tokens were chosen, and which rows are done
+    least_done: float  # share of done rows that ends a run; 0 is one token per run
+    # `[n_rows]` bool, whether each is done; set from the first call on.
     rows: torch.Tensor = dataclasses.field(init=False, repr=False)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Return `[n_rows]`, all true where the batch is to end."""
+        """Return `[n_rows]` bool, all true if the run is to end."""
         start, stop = self.edges
         stops = torch.tensor(self.stop_ids, device=input_ids.device)
         is_done = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
@@ -329,7 +329,7 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
 def _n_common(
     prompts: Sequence[GeneratorPrompt], ids: Sequence[Sequence[int]]
 ) -> int | None:
-    """Return most columns of the padded prompts that may be computed once for all."""
+    """Return the most padded columns that may be computed once; None sets no limit."""
     width, pairs = max(map(len, ids)), zip(prompts, ids, strict=True)
     columns = (width - len(i) + p.n_common for p, i in pairs if p.n_common is not None)
     return min(columns, default=None)
@@ -337,14 +337,14 @@ def _n_common(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformersGenerator:
-    """Generates with a backbone that is loaded here."""
+    """Generates with a backbone that is loaded in this process."""
 
     backbone: Backbone  # has a tokenizer
     tokens_per_batch: int = 16_384  # prompt and new tokens, padding included
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what changes a text."""
+        """Return what affects a text."""
         return {
             "backend": "transformers",
             "revision": self.backbone.revision,
@@ -360,13 +360,13 @@ class TransformersGenerator:
         return self.backbone.max_length
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int:
-        """Return how many tokens the model reads."""
+        """Return how many tokens a prompt has."""
         return len(self.prompt_ids(prompt))
 
     def prompt_ids(self, prompt: GeneratorPrompt) -> tuple[int, ...]:
-        """Return the ids the model reads.
+        """Return the ids that the model reads.
 
-        A model without a chat template reads a message as it stands.
+        A model without a chat template reads a chat message as plain text.
         """
         if prompt.ids is not None:
             return prompt.ids
@@ -383,7 +383,7 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, Generated]]:
-        """Yield (index, text); see `batches`."""
+        """Yield (index of the prompt, text); see `batches`."""
         return itertools.chain.from_iterable(self.batches(prompts, config, done))
 
     def plan(
@@ -404,9 +404,9 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[list[tuple[int, Generated]]]:
-        """Yield the (index, text) of each batch that is not done as a whole.
+        """Yield the (index, text) pairs of each batch that is not wholly done.
 
-        One that the device cannot hold comes in parts.
+        A batch that does not fit in the device's memory comes in parts.
         """
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
@@ -414,8 +414,8 @@ class TransformersGenerator:
         if window is not None and any(n + n_new > window for n in lengths):
             raise ValueError(
                 f"the longest prompt has {max(lengths)} tokens and its reply may have "
-                f"{n_new}, but {self.backbone.name} has a window of {window}; use a "
-                "model with a longer one, nothing is cut"
+                f"{n_new}, but {self.backbone.name} has a window of {window}; nothing "
+                "is cut, so use a model with a longer window"
             )
         for batch in self.plan(prompts, config):
             if all(i in done for i in batch):
@@ -434,11 +434,11 @@ class TransformersGenerator:
         config: SamplingConfig,
         watch: Watch | None = None,
     ) -> list[Generated]:
-        """Return the texts of one batch; a watch sees every forward."""
+        """Return the texts of one batch; `watch` sees every forward."""
         seeds = [draw_seed(prompt, config) for prompt in prompts]
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         n_common = _n_common(prompts, ids) if watch is None else watch.n_unread
-        # Rows can leave keys and values; where they cannot, a run ends with its last.
+        # Rows can leave a cache of keys and values; otherwise a run ends with its last.
         least_done = 1.0 if empty_cache(self.backbone.layout) is None else 0.5
         *_, texts = self._runs(ids, config, seeds, watch, n_common, least_done)
         return [
@@ -449,9 +449,9 @@ class TransformersGenerator:
     def write_stepwise(
         self, prompt: GeneratorPrompt, config: SamplingConfig, watch: Watch
     ) -> Generator[int, None, Generated]:
-        """Yield the ids of one text as they are chosen; return the text.
+        """Yield the ids of one text as they are chosen, and return the text.
 
-        Between two ids nothing of the model is watched, so that it may be used.
+        Between two ids nothing watches the model, so that others may use it.
         """
         seeds = [draw_seed(prompt, config)]
         ids, texts = self.prompt_ids(prompt), []
@@ -472,19 +472,19 @@ class TransformersGenerator:
         n_common: int | None,
         least_done: float,
     ) -> Iterator[list[tuple[list[int], list[float]]]]:
-        """Yield after every run, of every prompt, its ids and their log-probabilities.
+        """Yield each prompt's new ids and their log-probabilities, after every run.
 
-        Of the padded prompts `n_common` columns at most are computed once for all.
-        When half of the rows are done the others go on without them, so that a long
-        answer does not keep short ones in the batch. Whoever watches may see one step
-        more, in which an answer of the longest length runs its last token.
+        At most `n_common` columns of the padded prompts are computed once for all. A
+        run ends once a share `least_done` of its rows is done, and the others go on
+        without them, so that a long answer does not keep short ones in the batch. A
+        watch may see one step more, which forwards the last token of a cut-off answer.
         """
         stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
         choice, width = Choice(config, seeds, ids.device, stops), ids.shape[1]
         texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         options: dict[str, Any] = {}
         if watch is not None and self.backbone.model._supports_logits_to_keep():
-            # By a number Gemma 4 would leave the prompt out of its last layers.
+            # Given a number, Gemma 4 would leave the prompt out of its last layers.
             options["logits_to_keep"] = torch.tensor([-1], device=ids.device)
         rows, n_new = list(range(len(prompts))), config.max_new_tokens
         edges = (width, width + n_new + (watch is not None and watch.runs_last))
@@ -526,12 +526,12 @@ class TransformersGenerator:
             n_cached = ids.shape[1] - 1
 
     def _run(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
-        """Return what Transformers generates behind ids, until a row is to leave."""
+        """Return what Transformers generates after `ids`, until the run ends."""
         stops, model = stop_ids(self.backbone), self.backbone.model
         ends = {"eos_token_id": list(stops), "pad_token_id": stops[0]}
-        # Of a prompt only the last states are multiplied, which is a view with holes.
-        # Torch multiplies such a view in bfloat16 on a CPU by a copy of the matrix for
-        # every row: 58 GB for 172 rows and 262,144 words.
+        # Only a prompt's last states are multiplied by the output matrix, in a view
+        # with gaps. In bfloat16 on a CPU, Torch would copy the matrix for each of its
+        # rows: 58 GB for 172 rows and 262,144 words.
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda _, args: (args[0].contiguous(),)
         )
@@ -543,7 +543,7 @@ class TransformersGenerator:
     def _padded(
         self, prompts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and mask, padded on the left: generation appends to the right."""
+        """Return ids and mask, padded on the left: generation appends on the right."""
         width, device = max(map(len, prompts)), self.backbone.device
         ids = [[0] * (width - len(p)) + list(p) for p in prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
@@ -556,7 +556,7 @@ class TransformersGenerator:
         log_probs: list[float],
         config: SamplingConfig,
     ) -> Generated:
-        """Return what was written before it stopped, and the padding behind that."""
+        """Return the text up to its stop, without the padding after it."""
         stops, tokens = stop_ids(self.backbone), tokens[: config.max_new_tokens]
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         ids = tokens[:end]
@@ -574,7 +574,7 @@ class TransformersGenerator:
         cut = cut_at_stop(text, config.stop, self.backbone.tokenizer)
         if cut is text:
             return text
-        # What stands behind the stop token is padding, or was written for other rows.
+        # What follows the stop token is padding, or was written while other rows ran.
         n_new = len(cut.token_ids or ()) + 1
         return msgspec.structs.replace(cut, n_new_tokens=n_new)
 
@@ -593,15 +593,15 @@ _FEWER = "fewer or shorter passages"
 def overlong(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> dict[int, str]:
-    """Return why prompts do not fit the model's window with `n_new` tokens more.
+    """Return why prompts with `n_new` more tokens exceed the model's window.
 
-    By place; each is what may be said of a question.
+    The reasons are keyed by the request's index, and continue a question's name.
     """
     window = backbone.max_length
     return {
         i: f"needs {len(request.prompt.ids)} prompt and {n_new} answer tokens, but "
         f"{backbone.name} has a window of {window}; give "
-        + ("a shorter one" if request.setting == "closed_book" else _FEWER)
+        + ("a shorter question" if request.setting == "closed_book" else _FEWER)
         for i, request in enumerate(requests)
         if window is not None and len(request.prompt.ids) + n_new > window
     }
@@ -610,7 +610,7 @@ def overlong(
 def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> None:
-    """Check that every prompt fits the model's window with `n_new` tokens more."""
+    """Check that every prompt with `n_new` more tokens fits the model's window."""
     for i, reason in overlong(backbone, requests, n_new).items():
         raise ValueError(f"question {requests[i].example_id!r} {reason}")
 
@@ -621,7 +621,7 @@ def generate(
     config: GenerationConfig,
     sampling: SamplingConfig | None = None,
 ) -> list[Answer]:
-    """Answer requests in batches, by default greedily; answers are in their order."""
+    """Answer requests in batches, by default greedily, and return answers in order."""
     sampling = sampling or config.greedy
     check_requests_fit(backbone, requests, sampling.max_new_tokens)
     generator = TransformersGenerator(

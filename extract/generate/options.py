@@ -1,6 +1,6 @@
-"""The options that say which model generates, and the settings of a new run with it.
+"""The options that choose the model that generates, and the settings of a new run.
 
-Whether a model can be read is told at once, and not after an hour of answers.
+Whether a model can be read is checked at once, not after an hour of answers.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from beatrice.extract.run.verbs import option
 
 
 def check_server(url: str) -> None:
-    """Check that a server's address is a URL, and holds no password."""
+    """Check that a server's address is a URL without a password."""
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(
             f"expected a URL such as http://localhost:8000/v1, found {url!r}",
             param_hint="--server",
         )
-    if "@" in url.split("/")[2]:  # it would stand in every message
+    if "@" in url.split("/")[2]:  # it would appear in every message
         raise click.BadParameter(
             "expected a URL without a name or password; a key is read from the "
             "environment variable OPENAI_API_KEY",
@@ -41,51 +41,51 @@ def check_server(url: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """A server that has a model, and how it is asked."""
+    """A server that has a model, and how requests are sent to it."""
 
-    server: str | None = option("OpenAI-compatible server, up to /v1.")
+    server: str | None = option("URL of an OpenAI-compatible server, up to /v1.")
     dialect: Literal["vllm", "openai", "openai-reasoning"] = option(
         "vllm: exact token ids, top-k, thinking off; openai: standard fields only, "
-        "with which thinking cannot be switched off; openai-reasoning: as OpenAI's "
-        "models that reason want them, which judge and rewrite alone.",
+        "which cannot switch thinking off; openai-reasoning: the fields of OpenAI's "
+        "reasoning models, which can only judge and rewrite.",
         "vllm",
         rare=True,
     )
     revision: str = option(
-        "Of the weights, tokenizer and chat template behind the server's model name; "
-        "no server tells.",
+        "Revision of the server's weights, tokenizer and chat template, which servers "
+        "do not report.",
         "unstated",
         rare=True,
     )
     served_dtype: str = option(
-        "Of the server's weights, such as bfloat16; no server tells.",
+        "Type of the server's weights, such as bfloat16; servers do not report it.",
         "unstated",
         rare=True,
     )
-    concurrency: int = option("Most requests under way.", 16, rare=True, min=1)
-    retries: int = option("Of a request that failed.", 5, rare=True, min=0)
+    concurrency: int = option("Most requests at a time.", 16, rare=True, min=1)
+    retries: int = option("Most retries of a failed request.", 5, rare=True, min=0)
     timeout: float = option(
-        "Seconds until a request is answered in full.",
+        "Seconds to wait for the whole reply to a request.",
         600.0,
         rare=True,
         min=0,
         is_above=True,
     )
     price_prompt: float = option(
-        "Per million prompt tokens, for max_cost.", 0.0, rare=True, min=0
+        "Price per million prompt tokens, for max_cost.", 0.0, rare=True, min=0
     )
     price_new: float = option(
-        "Per million generated tokens, likewise.", 0.0, rare=True, min=0
+        "Price per million generated tokens, likewise.", 0.0, rare=True, min=0
     )
     max_cost: float | None = option(
-        "Stop before more than this is spent on the stage, at these prices and with "
-        "the texts that earlier processes kept.",
+        "Stop before the stage costs more than this at these prices; what earlier "
+        "processes paid for its texts counts too.",
         rare=True,
         min=0,
     )
 
     def __post_init__(self) -> None:
-        """Check that settings of a server have a server, and a cap has prices."""
+        """Check that server settings come with a server, and a cap with prices."""
         if self.server is None:
             for name in ("max_cost", "served_model"):
                 if getattr(self, name, None) is not None:
@@ -94,7 +94,7 @@ class ServerOptions:
         check_server(self.server)
         if self.max_cost is not None and self.price_prompt == self.price_new == 0:
             raise click.UsageError(
-                "max_cost needs prices, or nothing ever counts towards it; give "
+                "max_cost needs prices, or nothing counts towards it; give "
                 "price_prompt and price_new, per million tokens"
             )
 
@@ -104,20 +104,20 @@ class RunServerOptions(ServerOptions):
     """A server that has the run's own backbone."""
 
     served_model: str | None = option(
-        "What the server calls the run's backbone.", rare=True
+        "The server's name for the run's backbone.", rare=True
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendOptions(ServerOptions):
-    """A server, or Transformers on this machine where there is none."""
+    """A server, or Transformers on this machine if none is given."""
 
-    device: str | None = option("Without --server: Torch's.", show_default="cpu")
+    device: str | None = option("Without --server: Torch device.", show_default="cpu")
     model_dtype: ModelDtype | None = option(
-        "Without --server: of the weights. Default: bfloat16 on cuda, else float32."
+        "Without --server: weight type. Default: bfloat16 on cuda, else float32."
     )
     batch_tokens: int = option(
-        "Without a server, tokens per batch, padding included.",
+        "Without --server: tokens per batch, padding included.",
         16_384,
         rare=True,
         min=1,
@@ -126,16 +126,16 @@ class BackendOptions(ServerOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunBackendOptions(RunServerOptions, BackendOptions):
-    """Where the run's own backbone draws answers."""
+    """Where answers are sampled from the run's own backbone."""
 
-    device: str | None = option("Without --server: Torch's. Default: the run's.")
+    device: str | None = option("Without --server: Torch device. Default: the run's.")
     model_dtype: ModelDtype | None = option(
-        "Without --server: of the weights. Default: the run's."
+        "Without --server: type of the weights. Default: the run's."
     )
 
 
 def check_model_option(name: str, option: str = "--model") -> None:
-    """Check that a name can be a model's here: a directory, or a Hub id."""
+    """Check that a name can be a model's: a directory, or a Hub id."""
     try:
         check_name(model_path(name))
     except ValueError as error:
@@ -145,12 +145,12 @@ def check_model_option(name: str, option: str = "--model") -> None:
 def check_backbone(
     config: BackboneConfig, hidden_layers: Sequence[int] | None = None
 ) -> None:
-    """Check that a backbone can be loaded and read, and that it has some layers.
+    """Check that a backbone can be loaded and read, and has the layers asked for.
 
-    A Hub id is not looked at: nothing is downloaded before it is needed.
+    A Hub id is not looked up: nothing is downloaded before it is needed.
     """
     check_model_option(config.model)
-    if config.device != "cpu":  # a run is often made where its GPUs are not
+    if config.device != "cpu":  # a run is often created on a machine without its GPUs
         from beatrice.extract.backbone.loading import check_device
 
         try:
@@ -176,7 +176,7 @@ def check_backbone(
 
 
 def answer_preset(preset: Preset, model: str) -> AnswerConfig:
-    """Return how a model answers in a new run; the embedded one answers with a name."""
+    """Return how a model answers in a new run; the embedded one only gives names."""
     config = ANSWER_PRESETS[preset]
     if model == EMBEDDED:
         return config
@@ -193,7 +193,7 @@ def new_run(
     storage: dict[str, Any],
     **questions: Any,
 ) -> NewRun:
-    """Return the settings of a new run; a wrong model is found before it is made.
+    """Return the settings of a new run, after checking its model.
 
     `storage` holds the fields of `ExtractConfig` that differ from the preset's, and
     `questions` the section that says where the run's questions come from.

@@ -1,4 +1,4 @@
-"""Prompts: chat templates, context spans, control tokens; and a run's requests.
+"""Prompts (chat templates, context spans, control tokens) and the requests of a run.
 
 The context's span comes from the tokenizer's offsets over the exact ids that the model
 reads, never from tokenising a substring, which may split differently.
@@ -30,9 +30,9 @@ from beatrice.extract.run.directory import Preset
 
 @functools.lru_cache(maxsize=8)
 def control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
-    """Return the tokens that steer a model, such as the end of a turn, by id.
+    """Return a tokenizer's control tokens, such as the end of a turn, by id.
 
-    Some tokenizers have thousands, so they are listed once per number of words.
+    Some have thousands, so the result is cached for each tokenizer size `n_words`.
     """
     added = {
         index: str(token.content)
@@ -43,12 +43,12 @@ def control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
     tokens = added | dict(named)
     unknown = tokenizer.unk_token_id
     if unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        tokens.pop(unknown, None)  # it steers nothing, and is counted elsewhere
+        tokens.pop(unknown, None)  # it controls nothing, and is counted elsewhere
     return tokens
 
 
 class Encoded(NamedTuple):
-    """The ids of a text, and the characters `[start, stop)` that each stands for."""
+    """The token ids of a text, and the characters `[start, stop)` of each token."""
 
     ids: tuple[int, ...]
     offsets: list[tuple[int, int]]
@@ -61,9 +61,9 @@ def encode_any(
     add_special_tokens: bool,
     split_special_tokens: bool = False,
 ) -> Encoded:
-    """Return the ids of a text that the model is to go on from.
+    """Return the ids of a text that the model is to continue.
 
-    Some tokenizers, as those of a training, add an end to every text; it is left out.
+    Some tokenizers end every text with an end-of-text token; it is removed.
     """
     encoded = tokenizer(
         text,
@@ -78,9 +78,9 @@ def encode_any(
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Encoded:
-    """Return the ids of a text that holds no control tokens of its own.
+    """Return the ids of a text in which nothing is meant as a control token.
 
-    What looks like a control token in it is split like any other word.
+    What looks like one is split like any other word, or is a ValueError.
     """
     options = {"add_special_tokens": add_special_tokens, "split_special_tokens": True}
     encoded = encode_any(tokenizer, text, **options)
@@ -93,14 +93,14 @@ def _check_control_tokens(
 ) -> None:
     """Check that no character of `[start, stop)` became a control token.
 
-    A chat template writes control tokens around a message as text, so the message's
-    cannot be told from them before the ids are made.
+    A chat template writes control tokens around a message as text, so those in the
+    message can be told apart only by their offsets.
     """
     control = control_tokens(tokenizer, len(tokenizer))
     for token, (start, stop) in zip(*encoded, strict=True):
         if token not in control or stop <= characters[0] or start >= characters[1]:
             continue
-        # Where one token means both unknown and end, it may stand for other text.
+        # If one token means both unknown and end, it may stand for other text.
         if text[start:stop].strip() == control[token].strip() != "":
             raise _control_error(control[token])
 
@@ -113,10 +113,10 @@ def _control_error(token: str) -> ValueError:
 
 
 def template_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts of a chat template's tokens that are no special tokens.
+    """Return the added tokens in a chat template that are not special tokens, as text.
 
-    As Qwen's <think>: no option splits it. What is added to a vocabulary beside them
-    (Gemma's <b>) are words as any.
+    An example is Qwen's <think>, which no tokenizer option splits. Added tokens not in
+    the template (Gemma's <b>) are ordinary words.
     """
     template = str(getattr(tokenizer, "chat_template", None))
     return _template_tokens(tokenizer, len(tokenizer), template)
@@ -133,7 +133,7 @@ def _template_tokens(tokenizer: Any, n_words: int, template: str) -> tuple[str, 
 def special_texts(tokenizer: Any, n_words: int) -> tuple[str, ...]:
     """Return the texts of a tokenizer's special tokens, the unknown one's included.
 
-    Those of letters alone are left out: they stand in words.
+    Those of letters and digits only are left out: they also occur within words.
     """
     named = control_tokens(tokenizer, n_words).values(), tokenizer.all_special_tokens
     texts = dict.fromkeys(text.strip() for texts in named for text in texts)
@@ -142,16 +142,13 @@ def special_texts(tokenizer: Any, n_words: int) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def special_pattern(tokenizer: Any, n_words: int) -> re.Pattern[str]:
-    """Return what finds special tokens in a text, where there may be thousands."""
+    """Return a pattern that finds any of a tokenizer's special tokens in a text."""
     texts = sorted(special_texts(tokenizer, n_words), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def escape_control_tokens(tokenizer: Any, text: str) -> str:
-    """Return a text in which a blank parts every word that is a control token.
-
-    For passages of a search, which a user cannot edit.
-    """
+    """Split control tokens by a blank, for retrieved passages that no user can edit."""
     tokens = control_tokens(tokenizer, len(tokenizer)).values()
     for token in (*tokens, *template_tokens(tokenizer)):
         word = token.strip()
@@ -160,16 +157,16 @@ def escape_control_tokens(tokenizer: Any, text: str) -> str:
     return text
 
 
-# Templates would write today's date, and a run that is continued tomorrow ask its
-# questions differently. This is the default of Llama's, spelled out: what `strftime`
-# makes of a date is in the language of the process.
+# A fixed date, the default of Llama's templates: with today's date, a run that is
+# continued tomorrow would ask its questions differently. It is spelled out because
+# `strftime` writes in the language of the process.
 _TODAY = "a=Fri A=Friday b=Jul B=July d=26 j=208 m=07 y=24 H=00 M=00 S=00 Y=2024"
 _PARTS = ("replace('%{}', '{}')".format(*x.split("=")) for x in _TODAY.split())
-# Before a template that asks for it (Granite's, gpt-oss's): it takes data, no function.
+# A macro before templates that call it (Granite's, gpt-oss's): they take only data.
 _STRFTIME = (
     f"{{% macro strftime_now(f) %}}{{{{ f | {' | '.join(_PARTS)} }}}}{{% endmacro %}}"
 )
-# What templates are told beside the message, here and by a server.
+# What templates get besides the messages, both here and on a server.
 TEMPLATE_FIELDS: dict[str, Any] = {
     "enable_thinking": False,  # Qwen, Gemma
     "thinking": False,  # Granite, DeepSeek
@@ -184,12 +181,12 @@ class Rendered:
     text: str  # special tokens included, as text
     start: int
     stop: int
-    n_trimmed: int  # characters the template cut off the message's beginning
+    n_trimmed: int  # characters that the template trimmed from the message's start
 
 
 @contextlib.contextmanager
 def _within(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after a time; in the main thread alone, which gets signals."""
+    """Raise TimeoutError after a time; only in the main thread, which gets signals."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it is not done after {seconds} s")
@@ -198,7 +195,7 @@ def _within(seconds: int) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # maybe a caller's own
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # perhaps set by a caller
     try:
         yield
     finally:
@@ -210,8 +207,8 @@ def _within(seconds: int) -> Iterator[None]:
 def _render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, is_open: bool
 ) -> str:
-    """Return messages in the chat template, ready for a reply if it is open."""
-    with _within(seconds=10):  # far above any that is meant
+    """Return messages in the chat template, ready for a reply if `is_open`."""
+    with _within(seconds=10):  # far more than any sound template needs
         template = tokenizer.get_chat_template()
         if "strftime_now" in template:
             template = _STRFTIME + template
@@ -225,37 +222,37 @@ def _render(
 
 
 _PLAIN = (
-    "ask with plain prompts (prompt= for messages=; of `beatrice data`, without --chat)"
+    "use plain prompts (prompt= instead of messages=; `beatrice data` without --chat)"
 )
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return messages in the model's chat template, up to where its reply begins.
 
-    Thinking is switched off, under the names that templates know it by, and by words
-    that a template writes before a reply and leaves to the model (gpt-oss's channel).
+    Thinking is switched off by options of templates (`TEMPLATE_FIELDS`), and by adding
+    the words that precede past replies but not a new one (such as gpt-oss's channel).
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            f"the tokenizer has no chat template; {_PLAIN}, or use a model that is "
-            "tuned to follow instructions"
+            f"the tokenizer has no chat template; {_PLAIN}, or use an "
+            "instruction-tuned model"
         )
     n_characters = sum(len(str(message.get("content"))) for message in messages)
     try:
         text = _render(tokenizer, messages, is_open=True)
-    # A template is a program of the checkpoint's authors, so any error can come of it.
+    # A template is a program of the checkpoint's authors, and may raise any error.
     except Exception as error:
         raise ValueError(
             f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
-            f"leave a system message out, {_PLAIN}, or mend tokenizer_config.json"
+            f"leave out any system message, {_PLAIN}, or mend tokenizer_config.json"
         ) from error
     if len(text) > 1_000_000 + 10 * n_characters:
         raise ValueError(
-            f"the chat template makes {len(text)} characters of a message of "
+            f"the chat template writes {len(text)} characters for a message of "
             f"{n_characters}; {_PLAIN}"
         )
     before = _around_reply(tokenizer, str(tokenizer.chat_template))[0]
-    # The end of thoughts that the prompt has begun is the model's: that is refused.
+    # Thinking that the prompt opens is the model's to end; `render_message` refuses it.
     is_end = before.lstrip().startswith(tuple(end for _, end in THINKING))
     return text if is_end or not before.strip() else text + before
 
@@ -263,14 +260,14 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str
 def usual_stop_id(
     tokenizer: Any, prompt: PromptConfig, stop_ids: Sequence[int]
 ) -> int | None:
-    """Return the token with which a model ends its answers to such prompts.
+    """Return the token with which a model usually ends its answers to such prompts.
 
-    An answer to worked examples ends as theirs do, in a chat as the template ends a
-    turn; else by one of the tokens at which generation ends, if any are known.
+    An answer after worked examples ends as theirs do; in a chat, as the template ends a
+    turn; otherwise with one of `stop_ids`, if any are known.
     """
     usual = tokenizer.eos_token_id
     if prompt.usual_stop and not prompt.chat:
-        # After an example comes the next one, whose words decide how ends are cut.
+        # The next example's words affect how the end of an example is tokenised.
         after = f"\n\n{prompt.prompt_template().closed_book}"
         end = after if prompt.shots else prompt.usual_stop[0]
         encoded = encode_any(tokenizer, f"a{end}", add_special_tokens=False)
@@ -285,7 +282,7 @@ def usual_stop_id(
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the control token that a chat template puts behind a reply, if it does."""
+    """Return the control token that a chat template puts after a reply, or None."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     behind = _around_reply(tokenizer, str(tokenizer.chat_template))[1].strip()
@@ -298,17 +295,17 @@ def end_of_turn(tokenizer: Any) -> int | None:
 def stop_ids_of(
     defaults: Any, config: Any, tokenizer: Any, name: str
 ) -> tuple[int, ...]:
-    """Return the tokens that end a text: of generation defaults, else of the config.
+    """Return the tokens that end a text, from generation defaults or else the config.
 
-    Last the end of a turn that neither names: fine-tuned models keep the config of
-    their base, which ends its texts otherwise.
+    The chat template's end of turn is added if it is missing: fine-tuned models keep
+    the config of their base, which ends its texts differently.
     """
     stop = defaults.eos_token_id
     stop = config.eos_token_id if stop is None else stop
     if stop is None:
         raise ValueError(
-            f"{name} names no end-of-text token, so no answer would ever "
-            "end; add eos_token_id to its generation_config.json"
+            f"{name} has no end-of-text token, so its answers would never end; add "
+            "eos_token_id to its generation_config.json"
         )
     ids = (stop,) if isinstance(stop, int) else tuple(stop)
     end = end_of_turn(tokenizer)
@@ -317,17 +314,17 @@ def stop_ids_of(
 
 @functools.lru_cache(maxsize=8)
 def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
-    """Return what a tokenizer's chat template writes before and behind a reply.
+    """Return what a tokenizer's chat template writes before and after a reply.
 
-    Before is what stands behind a prompt that is ready for a reply: white space that
-    the model writes itself, or words that its answer begins behind.
+    The part before starts where a prompt that is ready for a reply ends: white space
+    that the model writes itself, or words that precede its answer.
     """
     mark = "BEATRICE-REPLY"
     turns = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": mark},
     ]
-    with contextlib.suppress(Exception):  # a template is the authors' program
+    with contextlib.suppress(Exception):  # a template may raise any error
         ready = _render(tokenizer, turns[:1], is_open=True)
         text = _render(tokenizer, turns, is_open=False)
         before, _, behind = text.partition(mark)
@@ -336,8 +333,8 @@ def _around_reply(tokenizer: Any, chat_template: str) -> tuple[str, str]:
 
 
 def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
-    """Return a user's message as `apply_template` does, and where it lies."""
-    mark = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
+    """Return a user's message in the chat template, and where it lies in the text."""
+    mark = "BEATRICE-MESSAGE"  # without white space, which many templates trim
     before = [{"role": "system", "content": system}] if system else []
     marked, text = (
         apply_template(tokenizer, [*before, {"role": "user", "content": content}])
@@ -345,8 +342,8 @@ def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
     )
     if system.strip() not in marked:
         raise ValueError(
-            "the chat template leaves the system message out; put its words into those "
-            "around the question"
+            "the chat template leaves the system message out; put its text into the "
+            "words around the question"
         )
     around = marked.split(mark)
     for shown in (message, message.strip(), message.rstrip(), message.lstrip()):
@@ -354,15 +351,15 @@ def render_message(tokenizer: Any, message: str, system: str = "") -> Rendered:
             break
     else:
         raise ValueError(
-            "the chat template changes the text of a message, so that the context "
-            "cannot be told from the question in it; ask with plain prompts"
+            "the chat template changes the text of a message, so the context and the "
+            "question cannot be found in it; use plain prompts"
         )
     for begin, end in THINKING:
         if around[1].count(begin) > around[1].count(end):
             raise ValueError(
                 f"the chat template opens a thinking block ({begin}) although thinking "
-                "is switched off, so the model's first words would be no answer; use "
-                "a model whose template can switch it off, or plain prompts"
+                "is switched off, so the model's first words would not be an answer; "
+                "use a model whose template can switch it off, or plain prompts"
             )
     start = len(around[0])
     return Rendered(text, start, start + len(shown), message.find(shown))
@@ -373,16 +370,16 @@ class Prompt:
     """The ids the model reads and where the context lies in them."""
 
     ids: tuple[int, ...]  # special tokens included
-    # `[start, stop)`; without a context equal numbers, after the leading special
+    # `[start, stop)`; without a context, the empty span after the leading special
     # tokens, a chat's header and the worked examples.
     context_span: tuple[int, int]
-    text: str = ""  # of which the ids were made; a chat's special tokens are in it
+    text: str = ""  # that the ids were made from, with the special tokens of a chat
     question_start: int | None = None  # of its span; None: where the context ends
 
 
-# Ends behind which no blank begins an answer: white space, an opening bracket or quote
-# (of those that close elsewhere, as in German, only behind a blank or colon), and
-# Chinese and Japanese, whose words are not parted; Korean ones are.
+# Ends of a prompt after which an answer begins without a blank: white space, an opening
+# bracket or quote (a quote that closes in some languages, as in German, only after a
+# blank or colon), and Chinese and Japanese, which unlike Korean have no blanks.
 _NO_BLANK_BEHIND = re.compile(
     r"""(\s|[(\[{„‚]|[\s:：]["'“‘«‹»›]|[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff]"""
     r"""|[\uff01-\uff9f\U00020000-\U0003ffff])\Z"""
@@ -398,16 +395,16 @@ def blank_before_answer(tokenizer: Any, prompt: Prompt, *, chat: bool) -> str:
 
 
 def encode_behind(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
-    """Return the ids of a text behind a prompt, as the model writes them.
+    """Return the ids of a text after a prompt, as the model would write them.
 
-    Some tokenizers begin every text with a blank, which no answer has twice. So the
-    text is read with the prompt's end before it; by itself where that would change how
-    the end is read.
+    Some tokenizers begin every text with a blank, which an answer must not have twice.
+    So the text is tokenised together with the end of the prompt, or by itself if that
+    would change the tokens of that end.
     """
     control = control_tokens(tokenizer, len(tokenizer)).get(prompt.ids[-1], "")
     at = prompt.text.rfind(control) if control else -1
     ends = [prompt.text[at:], "\n"]
-    if at >= 0:  # the prompt ends with a control token; one in the text stays letters
+    if at >= 0:  # the prompt ends with a control token; ones in the text stay text
         is_plain = not special_pattern(tokenizer, len(tokenizer)).search(text)
         ends = ends[: int(is_plain)]
     options = {"add_special_tokens": False, "split_special_tokens": at < 0}
@@ -430,7 +427,7 @@ def check_text(text: str, what: str) -> None:
     if lone := re.search("[\ud800-\udfff]", text):
         raise ValueError(
             f"{what} has the lone surrogate U+{ord(lone.group()):04X} at character "
-            f"{lone.start()}, which is no text; decode the source as UTF-8"
+            f"{lone.start()}, which is not valid text; decode the source as UTF-8"
         )
 
 
@@ -439,7 +436,7 @@ def token_span(
 ) -> tuple[int, int]:
     """Return the tokens that overlap a range of characters.
 
-    An empty range gives the empty span at the first token behind character `begin`.
+    An empty range gives the empty span at the first token after character `begin`.
     """
     first, last = characters
     inside = [i for i, (a, b) in enumerate(offsets) if max(a, first) < min(b, last)]
@@ -456,11 +453,10 @@ def build_prompt(
     question: str,
     passages: Sequence[Passage] = (),
 ) -> Prompt:
-    """Return the prompt of one question, closed-book without passages.
+    """Return the prompt of one question; without passages it is closed-book.
 
-    The tokenizer must be a fast one, which can tell offsets. A ValueError says which
-    text is empty or no text, or becomes control tokens, or why the chat template cannot
-    be used.
+    The tokenizer must be a fast one, which has offsets. A ValueError names a text that
+    is empty, invalid or holds control tokens, or a fault of the chat template.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
@@ -495,7 +491,7 @@ def build_prompt(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How answers are generated; always greedily."""
+    """How answers are generated, always greedily."""
 
     max_new_tokens: int = 16
     tokens_per_batch: int = 16_384  # prompt and answer tokens, padding included
@@ -503,7 +499,7 @@ class GenerationConfig:
 
     @property
     def greedy(self) -> SamplingConfig:
-        """How the likeliest tokens are chosen."""
+        """The settings of greedy decoding."""
         return SamplingConfig(max_new_tokens=self.max_new_tokens, stop=self.stop)
 
 
@@ -515,7 +511,7 @@ class Request:
     setting: Setting
     variant: Variant
     prompt: Prompt
-    dropped: tuple[int, ...] = ()  # places of the passages that are not in the prompt
+    dropped: tuple[int, ...] = ()  # indices of passages left out of the prompt
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -528,9 +524,9 @@ class Request:
             reply.finish == "stop" and reply.stop_id is None
         ):
             raise ValueError(
-                f"the server tells no token ids for question {self.example_id!r}; use "
-                "vLLM with the dialect 'vllm' (return_token_ids), or answer on this "
-                "machine"
+                f"the server returned no token ids for question {self.example_id!r}; "
+                "use vLLM with the dialect 'vllm' (return_token_ids), or answer on "
+                "this machine"
             )
         return Answer(
             example_id=self.example_id,
@@ -550,11 +546,11 @@ class PromptModel(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Return a fast one, which has offsets."""
+        """Return a fast tokenizer, which has offsets."""
 
     @property
     def max_length(self) -> int | None:
-        """Return the window in tokens; None where the model sets no limit."""
+        """Return the window in tokens, or None if the model has no limit."""
 
     @property
     def name(self) -> str:
@@ -564,7 +560,7 @@ class PromptModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerOnly:
-    """A `PromptModel` without weights: prompts are made here, a server answers them."""
+    """A `PromptModel` without weights, for prompts that a server answers."""
 
     tokenizer: Any
     max_length: int | None = None
@@ -572,33 +568,33 @@ class TokenizerOnly:
 
 
 class LeftOut(Record, frozen=True):
-    """A question that is not asked in one setting, since no passage of it fits."""
+    """A question that is not asked in one setting because none of its passages fits."""
 
     example_id: str
     setting: Setting
     variant: Variant
-    n_tokens: int  # of the prompt with its first passage alone
-    room: int  # most tokens that a prompt may have
+    n_tokens: int  # of the prompt with only its first passage
+    room: int  # for a prompt, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What is asked, and what is not."""
+    """The answers to be generated, and the questions that are left out."""
 
     requests: list[Request]
     left_out: list[LeftOut]
 
     @property
     def note(self) -> str | None:
-        """Return what was cut as a sentence, or None if nothing was."""
+        """Return a sentence on what was left out, or None if nothing was."""
         n_dropped = [len(r.dropped) for r in self.requests if r.dropped]
         if not n_dropped and not self.left_out:
             return None
         return (
-            f"{len(n_dropped)} of {len(self.requests)} prompts lack passages that did "
-            f"not fit ({sum(n_dropped)} in all; `dropped` of each answer says which), "
-            f"{len(self.left_out)} questions are not asked with context since not even "
-            "one passage fits"
+            f"prompts that lack passages which did not fit: {len(n_dropped)} of "
+            f"{len(self.requests)} (passages: {sum(n_dropped)}, listed in `dropped` of "
+            "each answer); questions not asked with context since not even one passage "
+            f"fits: {len(self.left_out)}"
         )
 
 
@@ -620,12 +616,11 @@ def make_requests(
     settings: Sequence[Setting] = SETTINGS,
     places: Mapping[str, str] | None = None,
 ) -> Requests:
-    """Return what has to be answered: every setting and variant of every question.
+    """Return one request per setting and variant of every question.
 
-    The longest answer, of `max_new_tokens`, has to fit into the window too: prompts
-    that do not are a ValueError, unless their last passages may be left out. A question
-    of which no passage fits is then not asked with context, but listed. `places` are
-    what errors call questions, by their ids.
+    A prompt has to leave room for `max_new_tokens` in the window. One that does not is
+    a ValueError, unless its last passages may be dropped; if not even one fits, the
+    question is not asked, but listed in `left_out`. `places` names questions in errors.
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens
@@ -657,17 +652,18 @@ def make_requests(
     if too_long:
         n_tokens, has_passages, name = max(too_long)
         do = (
-            "drop whole passages, listed and counted, with PromptConfig(overlong="
-            "'drop-passages') (of `beatrice data`, --overlong drop-passages), or give "
-            "fewer or shorter passages"
+            "drop whole passages, which are listed and counted, with PromptConfig("
+            "overlong='drop-passages') (`beatrice data --overlong drop-passages`), or "
+            "give fewer or shorter passages"
             if has_passages
-            else "such questions and the worked examples alone are too long: take "
-            "these questions out, or give another template (of a verb, --template)"
+            else "even without passages these questions are too long, worked examples "
+            "included: leave them out, or give another template (`beatrice data "
+            "--template`)"
         )
         raise ValueError(
             f"prompts that do not fit: {len(too_long)}; the longest, {name}, has "
-            f"{n_tokens} tokens, and beside an answer of {max_new_tokens} there is "
-            f"room for {room} in the window of {model.name}; {do}"
+            f"{n_tokens} tokens, but besides an answer of {max_new_tokens} there is "
+            f"room for only {room} in the window of {model.name}; {do}"
         )
     return result
 
@@ -687,14 +683,13 @@ def _prompt(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """The run's section `answer`: what is asked, how, and answered greedily."""
+    """The run's section `answer`: how questions are asked, and answered greedily."""
 
-    # Those asked for; a run has the ones that its questions allow, see
+    # As requested; a run has those that its questions allow, see
     # `extract.run.contents.settings_of`.
     settings: tuple[Setting, ...] = SETTINGS
     prompt: PromptConfig = PromptConfig()  # how questions are put
-    # How long answers and batches are.
-    generation: GenerationConfig = GenerationConfig()
+    generation: GenerationConfig = GenerationConfig()  # limits of answers and batches
 
 
 _SMALL = AnswerConfig(

@@ -1,9 +1,8 @@
-"""The backend behind a server that speaks OpenAI's protocol, such as vLLM.
+"""The backend for servers that speak OpenAI's protocol, such as vLLM.
 
-A request that failed for the server's reasons is sent again here, not by the `openai`
-client: each attempt may cost, and is booked. What the client calls a time-out is the
-longest pause between two bytes; here a whole request has a deadline, which a server
-that trickles cannot exceed.
+Failed requests are retried here, not by the `openai` client: each attempt may cost, and
+is booked. The client's timeout limits the pause between two bytes; here each request
+has a deadline as a whole, even if the server trickles its reply.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class SpendingCapReached(ValueError):
 
 
 class Account:
-    """What has been spent at a server, and what may still be."""
+    """What has been spent at a server, and what may still be spent."""
 
     def __init__(self, server: ServerOptions, earlier: tuple[int, int] = (0, 0)):
         """Start with the prompt and new tokens that earlier processes paid for."""
@@ -60,38 +59,38 @@ class Account:
             raise SpendingCapReached(
                 f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
                 "spent (by earlier processes too), "
-                f"{self._reserved:.6g} is under way and the next request may cost "
-                f"{most:.6g}; what was answered is kept, so the same line with a "
-                "higher cap continues"
+                f"{self._reserved:.6g} is under way, and the next request may cost "
+                f"{most:.6g}; the answers so far are kept, so repeat the command with "
+                "a higher cap to continue"
             )
         self._reserved += most
         return most
 
     def book(self, reserved: float, n_prompt: int, n_new: int) -> None:
-        """Replace a reservation by what the request did cost; 0 tokens for nothing."""
+        """Replace a reservation by the request's true cost; 0 tokens if it was free."""
         self._reserved -= reserved
         self.spent += self._cost(n_prompt, n_new)
 
 
 Reply = TypeVar("Reply")
-# By name: which library connects is the `openai` client's own affair.
+# By name: which library the `openai` client connects with may change.
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
 
 class DeadlineExceeded(openai.OpenAIError):
-    """A server did not answer in full in time."""
+    """A server did not send its whole reply in time."""
 
 
 class UnreadableReply(openai.OpenAIError):
-    """A server's reply is no JSON: cut off, empty, or not UTF-8."""
+    """A server's reply is not JSON: it is cut off, empty, or not UTF-8."""
 
 
-# What reading a reply raises that is JSON, but of other fields or types.
+# The errors of reading a reply that is JSON, but has other fields or types.
 _FOREIGN = AttributeError, TypeError, KeyError, UnicodeError, msgspec.ValidationError
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what the client and its libraries wrap up: why a connection failed."""
+    """Return why a connection failed, which the client and its libraries wrap up."""
     is_wrapped = isinstance(error, openai.APIConnectionError)
     while is_wrapped and (inner := error.__cause__ or error.__context__) is not None:
         error = inner
@@ -99,9 +98,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def advice_on(error: BaseException) -> str:
-    """Return what to look at where a server gave no answer."""
+    """Return what to check if a server gave no answer."""
     if isinstance(cause_of(error), ssl.SSLCertVerificationError):
-        return "name a file with the certificate of who signed it in SSL_CERT_FILE"
+        return "set SSL_CERT_FILE to a file with the certificate of its issuer"
     return "is it running, and is the URL right up to /v1?"
 
 
@@ -118,7 +117,7 @@ def _may_have_cost(error: openai.OpenAIError) -> bool:
     """Return whether a server may charge for a request that it did not answer.
 
     Only a refusal, or a connection that was never made, is surely free: a server goes
-    on writing when its client stops listening, which may be a gateway before it.
+    on generating when its client, which may be a gateway, stops listening.
     """
     if isinstance(error, openai.APIStatusError):
         return error.status_code == 408 or error.status_code >= 500
@@ -126,9 +125,9 @@ def _may_have_cost(error: openai.OpenAIError) -> bool:
 
 
 def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -> float:
-    """Return how long to wait: what the server asks for, else longer each time.
+    """Return how long to wait: what the server asks for, or else longer each time.
 
-    A server says it in seconds or as a date; more than `most` seconds wait nobody.
+    A server asks in seconds or with a date, and gets `most` seconds at most.
     """
     if isinstance(error, openai.APIStatusError):
         asked = error.response.headers.get("retry-after", "")
@@ -138,15 +137,15 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -
             else:
                 seconds = float(asked)
         except (ValueError, OverflowError):
-            seconds = 0.0  # absent, or neither
+            seconds = 0.0  # absent, or neither of these
         if seconds > 0:
             return min(seconds, most)
-    # As the `openai` client waits. Requests that failed together are spread, or they
-    # would fail together again.
+    # As in the `openai` client. Random, since requests that failed together would
+    # otherwise fail together again.
     return min(0.5 * 2**attempt, 8) * random.uniform(0.75, 1.0)
 
 
-# Why a server gives no text, or not all: by its reason, and by the code of a refusal.
+# Reasons for which a server withholds a text or its end, and codes of such refusals.
 _WITHHELD = "content_filter", "tool_calls", "function_call"
 _FILTERS = "content_filter", "content_policy_violation"
 _NOTHING = Generated(
@@ -163,9 +162,9 @@ _NOTHING = Generated(
 def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Generated:
     """Return the generated text of a reply to a prompt.
 
-    A server gives the stop token among its ids or leaves it out. Where the model has
-    only one (`stop_ids`, as far as known) it can have been no other, unless the server
-    says that it stopped at a text.
+    A server may leave the stop token out of its ids. If the model has only one
+    (`stop_ids`, as far as known), it was that one, unless the server says that it
+    stopped at a string.
     """
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:
@@ -191,16 +190,16 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
             (stop_id,) = stop_ids
     log_probs = getattr(choice.logprobs, "token_logprobs", None)
     content = getattr(choice.logprobs, "content", None)
-    if log_probs is None and content is not None:  # of a chat; llama.cpp's of a text
+    if log_probs is None and content is not None:  # a chat, or a text of llama.cpp
         entries = (x if isinstance(x, dict) else vars(x) for x in content)
         log_probs = [entry["logprob"] for entry in entries]
     if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
-    text.encode()  # half of a surrogate pair is no text
+    text.encode()  # raises for half of a surrogate pair
     usage = getattr(reply, "usage", None)
     n_new = usage and usage.completion_tokens
-    # A server that says 0 of what was there does not count, which is not free.
+    # A server that reports 0 tokens of an existing text does not count; it is not free.
     counts = {
         "n_prompt_tokens": (usage and usage.prompt_tokens) or None,
         "n_new_tokens": (n_new or None) if text or ids else n_new,
@@ -213,96 +212,96 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
         "finish": finish,
         **counts,
     }
-    reply = msgspec.convert(fields, Generated)  # the client checks no types
+    reply = msgspec.convert(fields, Generated)  # the client does not check types
     if any(n is not None and n < 0 for n in (*(ids or ()), *counts.values())):
         raise TypeError("a token id or a count of tokens is negative")
     details = getattr(usage, "prompt_tokens_details", None)
-    n_cached = getattr(details, "cached_tokens", None) or 0  # some leave them out
+    n_cached = getattr(details, "cached_tokens", None) or 0  # some count them apart
     _check_prompt_read(prompt, reply.n_prompt_tokens or 0, n_cached)
     return reply
 
 
 def _check_prompt_read(prompt: GeneratorPrompt, n_tokens: int, n_cached: int) -> None:
-    """Check that a server that counts (above 0) read all of a prompt, and no more.
+    """Check that a server read all of a prompt and nothing else, if it counts tokens.
 
     Ollama puts texts into the model's chat template, and cuts what does not fit.
     """
     n_least = 0 if prompt.ids is None else len(prompt.ids)
     if 0 < n_least < n_tokens:
         raise ValueError(
-            f"it read {n_tokens} tokens of a prompt of {n_least}, so it adds some, as "
-            "of a chat template; use a server that takes token ids (vLLM)"
+            f"it read {n_tokens} tokens for a prompt of {n_least}, so it adds some, "
+            "such as a chat template; use a server that takes token ids (vLLM)"
         )
     if prompt.is_chat:
-        # Of scripts without blanks few tokens have more than four characters.
+        # In scripts without blanks, few tokens have more than four characters.
         others, n_unspaced = UNSPACED.subn("", prompt.text)
         n_least = len(others.split()) + n_unspaced // 4
     if 0 < n_tokens and n_tokens + n_cached < n_least:
         raise ValueError(
-            f"it read {n_tokens} tokens of a prompt of {n_least} at least, so it "
-            "leaves some out; give it a longer context (for Ollama by "
+            f"it read {n_tokens} tokens of a prompt of at least {n_least}, so it "
+            "leaves some out; give it a longer context (for Ollama, with "
             "OLLAMA_CONTEXT_LENGTH), or use another server"
         )
 
 
 def _api_key() -> str | None:
-    """Return the key of the environment, which is sent in a header."""
-    key = os.environ.get("OPENAI_API_KEY", "").strip()  # a file's ends in a line feed
+    """Return the key in the environment, which is sent in a header, or None."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # files end in a line feed
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
             "OPENAI_API_KEY: expected a key of printable ASCII characters, found "
-            "another among them; copy the key again into that environment variable"
+            "another character; copy the key into that environment variable again"
         )
     return key or None
 
 
 def redacted(text: str) -> str:
-    """Return a text without the key: some servers say what they were sent."""
+    """Return a text with the key removed: some servers repeat what they were sent."""
     key = _api_key()
     return text if key is None else text.replace(key, "…")
 
 
 async def _check_encoding(response: Any) -> None:
-    """Check that a reply has no more bytes in memory than were sent."""
+    """Check that a reply is not compressed, or it could fill the memory."""
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise ValueError(f"its reply is compressed ({encoding}), expected it as it is")
+        raise ValueError(f"its reply is compressed ({encoding}), expected plain bytes")
 
 
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
-    """Return a client whose requests are given up by `within`.
+    """Return a client, for requests that `within` ends at their deadline.
 
-    Raises ValueError where the environment has a key that no request can carry.
+    Raises ValueError if the key in the environment cannot be sent in a header.
     """
     return openai.AsyncOpenAI(
         base_url=url,
-        # Local servers need none, but the client insists on some.
+        # Local servers need no key, but the client insists on one.
         api_key=_api_key() or "none",
         http_client=openai.DefaultAsyncHttpxClient(
             headers={"Accept-Encoding": "identity"},
             event_hooks={"response": [_check_encoding]},
         ),
-        max_retries=0,  # repeated here, see `ServedGenerator._send`
-        # A connection that was never made costs nothing, and is told apart.
+        max_retries=0,  # `ServedGenerator._send` retries
+        # Shorter to connect, so that a connection never made, which is free, is seen.
         timeout=openai.Timeout(timeout, connect=0.9 * timeout),
     )
 
 
 async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
-    """Return a request's reply; raises where it is not there in time, or no JSON."""
+    """Return a request's reply; raises if it is late, or not JSON."""
     try:
         return await asyncio.wait_for(request, seconds)
     except TimeoutError as error:
         raise DeadlineExceeded(f"no whole reply within {seconds:g} s") from error
-    # Of the JSON library, of UTF-8, or of lists in lists in lists.
+    # From the JSON library, from UTF-8, or from lists that are nested too deeply.
     except (ValueError, RecursionError) as error:
-        raise UnreadableReply(f"its reply is no JSON: {error}") from error
+        raise UnreadableReply(f"its reply is not JSON: {error}") from error
 
 
 class ServedGenerator(contextlib.AbstractContextManager):
     """Generates by asking a server."""
 
-    max_length = None  # a server refuses what does not fit, or is seen to cut it
+    max_length = None  # a server refuses what does not fit, or is caught cutting it
 
     def __init__(
         self,
@@ -314,12 +313,12 @@ class ServedGenerator(contextlib.AbstractContextManager):
         tokenizer: Any = None,
         earlier: tuple[int, int] = (0, 0),
     ) -> None:
-        """Prepare a client of a model, under the server's name for it; nothing is sent.
+        """Prepare a client of `model`, the server's name for it; nothing is sent.
 
-        Stop tokens and tokenizer are the model's, where they are known here: its
-        SHA-256 is a part of every key, and stop strings are found in its ids. `earlier`
-        are prompt and new tokens that other processes have paid for, and that count
-        towards the cap.
+        `stop_ids` and `tokenizer` are the model's, if they are known here: the
+        tokenizer's SHA-256 is part of every key, and it finds stop strings in ids.
+        `earlier` are the prompt and new tokens that other processes have paid for;
+        they count towards the cap.
         """
         if server.server is None:
             raise ValueError("expected the URL of a server, found none")
@@ -329,7 +328,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         self.account = Account(server, earlier)
         self._client = open_client(self._url, server.timeout)
         self._loop = asyncio.new_event_loop()
-        # Requests are under way there, where each can be given up at its deadline.
+        # Requests run in this loop, where each can be cancelled at its deadline.
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -345,10 +344,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what changes a text, as far as a server lets it be known.
+        """Return what affects a text, as far as it can be known.
 
-        No server tells which weights stand behind a name, nor their dtype: what the
-        user did not state is "unstated" or None.
+        No server reports which weights a name stands for, or their dtype: what the user
+        did not state is "unstated" or None.
         """
         sent = self._stop_ids if self._server.dialect == "vllm" else ()
         return {
@@ -364,7 +363,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         }
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
-        """Return how many ids a prompt has, or None: a server splits its text."""
+        """Return how many ids a prompt has, or None if the server tokenises it."""
         return None if prompt.ids is None else len(prompt.ids)
 
     def stream(
@@ -375,7 +374,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     ) -> Iterator[tuple[int, Generated]]:
         """Yield (index, text) in the order in which the server answers.
 
-        After a failure nothing new is sent, what is under way is waited for and
+        After a failure nothing new is sent; the replies under way are awaited and
         yielded, and then the failure is raised.
         """
         waiting = iter([i for i in range(len(prompts)) if i not in done])
@@ -383,7 +382,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         failure: ValueError | None = None
         try:
             while True:
-                # No more at a time than the caller has written down.
+                # New requests wait until the caller has stored the last replies.
                 n_free = self._server.concurrency - len(under_way)
                 for i in itertools.islice(waiting, 0 if failure else n_free):
                     under_way[self._start(self._send(prompts[i], config))] = i
@@ -404,7 +403,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise failure
 
     async def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Send one request, again if its failure is transient, until it is answered."""
+        """Send one request until it is answered, retrying after transient failures."""
         for attempt in itertools.count():
             try:
                 return await self._attempt(prompt, config)
@@ -422,7 +421,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     ) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
         where = self._where(prompt)
-        # A token is at least one byte, but the server's chat template adds some.
+        # A token is at least one byte; the server's chat template adds some tokens.
         n_prompt = self.count_tokens(prompt)
         if n_prompt is None:
             n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
@@ -447,7 +446,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise
         except _FOREIGN as error:
             raise ValueError(
-                f"{where}: its reply is not of OpenAI's protocol ({error})"
+                f"{where}: its reply does not follow OpenAI's protocol ({error})"
             ) from error
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
@@ -482,7 +481,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def _fields(
         self, prompt: GeneratorPrompt, config: SamplingConfig
     ) -> dict[str, Any]:
-        """Return the fields that ask for a reply, or for what follows a text or ids."""
+        """Return the fields of a request, for a chat reply or a continuation."""
         is_vllm = self._server.dialect == "vllm"
         fields: dict[str, Any] = {"model": self._model}
         if self._server.dialect != "openai-reasoning":
@@ -492,8 +491,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
             fields["max_completion_tokens"] = config.max_new_tokens
         else:
             raise ValueError(
-                "models of the dialect 'openai-reasoning' take no temperature, so "
-                "nothing can be drawn from them; draw with the run's own model"
+                "models of the dialect 'openai-reasoning' take no temperature, so they "
+                "cannot be sampled from; sample from the run's own model"
             )
         if prompt.is_chat:
             fields["messages"] = [{"role": "user", "content": prompt.text}]
@@ -508,18 +507,18 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if not config.is_greedy:
             fields |= {"top_p": config.top_p, "seed": draw_seed(prompt, config)}
         if is_vllm:
-            # Named, or vLLM takes the checkpoint's own defaults for them.
+            # Stated, or vLLM would take the checkpoint's defaults.
             extra = {"top_k": top_k or 0, "min_p": 0.0, "repetition_penalty": 1.0}
             if prompt.is_chat:
                 extra["chat_template_kwargs"] = TEMPLATE_FIELDS
             if config.stop:
                 extra["include_stop_str_in_output"] = True
-            if self._stop_ids:  # beside those of the server's own config
+            if self._stop_ids:  # in addition to those of the server's config
                 extra["stop_token_ids"] = sorted(self._stop_ids)
             fields["extra_body"] = {**extra, "return_token_ids": True}
         elif top_k is not None:
             raise ValueError(
-                "top_k is no field of OpenAI's protocol; leave it out, or use a vLLM "
-                "server with the dialect 'vllm'"
+                "top_k is not a field of OpenAI's protocol; leave it out, or use a "
+                "vLLM server with the dialect 'vllm'"
             )
         return fields

@@ -1,7 +1,7 @@
-"""The words around question and context: templates, worked examples, one's own words.
+"""The words around question and context: templates, worked examples, words of your own.
 
-A base model that sees a bare question continues as if it were a web page; after a few
-worked examples it answers in kind, and ends its answer with a line.
+A base model that sees a bare question continues it like a web page; after a few worked
+examples it answers in the same form, and ends its answer at the end of the line.
 """
 
 import dataclasses
@@ -16,31 +16,30 @@ from beatrice.extract.run.files import from_json
 
 TemplateName = Literal["short", "paper", "few-shot"]
 
-MAX_NEW_TOKENS = 32  # of an answer, where nobody says
+MAX_NEW_TOKENS = 32  # of an answer, by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shot:
-    """A worked example: a question with its answer, and a context where it has one."""
+    """A worked example: a question with its answer and, optionally, a context."""
 
     question: str
     answer: str
     context: str = ""
 
     def __post_init__(self) -> None:
-        """Check that the example has the form of an answer."""
+        """Check that there is a question, and an answer of one line."""
         if not (self.question.strip() and self.answer.strip()):
             raise ValueError("a worked example needs a question and an answer")
         if "\n" in self.answer.strip():
             raise ValueError(
-                f"a worked example's answer has several lines ({self.answer!r}); the "
-                "answer ends with its line"
+                f"a worked example's answer has several lines ({self.answer!r}); give "
+                "one line, since answers end at the end of the line"
             )
 
 
 # Widely known facts: TriviaQA asks for the last, so splits leave such questions out.
-# Contexts are short, for every prompt pays for them, and one does not say what is asked
-# in its first words.
+# Contexts are short, as every prompt pays for them; one answers in its second sentence.
 SHOTS = tuple(
     Shot(question=question, answer=answer, context=context)
     for question, answer, context in (
@@ -72,16 +71,16 @@ SHOTS = tuple(
 
 
 def read_shots(path: Path) -> tuple[Shot, ...]:
-    """Return the worked examples of a file: one JSON object per line.
+    """Return the worked examples in a file: one JSON object per line.
 
-    Each has "question", "answer" and, where there is one, "context".
+    Each has "question", "answer" and, optionally, "context".
     """
     try:
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{path}: the worked examples cannot be read: {reason}; expected paper, "
+            f"{path}: the worked examples cannot be read ({reason}); expected paper, "
             "short, few-shot or a file of your own"
         ) from error
     expected = 'a worked example is {"question": …, "answer": …, "context": … or none}'
@@ -101,16 +100,15 @@ def read_shots(path: Path) -> tuple[Shot, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """The words around question and context, such as a service's own.
+    """The words around question and context, such as those of your service.
 
     Attributes:
-      closed_book: holds `{question}`; empty where no question comes without passages.
-      with_context: holds `{context}` once, before `{question}`; empty where none comes
-        with them.
+      closed_book: contains `{question}`; empty if no question comes without passages.
+      with_context: `{context}` once, before `{question}`; empty if none has passages.
       between: separates passages.
-      has_titles: whether a passage's title stands before its text. Published passages
-        often leave their subject to the title ("It was released in 1994"), and whoever
-        rewrites a context reads what the model reads.
+      has_titles: whether a passage's title precedes its text. Published passages often
+        name their subject only in the title ("It was released in 1994"), and a
+        rewriter is shown the context as the model reads it.
       system: a chat's system message; empty for none.
     """
 
@@ -121,7 +119,7 @@ class Words:
     system: str = ""
 
     def __post_init__(self) -> None:
-        """Check that question and context have their places."""
+        """Check that there are placeholders for the question and the context."""
         if not (self.closed_book or self.with_context):
             raise ValueError("expected closed_book or with_context, found neither")
         if self.closed_book and "{question}" not in self.closed_book:
@@ -129,27 +127,27 @@ class Words:
         _, *after = self.with_context.split("{context}")
         if self.with_context and not (len(after) == 1 and "{question}" in after[0]):
             raise ValueError(
-                "with_context: expected {context} once and {question} behind it, where "
+                "with_context: expected {context} once and {question} after it, where "
                 f"a probe reads the question, found {self.with_context!r}"
             )
 
     def of(self, setting: Setting) -> str:
-        """Return the words of questions in a setting."""
+        """Return the words around questions in one setting."""
         return self.closed_book if setting == "closed_book" else self.with_context
 
     def passage_text(self, passage: Passage) -> str:
-        """Return one passage as it is shown: "Title: text", or its text alone."""
+        """Return one passage as it is shown: "Title: text", or only its text."""
         # HotpotQA's titles are escaped HTML, its texts are not.
         title = html.unescape(passage.title).strip()
         return f"{title}: {passage.text}" if self.has_titles and title else passage.text
 
     def context_text(self, passages: Sequence[Passage]) -> str:
-        """Return the context as the model reads it, and as it is rewritten."""
+        """Return the context that the model, or a rewriter, reads."""
         return self.between.join(map(self.passage_text, passages))
 
 
 def read_words(path: Path) -> Words | None:
-    """Return the words of a file, a JSON object; None where it holds something else."""
+    """Return the words in a file, a JSON object; None if the file contains none."""
     try:
         value = json.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
@@ -160,7 +158,7 @@ def read_words(path: Path) -> Words | None:
 
 
 def as_words(value: Mapping[str, Any], where: str) -> Words:
-    """Return a mapping of the fields of `Words` as one; messages begin with `where`."""
+    """Return `Words` from a mapping of their fields; errors begin with `where`."""
     kinds = get_type_hints(Words)
     for name, given in value.items():
         if name not in kinds:
@@ -178,16 +176,16 @@ def as_words(value: Mapping[str, Any], where: str) -> Words:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTemplate(Words):
-    """Words, and how they are sent."""
+    """Words around questions, and how they are sent."""
 
     chat: bool = False  # send as a user's message through the chat template
-    shots: tuple[Shot, ...] = ()  # stand first, in the same words
+    shots: tuple[Shot, ...] = ()  # come first, in the same words
 
     def render(self, question: str, context: str | None) -> tuple[str, tuple[int, int]]:
         """Return a prompt's text and the characters `[start, stop)` of its context.
 
-        Without a context both are where the words around the question begin, behind
-        the examples. With one, the examples are those that have a context.
+        Without a context, both are where the words around the question begin, after
+        the examples. With one, only examples that have a context are shown.
         """
         setting: Setting = "closed_book" if context is None else "with_context"
         if not self.of(setting):
@@ -217,7 +215,7 @@ class PromptTemplate(Words):
         """Return one question in its words, and where its context lies in them."""
         if context is None:
             return self.closed_book.replace("{question}", question), (0, 0)
-        # Parted first: question and context may hold these marks themselves.
+        # Split first: question and context may contain the placeholders themselves.
         before, after = (
             part.replace("{question}", question)
             for part in self.with_context.split("{context}")
@@ -227,16 +225,15 @@ class PromptTemplate(Words):
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {
-    # What the microworld's model was taught. Every text of it names its subject, which
-    # is its title.
+    # What the microworld's model was taught; each text names its subject, the title.
     "short": PromptTemplate(
         closed_book="Question: {question} Answer:",
         with_context="Context: {context} Question: {question} Answer:",
         between=" ",
         has_titles=False,
     ),
-    # Appendix A of the paper, "Answering prompt"; it says "retrieved passage", and
-    # nothing of titles.
+    # Appendix A of the paper, "Answering prompt", where the context is a "retrieved
+    # passage" and titles are not mentioned.
     "paper": PromptTemplate(
         closed_book=(
             "Please answer the following question based on your knowledge.\n\n"
@@ -251,8 +248,7 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
         between="\n",
         has_titles=True,
     ),
-    # For base models, which the paper does not use: lines that the examples begin and
-    # end in the same way.
+    # For base models, which the paper does not use: lines like those of the examples.
     "few-shot": PromptTemplate(
         closed_book="Question: {question}\nAnswer:",
         with_context="Context: {context}\nQuestion: {question}\nAnswer:",
@@ -263,23 +259,22 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
 
 
 def words_of(template: TemplateName | Words) -> Words:
-    """Return a template's words, by its name or as they are."""
+    """Return the words of a template, which may be a name or words itself."""
     return template if isinstance(template, Words) else TEMPLATES[template]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """How questions are put."""
+    """How questions are put to the model."""
 
     template: TemplateName | Words = "short"  # the words around question and context
     chat: bool = False  # through the chat template, thinking switched off
-    # What happens to a prompt that does not fit.
-    overlong: Literal["refuse", "drop-passages"] = "refuse"
-    window: int | None = None  # most tokens with the answer; None: the model's own
+    overlong: Literal["refuse", "drop-passages"] = "refuse"  # if a prompt is too long
+    window: int | None = None  # most prompt and answer tokens; None: the model's limit
     shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
 
     def __post_init__(self) -> None:
-        """Check the choices."""
+        """Check the choices and that they fit together."""
         check_choices(self)
         has_words = isinstance(self.template, Words)
         if not has_words and self.template not in TEMPLATES:
@@ -289,8 +284,8 @@ class PromptConfig:
             )
         if words_of(self.template).system and not self.chat:
             raise ValueError(
-                "system: a chat alone has a system message; ask through the model's "
-                "chat template, or put the words around the question"
+                "system: only a chat has a system message; ask through the model's "
+                "chat template, or put its text into the words around the question"
             )
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
@@ -303,14 +298,14 @@ class PromptConfig:
 
     @property
     def template_name(self) -> str:
-        """Return the template's name; "own" where the words are."""
+        """Return the template's name, or "own" for words of your own."""
         return "own" if isinstance(self.template, Words) else self.template
 
     @property
     def usual_stop(self) -> tuple[str, ...]:
-        """Return the texts that end an answer where nobody says.
+        """Return the texts that end an answer by default.
 
-        The line's end behind worked examples, and where words of one's own are no chat.
+        That is a line feed with worked examples, or with own words outside a chat.
         """
         is_line = self.shots or (self.template_name == "own" and not self.chat)
         return ("\n",) if is_line else ()

@@ -1,4 +1,4 @@
-"""What a person sees while a verb runs: bars on a terminal, plain lines elsewhere."""
+"""What the user sees while a verb runs: bars on a terminal, plain lines elsewhere."""
 
 import contextlib
 import dataclasses
@@ -14,12 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, cast
 
-# What TensorStore adds to its messages, each a page long.
+# What TensorStore appends to its messages, up to a page long.
 _DUMPS = re.compile(
     r"\s*\[(os_error_code|tensorstore_spec|source locations|transform)=.*", re.DOTALL
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-# What Torch, JAX, threads and processes end with where memory does.
+# Errors of Torch, JAX, threads and processes that are out of memory.
 _NO_MEMORY = re.compile(
     "out of memory|can't allocate memory|can't start new thread|terminated abruptly",
     re.IGNORECASE,
@@ -29,7 +29,7 @@ _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Return whether the machine is why: it is full, or its user has no home."""
+    """Return whether the machine caused an error: no memory, or no home folder."""
     is_full = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
     return bool(is_full) or _is_homeless(error)
 
@@ -39,11 +39,11 @@ def _is_homeless(error: Exception) -> bool:
 
 
 def in_one_sentence(error: Exception) -> str:
-    """Return what a person is told of an expected failure: what, where, what to do."""
+    """Return the message on an expected failure: what, where, what to do."""
     message = " ".join(_DUMPS.sub("", str(error)).split())
     number = error.errno if isinstance(error, OSError) else None
     if _is_homeless(error):
-        message = "this user has no home folder; set HOME to one that may be written"
+        message = "this user has no home folder; set HOME to a writable folder"
     elif isinstance(error, MemoryError) or is_of_machine(error):
         message = (
             f"not enough memory ({message or 'none is left'}); ask for less at once"
@@ -51,27 +51,27 @@ def in_one_sentence(error: Exception) -> str:
     elif number in _FULL or any(words in message for words in _FULL_IN_WORDS):
         message = (
             f"a file cannot grow, as on a full disk ({message}); make room and run the "
-            "same line again: it continues"
+            "same command again: it continues"
         )
     elif number is not None and isinstance(error, OSError):
-        # A path that was removed is named, but for the folder that all are taken from.
+        # Missing paths have a name, unless the current folder itself was removed.
         is_gone = error.strerror == os.strerror(errno.ENOENT)
         nameless = "the current folder" if is_gone else "a file"
         names = " and ".join(str(n) for n in (error.filename, error.filename2) if n)
         message = (
-            f"{names or nameless}: {error.strerror}; look whether it is there and may "
-            "be read and written"
+            f"{names or nameless}: {error.strerror}; check that it exists and may be "
+            "read and written"
         )
     return printable(message)
 
 
 def printable(text: str) -> str:
-    """Return a text in which what a terminal would obey, or cannot show, is escaped."""
+    """Escape the characters of a text that a terminal would obey or cannot show."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shell_line(verb: str, path: Path, *words: str) -> str:
-    """Return a line of this program as a shell takes it, whatever the path's name."""
+    """Return a command line of this program, with paths quoted for the shell."""
     return shlex.join(["beatrice", verb, str(path), *words])
 
 
@@ -79,12 +79,12 @@ Update = Callable[[int, int], None]  # (done, total)
 
 
 def part_of(update: Update, index: int, n_parts: int) -> Update:
-    """Return an update of one of several parts of a stage, of equal weight."""
+    """Return an update for one of `n_parts` parts of a stage, of equal weight."""
     return lambda done, total: update(index * total + done, n_parts * total)
 
 
 def in_words(seconds: float) -> str:
-    """Return a time as people say it: "40 s", "9 min", "2 h 10 min"."""
+    """Return a duration in words: "40 s", "9 min", "2 h 10 min"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -94,10 +94,10 @@ def in_words(seconds: float) -> str:
 
 @dataclasses.dataclass
 class Estimate:
-    """How far a stage is, which never falls, and how many seconds are left.
+    """How far a stage is, which never decreases, and how many seconds are left.
 
-    Speed is measured from the first call on: what was done before is another process's
-    work, or was compiling and loading.
+    Speed is measured from the first call on: what came before was the work of another
+    process, or compiling and loading.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -105,17 +105,17 @@ class Estimate:
     _first: tuple[float, float] | None = None  # time and share
 
     def add(self, done: int, total: int) -> None:
-        """Take in what was counted."""
+        """Update the share with `done` of `total`."""
         self.share = max(self.share, min(done / total, 1.0) if total else 0.0)
         if self._first is None:
             self._first = self.clock(), self.share
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left at the speed so far; None where nothing is known."""
+        """Seconds left at the speed so far; None if that is not known yet."""
         began, first = self._first or (0.0, self.share)
         gained, elapsed = self.share - first, self.clock() - began
-        if not gained or elapsed < 1.0:  # what comes in one batch is counted at once
+        if not gained or elapsed < 1.0:  # a batch is counted all at once
             return None
         return elapsed * (1 - self.share) / gained
 
@@ -126,13 +126,13 @@ class Progress:
     is_quiet: ClassVar[bool] = False
 
     def note(self, text: str) -> None:
-        """Print one line for the person who waits."""
+        """Print one line for the user."""
         if not self.is_quiet:
             print(printable(text), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:
-        """Show one stage; yields what is called with (done, total)."""
+        """Show one stage; yields a function to call with (done, total)."""
         began = time.monotonic()
         if sys.stderr.isatty() and not self.is_quiet:
             with _bar(name) as update:
@@ -144,10 +144,7 @@ class Progress:
     def plain_lines(
         self, name: str, clock: Callable[[], float] = time.monotonic
     ) -> Update:
-        """Return an update that says how far it is: after 10, 30, 90, … seconds.
-
-        Later lines come once an hour.
-        """
+        """Return an update that prints a line after 10, 30, 90, … s, later hourly."""
         estimate, began, due = Estimate(clock), clock(), 10.0
 
         def update(done: int, total: int) -> None:
@@ -196,7 +193,7 @@ def table_head(names: Sequence[str]) -> str:
 
 
 def quiet() -> None:
-    """Silence what other libraries print in this process, which is a verb's."""
+    """Silence Transformers for good, in a process that runs a verb."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -205,11 +202,11 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import libraries faster by a quarter, in a process that has one thing to do.
+    """Import libraries faster by a quarter, in a process with a single task.
 
-    Transformers imports SciPy, where it is installed, for detectors of objects: while
-    this lasts it is not found. The garbage collector, which would look through hundreds
-    of thousands of lasting objects again and again, rests, and then leaves them alone.
+    SciPy, which Transformers imports for object detection if it is installed, is hidden
+    in this block. The garbage collector, which would scan hundreds of thousands of
+    lasting objects again and again, is off in the block and skips them afterwards.
     """
     is_absent = "scipy" not in sys.modules
     if is_absent:
@@ -226,7 +223,7 @@ def lean_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Let Transformers print and draw nothing while this lasts, as in library calls."""
+    """Silence Transformers and its progress bars in this block, for library calls."""
     from transformers.utils import logging
 
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

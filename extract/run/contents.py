@@ -1,4 +1,4 @@
-"""What lies in a run directory, read without Torch: questions, answers, labels."""
+"""Read the contents of a run directory without Torch: questions, answers, labels."""
 
 import collections
 import warnings
@@ -26,16 +26,16 @@ def question_files(run: RunDir) -> list[Path]:
 
 
 def settings_of(run: RunDir) -> tuple[Setting, ...]:
-    """Return the settings that a run has: those asked for that its questions allow.
+    """Return the settings of a run: those requested that its questions allow.
 
-    With context, some question to train on and some to validate on need passages;
-    those of test and held-out questions alone would be answered in vain.
+    With context, a training and a validation question, if there are any, need passages:
+    answering only test and held-out questions would be in vain.
     """
-    # Of the section `answer`; its class would bring prompts and templates along.
+    # The section `answer` as JSON: its class would import prompts and templates.
     section = read_manifest(run.path)["sections"].get("answer", {})
     chosen: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
     if "with_context" not in chosen or not run.examples.exists():
-        return chosen  # where questions are missing, whoever needs them says so
+        return chosen  # missing questions are an error elsewhere
     examples = read_records(run.examples, Example)
     shown = {(example.split, bool(example.passages)) for example in examples}
     taught = {split for split, _ in shown} & {"train", "validation"}
@@ -43,25 +43,25 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
         return chosen
     if chosen == ("with_context",):
         raise ValueError(
-            f"{run.path} is to be answered with context alone, but no training or no "
+            f"{run.path} is to be answered only with context, but no training or no "
             "validation question has passages: give such questions (`beatrice data "
-            "--context all`), or ask for another of --settings"
+            "--context all`), or choose other --settings"
         )
     return ("closed_book",)
 
 
 def require_both_settings(run: RunDir, verb: str) -> None:
-    """Refuse what compares answers without and with context in a run of one setting."""
+    """Check that a run has both settings, for a verb that compares them."""
     if (settings := settings_of(run)) != SETTINGS:
         raise ValueError(
-            f"{verb} needs answers without and with context, and {run.path} has "
-            f"{settings[0]} alone; make a run with both of --settings, of questions "
-            "with passages"
+            f"{verb} needs answers without and with context, but {run.path} has only "
+            f"{settings[0]}; make a run with --settings both, of questions with "
+            "passages"
         )
 
 
 def settings_in_words(run: RunDir) -> str:
-    """Say which settings a run has, and of how many questions of each set."""
+    """Return in words a run's settings, with the number of questions of each set."""
     settings, parts = settings_of(run), []
     sets = [(e.dataset, bool(e.passages)) for e in read_records(run.examples, Example)]
     n_all = collections.Counter(name for name, _ in sets)
@@ -76,25 +76,25 @@ def settings_in_words(run: RunDir) -> str:
 
 
 def store_files(run: RunDir) -> list[Path]:
-    """Return what identifies the feature stores: their indices and commit records.
+    """Return the files that identify the feature stores: indices and commit records.
 
-    These hold the checksums of arrays, which `beatrice doctor RUN --verify` reads.
+    They hold the checksums of the arrays, which `beatrice doctor RUN --verify` checks.
     """
     folders = [run.features(setting) for setting in settings_of(run)]
     return [folder / name for folder in folders for name in ("index.json", "commits")]
 
 
 def row_files(run: RunDir) -> list[Path]:
-    """Return the files that say what the rows of the stores are, with their labels."""
+    """Return the files that decide what the stores' rows and their labels are."""
     return [*question_files(run), run.labels, *store_files(run)]
 
 
 def read_questions(run: RunDir) -> list[Example]:
-    """Return the run's questions as they came, before any rewriting.
+    """Return the run's questions without rewritten contexts.
 
-    No id is there twice, and no question is in two splits: what was learned of it in
-    one would be tested in the other. Of questions that an earlier version drew, which
-    told apart more of them, that is a warning.
+    A duplicate id is a ValueError, and so is a question in two splits, since training
+    on it would leak into the test. In splits drawn by an earlier version, which took
+    more questions for different ones, the latter is a warning.
     """
     examples = list(read_records(run.examples, Example))
     if not examples:
@@ -106,14 +106,14 @@ def read_questions(run: RunDir) -> list[Example]:
         where = f"{run.examples}, line {number}: the"
         if (line := lines.setdefault(example.id, number)) != number:
             raise ValueError(
-                f"{where} id {example.id!r} is that of line {line} already; give every "
+                f"{where} id {example.id!r} is already that of line {line}; give every "
                 "question an id of its own"
             )
         first = first_of.setdefault(text_key(example.question), example)
         if first.split != example.split:
             leaks.append(
                 f"{where} question {example.question[:80]!r} is in the split "
-                f"{example.split}, and as {first.id!r} in {first.split} too (without "
+                f"{example.split}, and as {first.id!r} in {first.split} too (ignoring "
                 "case, marks and articles)"
             )
     if leaks and not _is_drawn(run):
@@ -121,7 +121,7 @@ def read_questions(run: RunDir) -> list[Example]:
             f"{leaks[0]}; leave one of the two out, or let the splits be drawn: "
             f"{MAKE_A_RUN}"
         )
-    if leaks:  # the marks of an earlier version were fewer, and all else rests on these
+    if leaks:  # an earlier version ignored fewer marks, and the run rests on its splits
         count = f"the first of {len(leaks)} such questions"
         warnings.warn(
             f"{leaks[0]}, as an earlier version drew them; {count}", stacklevel=2
@@ -130,7 +130,7 @@ def read_questions(run: RunDir) -> list[Example]:
 
 
 def _is_drawn(run: RunDir) -> bool:
-    """Tell whether the questions are as a stage wrote them, and nobody else."""
+    """Return whether a stage wrote the questions, and nobody has changed them."""
     name = run.examples.name
     records = filter(None, run.stage_records().values())
     written = {record.outputs[name] for record in records if name in record.outputs}
@@ -138,7 +138,7 @@ def _is_drawn(run: RunDir) -> bool:
 
 
 def read_examples(run: RunDir) -> list[Example]:
-    """Return the run's questions, with the contexts that were rewritten for it."""
+    """Return the run's questions, with rewritten contexts if there are any."""
     examples = read_questions(run)
     if not run.rewrites.exists():
         return examples
@@ -147,18 +147,18 @@ def read_examples(run: RunDir) -> list[Example]:
 
 
 def check_answered(run: RunDir) -> None:
-    """Refuse to go on with a part of the answers."""
+    """Check that a run's answers, if any, are complete."""
     if (run.answers / "backend.json").exists() and run.stage_record("answer") is None:
         raise ValueError(
             f"the answers in {run.answers} are not finished: run `beatrice answer` "
-            "first, which continues"
+            "first, which continues them"
         )
 
 
 def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
-    """Return answers of settings (by default all), in the order of the questions.
+    """Return answers in some settings (default: all), in the order of the questions.
 
-    The file holds them in the order of generation, which batches by length.
+    The file has them in the order of generation, in batches of similar length.
     """
     order = {example.id: i for i, example in enumerate(read_examples(run))}
     answers = list(read_records(run.answers_file, Answer))

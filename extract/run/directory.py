@@ -1,11 +1,11 @@
-"""One directory per experiment: where things lie, who holds it, what is finished.
+"""The directory of an experiment: its paths, settings, lock and finished stages.
 
-Neither Torch nor JAX, as in the modules imported here, so that every room may import
-it. Three promises:
+Loads neither Torch nor JAX, so that any module may import it. Three guarantees:
 
   * a file written here is the old one or the new one, never half of either;
-  * a directory holds one run's settings, and one process changes it at a time;
-  * a stage counts as finished only while its inputs and outputs are the files it
+  * a directory holds one run's settings, and is changed at a time by one process, or
+    by the workers of one stage;
+  * a stage counts as finished only while its inputs and outputs are the files that it
     was finished with.
 """
 
@@ -41,8 +41,8 @@ from beatrice.extract.run.process import Share
 MAKE_A_RUN = (
     "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
 )
-# What people write and correct by hand, and the answers, which their stage goes on
-# from: never replaced, or taken for its own, where it was changed. If that was meant:
+# Files that people edit by hand, and the answers, which their stage continues. If they
+# were changed they are neither replaced nor read; what to do if that was intended:
 FOR_PEOPLE = {
     "examples.jsonl": f"start a new run ({MAKE_A_RUN})",
     "passages.jsonl": f"start a new run ({MAKE_A_RUN})",
@@ -56,7 +56,7 @@ class NotWritten(ValueError):
     """A file or folder that a stage reads is missing."""
 
     def __init__(self, run: Path, name: str) -> None:
-        """Name what is missing; which verb writes it, the command line knows."""
+        """Name what is missing; the command line adds which verb writes it."""
         self.run, self.name = run, name
         super().__init__(f"{run / name} is missing")
 
@@ -84,12 +84,12 @@ def acquire_lock(
     shared: bool = False,
     flock: Callable[[Any, int], None] = fcntl.flock,
 ) -> BinaryIO:
-    """Lock a file until the returned stream is closed; raises `InUse`.
+    """Lock a file until the returned stream is closed; raise `InUse` if it is locked.
 
-    The kernel's lock ends with its owner. It may not reach across machines (network
-    file systems), therefore the file also says who holds it, and an owner on another
-    machine is believed. A shared lock writes nothing into the file. Where the disk has
-    no locks nobody is kept out, and a shared one is a ValueError.
+    The kernel's lock ends with the process that holds it. It may not reach across
+    machines (network file systems), so the file also names its owner, and an owner on
+    another machine is believed. A shared lock writes nothing into the file. On a disk
+    without locks nobody is kept out, and a shared lock is a ValueError.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     file = open_unlinked(path, os.O_RDWR | os.O_CREAT)
@@ -103,8 +103,8 @@ def acquire_lock(
     if shared and not has_locks:
         stream.close()
         raise ValueError(
-            f"{path.parent} lies on a disk without locks, by which processes that "
-            "share the work keep others out; put it on another disk, or let one "
+            f"{path.parent} lies on a disk without locks, which processes that share "
+            "the work need to keep others out; put it on another disk, or let one "
             "process do all of the work"
         )
     owner = _lock_owner(stream)
@@ -112,13 +112,13 @@ def acquire_lock(
     is_away = bool(owner) and owner.get("host") != here["host"] and not same_kernel
     if is_held or is_away:
         stream.close()
-        # Whoever has the kernel's lock lives, whatever the machine was called then.
+        # The holder of a kernel's lock is alive, even if its machine was renamed.
         do = "wait or end it" if is_held else f"if that process is gone, delete {path}"
         who = (
             f"process {owner.get('pid', 'unknown')} on "
             f"{owner.get('host', here['host'])} since {owner.get('started', '?')}"
             if owner
-            else "workers that a launcher started, or a process that just began"
+            else "workers that a launcher started, or a process that has just started"
         )
         raise InUse(f"{path.parent} is in use by {who}; {do}")
     stream.truncate(0)
@@ -131,7 +131,7 @@ def acquire_lock(
 
 
 def _lock_owner(stream: BinaryIO) -> dict[str, Any]:
-    """Read who wrote the lock file; empty if nobody did, or was killed doing it."""
+    """Return who wrote the lock file; empty if nobody did, or it is incomplete."""
     try:
         owner = json.loads(stream.read())
     except (ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _lock_owner(stream: BinaryIO) -> dict[str, Any]:
 Preset = Literal["demo", "few", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 FORMAT, VERSION = "beatrice-run", 4
-MANIFEST = "manifest.json"  # a folder without it is no run directory
+MANIFEST = "manifest.json"  # a folder without it is not a run directory
 Section = TypeVar("Section")
 
 _PACKAGES = (
@@ -154,7 +154,7 @@ _PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed."""
+    """Return the versions of Python and of the installed packages that matter."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -164,9 +164,9 @@ def package_versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What makes a run directory the run that it is."""
+    """The settings that a run directory is created with."""
 
-    preset: Preset = "demo"  # sizes that every verb's section starts from
+    preset: Preset = "demo"  # decides the defaults of every verb's section
     seed: int = 0  # of training, selection and bootstrap
     # Settings of `backbone`, and of `world` or `data`; a frozen dataclass each.
     sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -178,7 +178,7 @@ def as_json(settings: Any) -> Any:
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the file holds, beside its own SHA-256."""
+    """The fields of the manifest, besides its own SHA-256."""
 
     format: Literal["beatrice-run"]
     version: Literal[4]
@@ -190,10 +190,10 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return preset, seed, sections, creation and versions of a run directory."""
+    """Return a run directory's manifest as a dictionary; see `Manifest`."""
     file = path / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{path} is no run directory: it has no manifest.json")
+        raise ValueError(f"{path} is not a run directory: it has no manifest.json")
     saved = read_json(file, dict[str, Any], "restore it, or start a new run directory")
     if (saved.get("format"), saved.get("version")) != (FORMAT, VERSION):
         raise ValueError(
@@ -201,7 +201,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{VERSION}); another version made it: start a new run directory"
         )
     manifest = read_sealed(
-        file, "restore it; settings are given as options of the verbs"
+        file, "restore it, and change settings with the options of verbs"
     )
     try:
         msgspec.convert(manifest, Manifest)
@@ -211,7 +211,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def decode_section(content: Any, kind: type[Section], where: str) -> Section:
-    """Return settings from their JSON value; unknown fields are refused too."""
+    """Return settings from their JSON value; unknown and missing fields are errors."""
     try:
         section = msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -221,7 +221,7 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
         if wanted == content:
             return section
         known, given = dict(_dotted(wanted, content)), dict(_dotted(content, wanted))
-        reason = "a value of it is written otherwise"
+        reason = "one of its values has another form"
         for name in sorted(known.keys() ^ given.keys(), reverse=True):
             what = "missing" if name in known else "unknown"
             reason = f"its field {name!r} is {what}"
@@ -234,7 +234,7 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
 def write_or_compare_manifest(
     path: Path, settings: NewRun, link: Callable[[Path, Path], None] = os.link
 ) -> None:
-    """Write the manifest, or compare with the one that is there."""
+    """Write the manifest, or check the existing one against these settings."""
     file, wanted = path / MANIFEST, {"preset": settings.preset, "seed": settings.seed}
     sections = {name: as_json(section) for name, section in settings.sections.items()}
     if not file.exists():
@@ -247,10 +247,10 @@ def write_or_compare_manifest(
             stream.flush()
             os.fsync(stream.fileno())
             try:
-                link(name, file)  # unlike a rename, never over another's
+                link(name, file)  # unlike a rename, this never replaces another's file
             except FileExistsError:
-                pass  # a worker started beside this one was first: compare with its
-            except OSError:  # exFAT, or what mounts a bucket, has no links
+                pass  # another worker was first: compare with its manifest
+            except OSError:  # exFAT and mounted buckets have no links
                 if not file.exists():
                     os.replace(name, file)
             sync_folder(path)
@@ -267,20 +267,20 @@ def write_or_compare_manifest(
 
 
 class OtherSettings(ValueError):
-    """A run has other settings than those that are asked for."""
+    """A run has settings other than those requested."""
 
 
 def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Check that settings are those that a run has; raises `OtherSettings`."""
+    """Check that a run has the wanted settings; raise `OtherSettings` if not."""
     here, there = dict(_dotted(recorded, wanted)), dict(_dotted(wanted, recorded))
     names = [
         name
         for name in here | there
         if (name in here, here.get(name)) != (name in there, there.get(name))
     ]
-    if "preset" in names:  # their sizes follow from it
+    if "preset" in names:  # these settings follow from it
         follows = ("world.", "answer.", "extract.")
         names = [name for name in names if not name.startswith(follows)]
     if not names:
@@ -298,7 +298,7 @@ def check_same(
 def _dotted(
     settings: Mapping[str, Any], others: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield every entry by its dotted name; a group that others have not is one."""
+    """Yield entries by dotted name; a group that `others` lacks is one entry."""
     for name, value in settings.items():
         other = others.get(name)
         if isinstance(value, dict) and isinstance(other, dict):
@@ -308,7 +308,7 @@ def _dotted(
 
 
 def check_not_foreign(path: Path) -> None:
-    """Check that a path is no file, and no folder with other people's things."""
+    """Check that a path is neither a file nor a folder with other content."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -316,29 +316,29 @@ def check_not_foreign(path: Path) -> None:
     if (path / MANIFEST).exists():
         return
     names = sorted(p.name for p in path.iterdir())
-    # Left by a run that was killed while it was created.
+    # These two are left by a run that was killed while it was created.
     others = [n for n in names if n != "lock" and not n.startswith(".manifest.json.")]
-    # Looked up again: a worker beside this one may have created the run meanwhile.
+    # Checked again, since another worker may have created the run meanwhile.
     if others and not (path / MANIFEST).exists():
         raise ValueError(
-            f"{path} is not empty and no run directory (it holds {others[0]!r}, and no "
-            "manifest.json); choose another directory; your own questions stay where "
+            f"{path} is not empty, and not a run directory (it has {others[0]!r}, but "
+            "no manifest.json); choose another directory; your questions stay where "
             "they are: `beatrice data NEW_RUN --train NAME=FILE` makes a run of them"
         )
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
-    """What a finished stage leaves behind; on disk with its own SHA-256."""
+    """The record of a finished stage; stored with its own SHA-256."""
 
     stage: str
     # SHA-256 (or another identity) of what it read, by name. A name that is a path in
-    # the run directory is hashed again when the stage is asked about.
+    # the run directory is hashed again to check whether the stage is done.
     inputs: dict[str, str]
     outputs: dict[str, str]  # SHA-256 of what it wrote, by path in the run directory
-    verb: str  # what of the command line does it, such as "select --exhaustive"
-    seconds: float  # wall time of the start that finished it
-    finished: str  # UTC; empty while the stage is done again
-    versions: dict[str, str]  # of Python and packages, as they were then
+    verb: str  # verb that does it, with options, such as "select --exhaustive"
+    seconds: float  # wall time of its work in the process that finished it
+    finished: str  # UTC; empty while the stage is being done again
+    versions: dict[str, str]  # of Python and packages, at that time
 
 
 def _at(name: str, text: str) -> Any:
@@ -347,32 +347,32 @@ def _at(name: str, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir(contextlib.AbstractContextManager["RunDir"]):
-    """Paths of one experiment; one that `RunDir.open` returns is held until `close`."""
+    """Paths of one experiment; `RunDir.open` also locks the directory until `close`."""
 
     path: Path  # of the directory
-    # Which part of a stage's work the process that holds the run does.
+    # The part of a stage's work that this process does.
     share: Share = dataclasses.field(default=Share(), compare=False)
     _lock: BinaryIO | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Make the path absolute: stages hand whole paths around."""
+        """Make the path absolute, since stages pass whole paths around."""
         object.__setattr__(self, "path", Path(self.path).absolute())
 
     examples = _at("examples.jsonl", "Questions, one `Example` per line.")
-    passages = _at("passages.jsonl", "What the retrievers search, one per line.")
+    passages = _at("passages.jsonl", "Passages for the retrievers, one per line.")
     rewrites = _at("rewrites.jsonl", "One `Rewrite` per line; absent without rewrites.")
     splits_file = _at("splits.json", "Splits; absent in the microworld.")
     answers = _at("answers", "Folder of `Answer` lines.")
     answers_file = _at("answers/answers.jsonl", "All answers.")
-    left_out_file = _at("answers/left_out.jsonl", "Not asked; absent if all was.")
+    left_out_file = _at("answers/left_out.jsonl", "Questions not asked, if any.")
     written = _at("written", "Signals read with the answers, until `extract` is done.")
     labels = _at("labels.jsonl", "Verdicts, one `Label` per line.")
-    audit = _at("audit", "Folder of what is known about the labels' quality.")
-    samples = _at("samples", "Folder of drawn answers.")
-    samples_file = _at("samples/samples.jsonl", "All of them; absent without any.")
-    draw_seconds_file = _at("samples/seconds.json", "Of one of them, by setting.")
+    audit = _at("audit", "Folder of audits of the labels' quality.")
+    samples = _at("samples", "Folder of sampled answers.")
+    samples_file = _at("samples/samples.jsonl", "All samples; absent without any.")
+    draw_seconds_file = _at("samples/seconds.json", "Seconds per sample, by setting.")
     sweep = _at("sweep.json", "Layer sweep.")
-    selection = _at("selection", "Selected encoders and heads, a folder a branch.")
+    selection = _at("selection", "Selected encoders and heads, one folder per branch.")
     detector = _at("detector", "Folder of the calibrated detector.")
     control = _at("control", "Folder of the retrieval controllers.")
     results = _at("results.jsonl", "Every number, one row per line.")
@@ -381,11 +381,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     stages = _at("stages", "Folder of stage records.")
 
     def replies(self, role: str) -> Path:
-        """What was written in one role, by key: judge, judge_with, rewrite, sample."""
+        """Texts by key of one role: judge, judge_with, rewrite or sample."""
         return self.path / "replies" / f"{role}.jsonl"
 
     def parts(self, role: str) -> Path:
-        """What workers wrote in a role, or as answers, not yet put together."""
+        """Texts of a role, or answers, that workers wrote and nobody has joined yet."""
         return self.path / "parts" / role
 
     def features(self, setting: Setting) -> Path:
@@ -397,7 +397,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return self.path / "encoders" / setting
 
     def require(self, path: Path) -> Path:
-        """Return a path of this run that is there; otherwise raise `NotWritten`."""
+        """Return a path of this run if it exists; otherwise raise `NotWritten`."""
         if not path.exists():
             raise NotWritten(self.path, self._relative(path))
         return path
@@ -406,11 +406,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     def open(
         cls, path: Path | str, wanted: NewRun | None = None, *, share: Share = Share()
     ) -> Self:
-        """Continue a run directory; create it where `wanted` says what it is to be.
+        """Open and lock a run directory; with `wanted`, create it if it does not exist.
 
-        What is there must agree with `wanted`; a ValueError says what does not. Whoever
-        does all of the work holds the directory alone; the workers of one stage hold it
-        together (each writes files of its own), and keep others out: `InUse`.
+        An existing run must agree with `wanted`; a ValueError says what does not. A
+        process that does all of the work holds the directory alone; the workers of one
+        stage hold it together (each writes its own files). Anyone else gets `InUse`.
         """
         path = Path(path)
         if wanted is None:
@@ -429,16 +429,16 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
 
     @property
     def preset(self) -> Preset:
-        """Sizes that the sections of the manifest started from."""
+        """Preset that the sections of the manifest started from."""
         return read_manifest(self.path)["preset"]
 
     @property
     def seed(self) -> int:
-        """Of training, selection and bootstrap."""
+        """Seed of training, selection and bootstrap."""
         return read_manifest(self.path)["seed"]
 
     def section(self, name: str, kind: type[Section]) -> Section:
-        """Return the settings of a verb, of their dataclass."""
+        """Return the settings of a verb as their dataclass."""
         value = read_manifest(self.path)["sections"].get(name)
         if value is None:
             raise ValueError(
@@ -455,12 +455,12 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         is_replaceable: bool = False,
         is_recorded: bool = True,
     ) -> Section:
-        """Return a verb's settings, and write them down if the run has none yet.
+        """Return a verb's settings, and record them if the run has none yet.
 
-        They begin as those of the run's preset. `change` makes of them what a person
-        chose, with which those that the run has must agree; new ones may replace them
-        where that is allowed, since nothing was made with these yet. A dry run records
-        none.
+        They start from the run's preset, and `change` applies the user's choices. If
+        the run already has settings they must agree with the result, unless they are
+        `is_replaceable`, because nothing was made with them yet. A dry run records
+        nothing (`is_recorded=False`).
         """
         manifest = read_manifest(self.path)
         settings = presets[manifest["preset"]]
@@ -479,13 +479,13 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return changed
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Unlock the directory."""
         if self._lock is not None and not self._lock.closed:
             self._lock.truncate(0)
             self._lock.close()
 
     def __exit__(self, *error: object) -> None:
-        """Let go of the directory."""
+        """Unlock the directory."""
         self.close()
 
     def mark_stage(
@@ -496,7 +496,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         outputs: Iterable[Path | str] = (),
         verb: str = "",
     ) -> StageRecord:
-        """Record that a stage is finished; its last file is written in the run."""
+        """Record that a stage is finished: call it after the last file is written."""
         digests = self._digests(outputs)
         assert all(digests.values()), f"{name} has not written all of {digests}"
         record = StageRecord(
@@ -512,7 +512,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return record
 
     def reopen_stage(self, name: str) -> None:
-        """Write down that a stage with a record is done again from now on."""
+        """Record that a stage, if it was finished, is being done again."""
         record = self.stage_record(name)
         if record is not None and record.finished:
             self._write_record(msgspec.structs.replace(record, finished=""))
@@ -522,14 +522,14 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         write_json_atomic(self._stage_file(record.stage), seal(fields))
 
     def stage_record(self, name: str) -> StageRecord | None:
-        """Return what a stage left behind, or None if no record can be read."""
+        """Return the record of a stage, or None if there is no readable one."""
         try:
             return msgspec.convert(read_sealed(self._stage_file(name), ""), StageRecord)
         except ValueError:
-            return None  # of an older program or damaged: the stage is done again
+            return None  # of another version or damaged: the stage is done again
 
     def stage_records(self) -> dict[str, StageRecord | None]:
-        """Return the record of each stage, oldest first; None where it is damaged."""
+        """Return the record of each stage, oldest first; None if it is damaged."""
         files = sorted(
             self.stages.glob("[!.]*.json"), key=lambda p: p.stat().st_mtime_ns
         )
@@ -538,10 +538,10 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
     def stage_gap(
         self, name: str, inputs: Mapping[str, str] | None = None
     ) -> str | None:
-        """Say why a stage must be done (again), or return None if it is done.
+        """Return why a stage must be done (again), or None if it is done.
 
-        Without its inputs of now, recorded inputs that are paths in the run are hashed
-        again, and the others are believed.
+        Without `inputs`, recorded inputs that are paths in the run are hashed again,
+        and the others are taken as unchanged.
         """
         record = self.stage_record(name)
         if record is None:
@@ -549,7 +549,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
                 return f"stage {name}: its record is damaged"
             return f"stage {name} has no record yet"
         if not record.finished:
-            return f"stage {name} is not finished with its settings of now"
+            return f"stage {name} is not finished with its current settings"
         if inputs is None:
             inputs = {
                 path: sha256_tree(self.path / path) or sha
@@ -565,7 +565,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return None
 
     def edited_output(self, name: str) -> str | None:
-        """Return a file of a finished stage that a person edited since; none gone."""
+        """Return a finished stage's output that was edited by hand, not deleted."""
         record = self.stage_record(name)
         if record is None or not record.finished:
             return None
@@ -574,17 +574,17 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return next((p for p, sha in digests.items() if sha not in ("", then[p])), None)
 
     def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
-        """Find, among the paths that a stage is about to read, what is out of date.
+        """Return what is out of date among the paths that a stage is about to read.
 
-        Returns the stage nearest to the questions whose record does not hold any more,
-        and which of its outputs is read; None where all that was read holds.
+        That is the earliest stage whose record is not valid any more, and the output of
+        it that is read; None if everything is up to date.
         """
         records = list(filter(None, self.stage_records().values()))
         seen: set[str] = set()
 
         def look(path: str) -> tuple[str, str] | None:
             for record in records:
-                is_writer = any(  # one lies in the other
+                is_writer = any(  # one path lies in the other
                     f"{path}/".startswith(f"{output}/")
                     or f"{output}/".startswith(f"{path}/")
                     for output in record.outputs
@@ -600,11 +600,11 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         return next((value for path in paths if (value := look(path))), None)
 
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
-        """Tell whether a stage is finished and nothing under it has changed."""
+        """Return whether a stage is finished and nothing it rests on has changed."""
         return self.stage_gap(name, inputs) is None
 
     def hash_inputs(self, *paths: Path | str) -> dict[str, str]:
-        """Return the identities of files and folders of this run, for a stage."""
+        """Return the hashes of files and folders of this run, as a stage's inputs."""
         digests = self._digests(paths)
         for path, sha in digests.items():
             if not sha:
@@ -622,14 +622,13 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         if damaged and unknown:
             path = min(unknown)
             raise ValueError(
-                f"{self._stage_file(damaged[0])} is damaged, and nothing else tells "
-                f"whether {path} is as it was written; restore the record, or do that "
-                "stage again"
+                f"{self._stage_file(damaged[0])} is damaged, so whether {path} was "
+                "changed cannot be checked; restore the record, or do that stage again"
             )
         return digests
 
     def _digests(self, paths: Iterable[Path | str]) -> dict[str, str]:
-        """Return the SHA-256 of files and folders by path; empty where none is."""
+        """Return the SHA-256 of files and folders by path; empty for missing ones."""
         return {self._relative(p): sha256_tree(self.path / p) or "" for p in paths}
 
     def _stage_file(self, name: str) -> Path:

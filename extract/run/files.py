@@ -1,8 +1,8 @@
-"""Files that are whole or grow by whole lines, told apart by SHA-256, read by type.
+"""Files that are replaced whole or grow by whole lines, with checksums and typed rows.
 
-A checksum of a model's file, or a check of a model that comes out alike for the same
-bytes, is done once a machine and remembered in the user's cache, under all that it
-depends on. Only what was right is remembered; any of these files may be deleted.
+Checksums of a model's files, and checks whose result follows from the model's bytes,
+are done once per machine and remembered in the user's cache under everything that they
+depend on. Only successes are remembered; any of these cache files may be deleted.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ import msgspec
 from beatrice.extract.run.process import Share
 
 Decoded = TypeVar("Decoded")
-# What `temporary` makes; a person's own files are hardly called so.
+# Names that `temporary` makes, which people are unlikely to choose.
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}(?:\.tmp)?", re.DOTALL)
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-# What a disk without locks answers; on a Mac the last two are two.
+# Errors of a disk without locks; the last two differ only on a Mac.
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP
-# Of a folder with checksums: what a person edits, and what a Hub, git or a Mac adds.
+# In a folder with checksums: what people edit, and what a Hub, git or a Mac adds.
 UNCHECKED = (
     *("README.md", ".cache", ".git", ".gitattributes", ".DS_Store"),
     *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE"),
@@ -45,7 +45,7 @@ UNCHECKED = (
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder`, or what a file holds, survive a power cut."""
+    """Make a rename in `folder`, or the content of a file, survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -56,7 +56,7 @@ def sync_folder(folder: Path) -> None:
 def lock_file(
     file: int | BinaryIO, kind: int, flock: Callable[[Any, int], None] = fcntl.flock
 ) -> bool:
-    """Lock a file as `flock` does; return False where its disk has no locks."""
+    """Lock a file as `flock` does; return False if its disk has no locks."""
     try:
         flock(file, kind)
     except OSError as error:
@@ -68,7 +68,7 @@ def lock_file(
 
 @functools.cache
 def _left_in(folder: Path) -> dict[str, list[Path]]:
-    """Return what looks as `temporary` makes it, by what it was to become."""
+    """Return paths with names that `temporary` makes, by the name of their target."""
     left: dict[str, list[Path]] = {}
     for path in folder.iterdir():
         if match := _TEMPORARY.fullmatch(path.name):
@@ -77,11 +77,11 @@ def _left_in(folder: Path) -> dict[str, list[Path]]:
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what killed processes left that was to become `path`."""
+    """Remove temporary files and folders for `path` that killed processes left."""
     for left in _left_in(path.parent).pop(path.name, ()):
         is_file = left.suffix == ".tmp"
         flags = os.O_RDWR | os.O_NONBLOCK if is_file else os.O_DIRECTORY
-        with contextlib.suppress(OSError):  # a live process holds it, or it is gone
+        with contextlib.suppress(OSError):  # it is locked by a live process, or gone
             handle = os.open(left, flags | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,28 +92,28 @@ def _remove_left(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
-    """Make an empty file or folder beside `path`, which is gone at the end or renamed.
+    """Make an empty file or folder next to `path`; remove it at the end unless renamed.
 
-    It is locked until then: where one has no lock, its process was killed, and whoever
-    makes the next for the same `path` removes it.
+    It is locked until then: one that is not locked was left by a killed process, and
+    the next call for the same `path` removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
     while True:
         end = "" if is_folder else ".tmp"
         name = path.with_name(f".{path.name}.{secrets.token_hex(4)}{end}")
-        # Who may read it is the user's umask, which `tempfile` passes over.
+        # Permissions follow the user's umask, which `tempfile` ignores.
         if is_folder:
             name.mkdir()
         handle = os.open(name, os.O_DIRECTORY if is_folder else _NEW_FILE, 0o666)
         try:
             with contextlib.suppress(OSError):  # a disk may have no locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if name.exists():  # nobody had it before the lock
+            if name.exists():  # another process may have removed it before the lock
                 yield name
                 return
         finally:
-            with contextlib.suppress(OSError):  # it has its own name by now
+            with contextlib.suppress(OSError):  # it has been renamed
                 shutil.rmtree(name) if is_folder else name.unlink()
             os.close(handle)
 
@@ -122,8 +122,8 @@ def temporary(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
 def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Yield a stream whose content replaces a file in one step when the block ends.
 
-    For content that does not fit in memory; an error inside leaves the old file. A file
-    that is to be new is a ValueError where there is one with other content.
+    For content that does not fit in memory; an error in the block leaves the old file.
+    With `is_new`, an existing file with other content is a ValueError.
     """
     with temporary(path) as name:
         with name.open("wb") as stream:
@@ -150,34 +150,34 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-SETTLED = 5.0  # seconds; a file that was changed later than that is hashed again
+SETTLED = 5.0  # seconds; the hash of a file that changed more recently is not kept
 _hashed: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def from_json(
     kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
 ) -> Decoded:
-    """Read a JSON value as a type; messages begin with `where`, file and line."""
+    """Decode a JSON value as a type; messages begin with `where`, file and line."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # it is wrong, or holds a NaN, which Python writes and reads
+        pass  # it is invalid, or has a NaN, which Python's `json` accepts
     try:
         return msgspec.convert(json.loads(text), kind)
     except msgspec.ValidationError as error:
         wrong = _in_words(kind, str(error))
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
-        wrong = f": not a JSON object ({byte} is no UTF-8)"
+        wrong = f": not a JSON object ({byte} is not UTF-8)"
     except RecursionError:
         wrong = ": not a JSON object (nested too deeply)"
-    except ValueError as error:  # a number of thousands of digits is one, too
+    except ValueError as error:  # also raised for a number of thousands of digits
         wrong = f": not a JSON object ({error})"
     raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
 
 
 def _in_words(kind: Any, complaint: str) -> str:
-    """Return what msgspec says, the field first, and which names would be right."""
+    """Return msgspec's complaint, with the field first and the names expected."""
     what, _, path = complaint.partition(" - at `$")
     path, known = path.strip(".`"), getattr(kind, "__struct_fields__", ())
     names: Sequence[str] = ()
@@ -191,7 +191,7 @@ def _in_words(kind: Any, complaint: str) -> str:
 
 
 def _names_of(hint: Any) -> list[str]:
-    """Return the names in a `Literal`, which may be optional."""
+    """Return the names in a `Literal`, which may be in an optional type."""
     inner = typing.get_args(hint)
     return [
         name for x in inner for name in (_names_of(x) or [x]) if isinstance(name, str)
@@ -199,9 +199,9 @@ def _names_of(hint: Any) -> list[str]:
 
 
 def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
-    """Return what a JSON file of a run holds."""
-    if not path.is_file():  # a pipe would be waited for
-        what = "no file" if path.exists() else "missing"
+    """Return the content of a JSON file as a type."""
+    if not path.is_file():  # opening a pipe would block
+        what = "not a file" if path.exists() else "missing"
         raise ValueError(f"{path} is {what}; {what_to_do}")
     return from_json(kind, path.read_bytes(), str(path), what_to_do)
 
@@ -224,11 +224,11 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file's content as hex.
 
-    Many stages of one process ask about the same file: its bytes are read once as long
-    as it does not change. One changed a moment ago may change again within a tick.
+    Many stages of a process need the same hash, so it is kept until the file changes;
+    but not right after a change, since more may follow within a tick of the clock.
     """
     at = path.stat()
-    # A program can set back the time of the content, not that of the change.
+    # A program can set back the content's time, but not the time of the last change.
     key = (str(path), at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key not in _hashed:
         with path.open("rb") as stream:
@@ -240,18 +240,18 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value; the order of its keys does not matter."""
     canonical = json.dumps(value, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _is_of_system(path: Path) -> bool:
-    """Tell whether macOS (`.DS_Store`, `._x`) or NFS (`.nfs…`) puts such a file."""
+    """Return whether macOS (`.DS_Store`, `._x`) or NFS (`.nfs…`) made a file."""
     return path.name == ".DS_Store" or path.name.startswith(("._", ".nfs"))
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return all files below a folder, but those that the system put there."""
+    """Return all files below a folder, except those that the system put there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [path for path in paths if not _is_of_system(path)]
 
@@ -272,13 +272,13 @@ CHECKSUMS = "checksums.json"
 
 
 def write_checksums(folder: Path) -> None:
-    """Write down the SHA-256 of every file below a folder, beside them."""
+    """Write the SHA-256 of every file below a folder to a file in it."""
     sums = {name: sha256_file(folder / name) for name in _names(folder)}
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
 def _rename_folder(path: Path, target: Path) -> None:
-    """Rename a folder, also one of a container's image, which overlayfs refuses."""
+    """Rename a folder, or copy it if overlayfs refuses (in a container's image)."""
     try:
         path.rename(target)
     except OSError as error:
@@ -294,18 +294,18 @@ def _rename_folder(path: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """Give a folder that replaces `path`, with checksums, if the block ends well.
+    """Yield a folder that replaces `path`, with checksums, if the block succeeds.
 
-    What git or a Hub put there (`UNCHECKED`), and the block does not write, stays.
+    Files in `UNCHECKED` (of git or a Hub, say) that the block does not write are kept.
     """
     path = path.absolute()
     with temporary(path, is_folder=True) as work:
         yield work
         write_checksums(work)
-        for part in (*work.rglob("*"), work):  # before the old one goes
+        for part in (*work.rglob("*"), work):  # before the old one is removed
             sync_folder(part)
         if path.exists():
-            # No `temporary`: of a process killed here it is all that is left.
+            # Not `temporary`: if the process is killed here, this is the only copy.
             aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
             old = aside / path.name
             try:
@@ -320,8 +320,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
                 if (old / name).exists() and not (path / name).exists():
                     (old / name).rename(path / name)
             sync_folder(path.parent)
-            # The new folder is there: what cannot go, as what others have open on NFS,
-            # stays beside it.
+            # What cannot be removed (open files on NFS) stays next to the new folder.
             shutil.rmtree(aside, ignore_errors=True)
         else:
             work.rename(path)
@@ -333,9 +332,9 @@ def verify_checksums(
     sha256_of: Callable[[Path], str] = sha256_file,
     files: Sequence[str] | None = None,
 ) -> None:
-    """Check every file of a folder against those that `write_checksums` wrote.
+    """Check every file of a folder against its checksum by `write_checksums`.
 
-    `files` are those of a folder that others fill too, as the Hub's cache is.
+    With `files`, check only these names: others, such as the Hub's cache, may add more.
     """
     what_to_do = "copy the folder again or do the stage again"
     expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
@@ -351,15 +350,15 @@ def verify_checksums(
 
 
 def _names(folder: Path) -> list[str]:
-    """Relative names of all files below a folder, but those that may change."""
+    """Return relative names of all files below a folder that have a checksum."""
     files = (path.relative_to(folder) for path in _files_in(folder))
     return sorted(str(n) for n in files if n.parts[0] not in (*UNCHECKED, CHECKSUMS))
 
 
 def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file as `os.open` does, but none that a link of that name points to.
+    """Open a file as `os.open` does, but refuse a symbolic link.
 
-    A folder from somebody else may hold such a link, to any file of whoever opens it.
+    A folder from somebody else may contain a link to any of the user's files.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, mode)
@@ -367,7 +366,7 @@ def open_unlinked(path: str | Path, flags: int, mode: int = 0o666) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise ValueError(
-            f"{path} is a link, expected a file, since it is written to; delete the "
+            f"{path} is a link, but it is written to and has to be a file; delete the "
             "link, or put the file there"
         ) from None
 
@@ -377,14 +376,14 @@ class JsonLines:
     """A file of one JSON object per line that only grows."""
 
     path: Path
-    truncated: str | None = None  # what was set aside when it was opened, in words
+    truncated: str | None = None  # note on what was set aside when it was opened
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open for appending; an unfinished last line goes to `<name>.truncated`.
 
         Only the last line can be unfinished, since rows are appended in order; a bad
-        line before it is left for the reader to refuse.
+        line before it is left, and an error when it is read.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -407,7 +406,7 @@ class JsonLines:
         )
 
     def append(self, lines: Iterable[str]) -> int:
-        """Add rows, an object each, all or none; returns where the first begins."""
+        """Append rows, each a JSON object, all or none; return the first's offset."""
         content = "".join(f"{line}\n" for line in lines).encode()
         return _append(self.path, content) if content else 0
 
@@ -416,12 +415,12 @@ class JsonLines:
         return (row for row, _ in _rows(self.path, kind, is_strict=False))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows that are there."""
+        """Yield all rows; a damaged one is a ValueError."""
         return (row for row, _ in _rows(self.path, dict[str, Any], is_strict=True))
 
 
 class _Location(NamedTuple):
-    """Where a line lies: growing files are larger than memory should hold."""
+    """Where a line lies, since growing files are too large to keep in memory."""
 
     path: Path
     start: int
@@ -431,7 +430,7 @@ class _Location(NamedTuple):
 def _rows(
     path: Path, kind: type[Decoded], *, is_strict: bool
 ) -> Iterator[tuple[Decoded, _Location]]:
-    """Yield each row of a file and its place, up to the first line that is damaged."""
+    """Yield a file's rows and places up to a damaged line, which raises if strict."""
     if not path.exists():
         return
     start = 0
@@ -455,30 +454,30 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class JournalFiles(Generic[Key, Decoded]):
-    """Where the rows of a journal lie, and which of them count."""
+    """Where the rows of a journal are stored, and which of them count."""
 
     path: Path  # the file of all rows
     kind: type[Decoded]  # their type
-    # Of a row; the first of a key counts, that of the file before those of parts.
+    # Returns a row's key. Of equal keys the first counts; the file precedes the parts.
     key: Callable[[Decoded], Key]
-    # Folder in which processes that share the work write a file each, until one that
-    # works alone takes them in; None where nobody shares it.
+    # Folder in which each process that shares the work writes a file, until one that
+    # works alone merges them; None if the work is not shared.
     parts: Path | None = None
-    # Whether a row still belongs here, such as an answer to the prompt of now.
+    # Whether a row is still valid, such as an answer to the current prompt.
     holds: Callable[[Decoded], bool] = lambda row: True
 
     def part_files(self) -> list[Path]:
-        """Return what processes have written that nobody has taken in yet."""
+        """Return the files of processes that have not been merged yet."""
         return sorted(self.parts.glob("*.jsonl")) if self.parts else []
 
     def places(self) -> dict[Key, _Location]:
-        """Return by key where the rows lie, in the file or a part of it, by now.
+        """Return by key where the current rows lie, in the file or its parts.
 
-        Changes nothing; of a damaged or unfinished line on, a file counts no more.
+        Changes nothing; each file counts up to its first damaged or unfinished line.
         """
         of_parts: dict[Key, _Location] = {}
         of_file: dict[Key, _Location] = {}
-        # Parts are read first: they go only after the file has their rows.
+        # Parts are read first: they are deleted only after the file has their rows.
         for file in (*self.part_files(), self.path):
             places = of_file if file == self.path else of_parts
             for row, location in _rows(file, self.kind, is_strict=False):
@@ -489,25 +488,25 @@ class JournalFiles(Generic[Key, Decoded]):
 
 @dataclasses.dataclass(eq=False)
 class Journal(Mapping[Key, Decoded]):
-    """Rows by key in a file that only grows, so that a killed stage continues.
+    """Rows by key in a file that only grows, so that a killed stage can continue.
 
-    In memory are places alone; a row is read again when it is asked for.
+    Memory holds only the rows' places; a row is read from disk when it is needed.
     """
 
     files: JournalFiles[Key, Decoded]
     lines: JsonLines  # where rows are appended
-    notes: list[str]  # what a person should know of the opening, a sentence each
+    notes: list[str]  # what the user should know about opening it, a sentence each
     _places: dict[Key, _Location]
 
     @classmethod
     def open(
         cls, files: JournalFiles[Key, Decoded], share: Share = Share()
     ) -> "Journal[Key, Decoded]":
-        """Open a journal to go on with it.
+        """Open a journal to continue it.
 
-        Whoever does all the work takes in what is in parts, and moves rows that do not
-        hold to `<name>.stale`. Whoever does a share of it appends to a part of its own,
-        and the rows of all parts count as there.
+        A process that does all the work merges the parts, and moves invalid rows to
+        `<name>.stale`. One that does a share of the work appends to a part of its own;
+        the rows of all parts count as present.
         """
         if not share.is_whole and files.parts is not None:
             name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"
@@ -522,15 +521,15 @@ class Journal(Mapping[Key, Decoded]):
                 key = files.key(row)
                 if key not in places and files.holds(row):
                     places[key] = location
-                elif key not in places or file == path:  # else done twice, in parts
+                elif key not in places or file == path:  # else a duplicate in parts
                     stale.append(location)
         journal = cls(files, lines, notes, places)
         if stale:
             aside = path.with_name(path.name + ".stale")
             _append(aside, b"".join(_lines_at(stale)))
             notes.append(
-                f"{path}: {len(stale)} rows are no longer asked for, or are there "
-                f"twice, and now lie in {aside.name}"
+                f"{path}: rows that are no longer asked for, or are duplicates, were "
+                f"moved to {aside.name}: {len(stale)}"
             )
         if stale or any(location.path != path for location in places.values()):
             journal._rewrite(list(places))
@@ -547,7 +546,7 @@ class Journal(Mapping[Key, Decoded]):
         return iter(self._places)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether there is a row, without reading it."""
+        """Return whether there is a row for a key, without reading it."""
         return key in self._places
 
     def __getitem__(self, key: Key) -> Decoded:
@@ -561,7 +560,7 @@ class Journal(Mapping[Key, Decoded]):
         return [from_json(self.files.kind, x, str(at.path)) for at, x in pairs]
 
     def append(self, rows: Mapping[Key, str]) -> None:
-        """Add rows durably, as lines of JSON by key; all or none of them."""
+        """Append rows durably, given as lines of JSON by key: all or none of them."""
         start = self.lines.append(rows.values())
         for key, line in rows.items():
             n_bytes = len(line.encode()) + 1
@@ -569,7 +568,7 @@ class Journal(Mapping[Key, Decoded]):
             start += n_bytes
 
     def arrange(self, order: Sequence[Key]) -> None:
-        """Put the rows into an order; nothing is written if they have it."""
+        """Put the rows in an order; write nothing if they are in it already."""
         present = [key for key in order if key in self._places]
         if present != list(self._places):
             self._rewrite(present)
@@ -586,9 +585,9 @@ class Journal(Mapping[Key, Decoded]):
 
 
 def _lines_at(locations: Iterable[_Location]) -> Iterator[bytes]:
-    """Yield lines, in any order; parts of a journal may be many files."""
+    """Yield the lines at some locations, which may be in many files."""
     with contextlib.ExitStack() as opened:
-        # Kept open: to open a file is slow on another machine's disk.
+        # Files are kept open, since opening one on another machine's disk is slow.
         sources: dict[Path, BinaryIO] = {}
         for path, start, n_bytes in locations:
             if path not in sources:
@@ -608,7 +607,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _append(path: Path, content: bytes) -> int:
-    """Append and sync; if that fails, cut back. Returns the file's size before."""
+    """Append and sync, or restore the file on failure; return its size before."""
     is_new = not path.exists()
     with open(path, "ab", buffering=0, opener=open_unlinked) as stream:
         size = stream.tell()
@@ -625,25 +624,25 @@ def _append(path: Path, content: bytes) -> int:
     return size
 
 
-_MOST_OPEN = 64  # files of a journal's parts at once
+_MOST_OPEN = 64  # most files of a journal's parts that are open at once
 _SMALL = 1 << 20  # bytes; a smaller file is hashed in a millisecond
-# What the checks run: a release has one version, a checkout changes under it.
+# The code that checks depend on: a checkout changes without a new version.
 _SOURCES = ("api", "extract", "jaxprobe", "pgir")
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def user_cache(name: str) -> Path:
-    """Return a folder of the user's cache, once for all runs; it may be deleted."""
+    """Return a folder of the user's cache, shared by all runs; it may be deleted."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "beatrice" / name
 
 
 def remembered(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """Return what was found under a key before, or find it and remember it.
+    """Return the result remembered under a key, or compute it with `find` and store it.
 
-    `what` names its files, such as "parity"; the key holds all that the result depends
-    on. Both are JSON values. None, or an error, is not remembered.
-    `BEATRICE_REMEMBERED` names another place than the user's cache.
+    `what` begins the name of the file, such as "parity"; `key` holds all that the
+    result depends on. Key and result are JSON values. None and errors are not stored.
+    `BEATRICE_REMEMBERED` names a folder to use instead of the user's cache.
     """
     folder = os.environ.get("BEATRICE_REMEMBERED") or user_cache("remembered")
     path = Path(folder) / f"{what}-{sha256_json(key)[:32]}.json"
@@ -659,10 +658,10 @@ def remembered(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> An
 
 
 def sha256_of_model(path: Path) -> str:
-    """Return the SHA-256 of a model's file; of a large one once until it changes.
+    """Return the SHA-256 of a model's file; a large one is hashed once per change.
 
-    Whoever writes to a file changes its time of change, which no program sets. So a
-    file is hashed again unless device, inode, size and both times are as they were.
+    Writing to a file updates its time of change, which no program can set. So a file
+    is hashed again unless its device, inode, size and both times are unchanged.
     """
     at = path.stat()
     is_settled = time.time() - max(at.st_mtime, at.st_ctime) > SETTLED
@@ -679,7 +678,7 @@ def sha256_of_model(path: Path) -> str:
 
 @cache
 def software() -> dict[str, str]:
-    """Return what computes: this package's sources, libraries and the processor."""
+    """Return versions of libraries and Python, a hash of sources, and the machine."""
     root = Path(__file__).parents[2]
     files = [*root.glob("*.py")]
     for room in _SOURCES:

@@ -1,9 +1,9 @@
 """One process: its share of a stage's work, its GPU, and its memory.
 
-glibc hands blocks above a size back to the system as they are freed, and raises that
-size whenever one is, up to 32 MiB. Whoever frees the same blocks thousands of times
-pays for clean pages every time; whoever frees large ones from several threads finds
-them kept in each. It is told which of both this process is.
+glibc returns freed blocks above a size to the system, and raises that size each time,
+up to 32 MiB. A process that frees the same blocks thousands of times pays for new pages
+every time; in one that frees large blocks from several threads, each thread keeps its
+own. The functions at the end tell glibc which kind of process this is.
 """
 
 import contextlib
@@ -25,11 +25,10 @@ class Share:
 
     rank: int = 0  # from 0
     world_size: int = 1  # number of processes
-    # The variables or the option that say so, for messages.
-    source: str = dataclasses.field(default="", compare=False)
+    source: str = dataclasses.field(default="", compare=False)  # origin, for messages
 
     def __post_init__(self) -> None:
-        """Check that the rank is one of the world's."""
+        """Check that the rank is between 0 and `world_size` - 1."""
         if not 0 <= self.rank < self.world_size:
             where = f"{self.source}: " if self.source else ""
             raise ValueError(
@@ -45,10 +44,10 @@ class Share:
     def mine(
         self, items: Iterable[Item], cost: Callable[[Item], float] | None = None
     ) -> list[Item]:
-        """Return the items of this share, in their order; other shares have the others.
+        """Return the items of this share, in order; each item is in exactly one share.
 
-        By `cost`, in any unit, shares have about equal sums (the most expensive item
-        first, each to the share that has least so far), else about equal counts.
+        With `cost`, in any unit, shares have about equal sums (the most expensive items
+        first, each to the share with the least so far); otherwise about equal counts.
         """
         items = list(items)
         if cost is None:
@@ -62,10 +61,10 @@ class Share:
         return [items[index] for index in sorted(places)]
 
 
-# Per launcher the names of rank, world size, and rank on this machine. In a SLURM batch
-# script outside srun, SLURM_PROCID is 0 although one process runs: only the step's own
-# count says how many. It comes last: MPICH's mpirun starts one process a machine by
-# Slurm, and that one all others, with PMI's numbers and this one's of Slurm.
+# For each launcher, the names of rank, world size, and rank on this machine. In a SLURM
+# batch script outside srun, SLURM_PROCID is 0 for a single process; only the step has a
+# count. SLURM is last: MPICH's mpirun uses it to start one process per machine, which
+# starts all others; they get PMI's numbers, and inherit that one's of SLURM.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -74,7 +73,7 @@ _LAUNCHERS = (
 )
 
 
-_CARDS = Path("/proc/driver/nvidia/gpus")  # of Linux
+_CARDS = Path("/proc/driver/nvidia/gpus")  # on Linux
 
 
 def _number(text: str, source: str) -> int:
@@ -86,7 +85,7 @@ def _number(text: str, source: str) -> int:
 def find_share(
     shard: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Share:
-    """Return this process's share of the work, of `--shard i/n` or a launcher."""
+    """Return this process's share of the work, from `--shard i/n` or a launcher."""
     if shard is not None:
         rank, slash, world_size = shard.partition("/")
         source = f"--shard {shard}"
@@ -95,7 +94,7 @@ def find_share(
         return Share(_number(rank, source), _number(world_size, source), source)
     for *names, _ in _LAUNCHERS:
         known = [f"{name}={environ[name]}" for name in names if name in environ]
-        # A shell that Slurm began alone has PMI's numbers, and its own steps Slurm's.
+        # A single shell that Slurm starts has PMI's numbers; its steps have Slurm's.
         if "PMI_SIZE" in names and environ.get("PMI_SIZE", "1") == "1":
             continue
         if len(known) == 2:
@@ -105,14 +104,14 @@ def find_share(
         if known and names[0] != "SLURM_PROCID":
             (missing,) = {name for name in names if name not in environ}
             raise ValueError(
-                f"{known[0]} is set without {missing}; set both, or neither to work "
-                "alone"
+                f"{known[0]} is set without {missing}; set both, or neither to use one "
+                "process"
             )
     return Share()
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's number among those of its machine, 0 without a launcher."""
+    """Return this process's rank on its machine; 0 without a launcher."""
     for *_, name in _LAUNCHERS:
         if name in environ:
             return _number(environ[name], name)
@@ -120,7 +119,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def n_cores() -> int:
-    """Return how many cores this process may use: Slurm and Docker may give it some."""
+    """Return how many cores this process may use; Slurm and Docker may limit them."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
@@ -128,15 +127,15 @@ def n_cores() -> int:
 def own_gpu(
     environ: Mapping[str, str] = os.environ, cards: Path = _CARDS
 ) -> int | None:
-    """Return which of the visible GPUs is this process's, from 0.
+    """Return the index of this process's GPU among those visible, or None for all.
 
-    None where no launcher numbers the processes of this machine: then all are. `cards`
-    is where the driver names its own, which counts them without loading it.
+    It may use all if no launcher numbers the processes of this machine. `cards` is
+    where the driver lists its GPUs, so that they are counted without loading it.
     """
     if not any(name in environ for *_, name in _LAUNCHERS):
         return None
     number, visible = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
-    # Slurm may show each process one GPU, which is then its first.
+    # Slurm may show each process a single GPU, which is then its first.
     if visible is not None:
         return number % (visible.count(",") + 1)
     n_cards = len(list(cards.iterdir())) if cards.is_dir() else 0
@@ -144,12 +143,12 @@ def own_gpu(
 
 
 _STATUS = "/proc/self/status"
-# Of <malloc.h>; glibc alone has them.
+# From <malloc.h>, in glibc only.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def begin_peak() -> bool:
-    """Let the peak start from what is held now; return whether it does (Linux)."""
+    """Reset the peak to the memory held at present; return whether it was (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         return True
@@ -157,19 +156,19 @@ def begin_peak() -> bool:
 
 
 def peak_bytes() -> int:
-    """Return the most bytes resident since `begin_peak`, or where unknown the start."""
+    """Return the most bytes resident since `begin_peak`, or the start if unknown."""
     unit = 1 if sys.platform == "darwin" else 1024
     since_the_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return proc_bytes(_STATUS, "VmHWM") or since_the_start
 
 
 def held_bytes() -> int:
-    """Return what is resident now, in bytes; where unknown, the peak so far."""
+    """Return the bytes resident at present, or the peak so far if unknown."""
     return proc_bytes(_STATUS, "VmRSS") or peak_bytes()
 
 
 def proc_bytes(path: str, field: str) -> int | None:
-    """Return a size that a file of Linux's /proc tells in kB; None elsewhere."""
+    """Return in bytes a size that a file in Linux's /proc has in kB; None elsewhere."""
     with contextlib.suppress(OSError):
         for line in Path(path).read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -183,12 +182,12 @@ def keep_freed_memory(
 ) -> bool:
     """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
 
-    For a backbone on a CPU: the largest activations of one layer are below that.
-    Returns whether it was done: not without glibc, nor where the environment says how
-    it allocates (`MALLOC_…`, `GLIBC_TUNABLES`). `mallopt` is glibc's, if None.
+    For a backbone on a CPU: the largest activations of one layer are smaller than that.
+    Returns whether it was done: not without glibc, nor if the environment sets how to
+    allocate (`MALLOC_…`, `GLIBC_TUNABLES`). `mallopt` is glibc's, if None.
     """
-    # Either alone would stop glibc from finding the other by itself. An old one takes
-    # blocks of 32 MiB at most.
+    # Both are set, since setting one stops glibc from adapting the other. An old glibc
+    # takes at most 32 MiB for blocks.
     return any(
         _set_malloc({_MMAP_THRESHOLD: n, _TRIM_THRESHOLD: 512 << 20}, environ, mallopt)
         for n in (64 << 20, 32 << 20)
@@ -196,19 +195,19 @@ def keep_freed_memory(
 
 
 def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let this process hand back blocks of 1 MiB and more as soon as they are freed.
+    """Let this process return blocks of 1 MiB and more as soon as they are freed.
 
-    Its threads share two heaps, where glibc would give each one its own. For training
-    from a store: what it holds is then that of two groups of rows, however many there
-    are. Returns whether it was done, as `keep_freed_memory` does.
+    Its threads share two heaps, instead of having one each. For training from a store,
+    which then holds the memory of two groups of rows, however many groups there are.
+    Returns whether it was done, as `keep_freed_memory` does.
     """
-    # The second is glibc's own, which `keep_freed_memory` may have changed before.
+    # The second is glibc's default, which `keep_freed_memory` may have changed.
     limits = {_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}
     return _set_malloc(limits, environ)
 
 
 def trim_freed_memory() -> None:
-    """Hand back all freed memory to the system now, where the C library is glibc."""
+    """Return all freed memory to the system at once, if the C library is glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -218,7 +217,7 @@ def _set_malloc(
     environ: Mapping[str, str],
     mallopt: Callable[[int, int], int] | None = None,
 ) -> bool:
-    """Set limits of glibc's allocator up to one it refuses; return if all are set."""
+    """Set limits of glibc's allocator until one is refused; return if all were set."""
     malloc = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
     chosen = {"GLIBC_TUNABLES", *(f"MALLOC_{name}" for name in malloc)}
     if sys.platform != "linux" or chosen & environ.keys():

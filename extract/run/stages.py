@@ -1,10 +1,10 @@
-"""What a stage of a run is, and how one is done once and only once.
+"""Stages of a run, each done only once.
 
 A stage names its inputs and outputs; it is done again only if one of them has
-changed. Nothing else decides, so the same line typed twice continues the run.
+changed. Nothing else matters, so repeating a command continues the run.
 
-Several processes may share a stage, and none waits for another: each does its parts,
-and whoever finds no part missing joins them.
+Several processes may share a stage without waiting for each other: each does its parts,
+and the one that finds no part missing joins them.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ from beatrice.extract.run.process import Share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is left of a stage; None where a number does not apply or is not known."""
+    """What is left of a stage; a number that does not apply or is not known is None."""
 
     stage: str
-    n_rows: int | None = None  # rows it will write
-    n_requests: int | None = None  # texts a model has to write, retries not included
-    n_prompt_tokens: int | None = None  # that it reads
-    n_new_tokens: int | None = None  # that it writes, at most
-    disk_bytes: int | None = None  # of what it writes, at most
+    n_rows: int | None = None  # rows that the stage will write
+    n_requests: int | None = None  # texts to generate, without retries
+    n_prompt_tokens: int | None = None  # tokens that the model reads
+    n_new_tokens: int | None = None  # tokens that it generates, at most
+    disk_bytes: int | None = None  # size of what the stage writes, at most
     basis: str  # what is counted, in a sentence
 
     def as_text(self) -> str:
-        """Return the forecast in lines."""
+        """Return the forecast as text, one number per line."""
         lines = [f"{self.stage}: a dry run, nothing is written"]
         for name, words in _SHOWN.items():
             if (n := getattr(self, name)) is not None:
@@ -79,25 +79,25 @@ class Stage:
     name: str  # of its record
     inputs: Callable[[RunDir], list[Path]]  # files and folders of the run it reads
     outputs: Callable[[RunDir], list[Path]]  # files and folders of the run it writes
-    # Does it, with its settings (None where it has none); called only if something is
-    # to be done. Where `run.share` is not the whole work it does that share and returns
-    # how many parts of others are missing (0: none); called again alone it finds all
-    # parts and joins them.
+    # Does the stage, given its settings (or None); called only if there is something to
+    # do. If `run.share` is not the whole work, it does that share and returns how many
+    # parts of other workers are missing (0: none); called again with the whole work, it
+    # finds all parts and joins them.
     work: Callable[[RunDir, Any, Update, Progress], int | None]
-    # Folders of the run that are deleted when it is done.
+    # Folders of the run that are deleted once the stage is done.
     leftovers: Callable[[RunDir], list[Path]] = lambda run: []
-    parts: str = ""  # what can be shared, in the plural; empty: nothing can
-    verb: str = ""  # what of the command line does it; by default its name
-    # What its record names beside its inputs, given its settings. Of code that only the
-    # run names it is an error, which is raised unless the stage is done.
+    parts: str = ""  # what workers share, in the plural; empty if nothing
+    verb: str = ""  # the verb that does it, with options; by default its name
+    # What its record holds besides its inputs, given its settings. Code that only the
+    # run names has an error as its value, which is raised unless the stage is done.
     identity: Callable[[Any], Mapping[str, str | NotNamed]] = lambda settings: {}
-    # What its record names of what it reads outside of the run, in the same way.
+    # Likewise, identities of what it reads outside the run.
     outside: Callable[[RunDir], Mapping[str, str | NotNamed]] = lambda run: {}
-    # Its settings for every preset; empty where it has none.
+    # Its settings for every preset; empty if it has none.
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
-    section: str | None = None  # of its settings in the manifest; by default its own
-    is_open: bool = False  # to other settings, while none of its outputs is there
-    # Says what is left to do, with the same settings; None without a `--dry-run`.
+    section: str | None = None  # of its settings in the manifest; by default its name
+    is_open: bool = False  # whether settings may change until there is an output
+    # Returns what is left to do, given its settings; None if it has no `--dry-run`.
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
     def settle(
@@ -124,7 +124,7 @@ class Stage:
             if not outputs:
                 raise
             paths = " and ".join(map(str, outputs))
-            raise ValueError(f"{error}, or delete {paths} to make it anew") from error
+            raise ValueError(f"{error}, or delete {paths} to start over") from error
 
 
 def side_by_side(
@@ -135,11 +135,11 @@ def side_by_side(
     *,
     at_once: int | None = None,
 ) -> None:
-    """Do work on several items at once, each in a thread of its own.
+    """Work on several items at once, each in its own thread.
 
-    `work` gets an item, and what it calls once for each thing it has done; there are
-    `total` things of all items. If it fails, or the person at the keyboard stops the
-    run, the other items end at the next thing that they have done.
+    `work` gets an item, and a function to call after each step; all items together have
+    `total` steps. If `work` fails, or the user interrupts the run, the other items stop
+    after their next step.
     """
     lock, done, stop = threading.Lock(), itertools.count(1), threading.Event()
 
@@ -155,7 +155,7 @@ def side_by_side(
         try:
             work(item, tick)
         except BaseException:
-            stop.set()  # here, before another item takes this thread
+            stop.set()  # before this thread takes another item
             raise
 
     with ThreadPoolExecutor(at_once or len(items)) as pool:
@@ -180,10 +180,10 @@ def once(
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done with these inputs.
 
-    Inputs are hashes, by name, of all that the outputs depend on, see `current_inputs`.
-    Whoever does the whole work (see `Stage.work`) records it, under a verb that is by
-    default its name. Returns how many parts of other processes are missing; None if the
-    stage was done before.
+    `inputs` are hashes, by name, of all that the outputs depend on, see
+    `current_inputs`. A process that does the whole work (see `Stage.work`) records the
+    stage, and `verb` (default: `name`) to do it again. Returns how many parts of other
+    processes are missing, or None if the stage was already done.
     """
     gap = run.stage_gap(name, inputs)
     if gap is None:
@@ -216,7 +216,7 @@ def _open_patiently(run_dir: Path, share: Share, patience: float) -> RunDir:
 
 
 def _is_shared(run_dir: Path, share: Share) -> bool:
-    """Tell whether a worker may join those that hold a run: none works alone."""
+    """Return whether the run is open to this worker: no process holds it alone."""
     try:
         RunDir.open(run_dir, share=share).close()
     except InUse:
@@ -236,11 +236,10 @@ def do_share(
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
-    `work` does what `run.share` says of an open run, by `once` or `run_stage`, and
-    returns what these do. After a share of which nothing is missing it is called again,
-    alone with the run. Raises `InUse` if a process that works alone holds the run, or
-    if workers of another stage do for longer than `patience`, in seconds, so that
-    nobody joins the parts.
+    `work` gets an open run, does the share `run.share` by `once` or `run_stage`, and
+    returns their result. After a share, if no part is missing, it is called again with
+    the run to itself. Raises `InUse` if a process that works alone, or workers of
+    another stage, hold the run for more than `patience` seconds: nobody joins then.
     """
     if share.is_whole:
         with RunDir.open(run_dir) as run:
@@ -253,21 +252,21 @@ def do_share(
     if n_missing:
         progress.note(
             f"{_name_of(name, share)}: {n_missing} {parts} of other workers are "
-            "missing; whoever writes the last puts all together, and so does the same "
-            "line in one process"
+            "missing; the worker that writes the last joins them all, as does the "
+            "same command in one process"
         )
         return
     try:
         run = _open_patiently(run_dir, Share(), patience)
     except InUse as error:
         if not _is_shared(run_dir, share):
-            what = f"another process holds the run and may put the {parts} together"
+            what = f"another process holds the run and may join the {parts}"
         elif RunDir(run_dir).stage_done(name):
-            what = f"another process has put the {parts} together"
+            what = f"another process has joined the {parts}"
         else:
             raise InUse(
-                f"the {parts} are all there, but not put together: {error}, then run "
-                "the same line in one process"
+                f"the {parts} are all there, but not joined: {error}, then run "
+                "the same command in one process"
             ) from None
         progress.note(f"{_name_of(name, share)}: {what}")
         return
@@ -280,9 +279,9 @@ def current_inputs(
 ) -> dict[str, str]:
     """Return the identities of what a stage reads, for `once`.
 
-    That is current, and no person has changed it, nor what the stage wrote before. To
-    do a stage again is safe, but other stages have to be done again before; otherwise
-    scores of one split would be reported as those of another.
+    Raises ValueError if any of it is out of date or was edited by hand, or if an output
+    of the stage was. Stages that it reads from have to be done again first; otherwise
+    scores of one split could be reported as those of another.
     """
     paths = list(paths)
     source = run.stale_source(p.relative_to(run.path).as_posix() for p in paths)
@@ -303,10 +302,10 @@ def current_inputs(
 
 
 def _identities(stage: Stage, run: RunDir, settings: Any) -> dict[str, str]:
-    """Return what a stage's record names beside its inputs.
+    """Return what a stage's record holds besides its inputs.
 
-    Code that the run names and this process does not is as it is in the record, so that
-    a stage that is done stays done without it.
+    For code that the run names but this process does not, the recorded identity is
+    used, so that a stage that is done stays done without the code.
     """
     identities: dict[str, str] = {}
     for name, x in {**stage.identity(settings), **stage.outside(run)}.items():
@@ -325,8 +324,8 @@ def run_stage(
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done; see `once`.
 
-    `change` makes of the stage's settings what a person chose; a run that has settled
-    on others, or lacks an input, is a ValueError.
+    `change` applies the user's choices to the stage's settings. Raises ValueError if
+    the run has settled on other settings, or lacks an input.
     """
     inputs = current_inputs(run, stage.name, stage.inputs(run))
     settings = stage.settle(run, change)
@@ -344,7 +343,7 @@ def run_stage(
 
 
 def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
-    """Let a stage have other settings at any time; it is then done again."""
+    """Change a stage's settings, at any time; the stage is then done again."""
     before = stage.settle(run, is_recorded=False)
     if change(before) != before:
         run.reopen_stage(stage.name)
@@ -358,7 +357,7 @@ def do(
     change: Change | None = None,
     share: Share = Share(),
 ) -> None:
-    """Open a run directory and do a stage, or a share of it, see `run_stage`."""
+    """Open a run directory and do a stage, or a share of it; see `run_stage`."""
     progress = Progress()
 
     def work(run: RunDir) -> int | None:
@@ -368,9 +367,9 @@ def do(
 
 
 def is_done(run_dir: Path, stage: Stage) -> bool:
-    """Tell whether nothing of a stage is left to do.
+    """Return whether nothing of a stage is left to do.
 
-    Nothing is written and no lock is taken. Raises ValueError as `run_stage`.
+    Writes nothing and takes no lock. Raises ValueError as `run_stage` does.
     """
     run = RunDir(run_dir)
     settings = stage.settle(run, is_recorded=False)
@@ -380,7 +379,7 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
 
 
 def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
-    """Return in words what a stage with a forecast would need; writes nothing."""
+    """Return in words what a stage with a forecast would need; write nothing."""
     assert stage.forecast is not None
     run = RunDir(run_dir)
     before = stage.settle(run, is_recorded=False)

@@ -1,8 +1,8 @@
-"""What the verbs of every room share: options made of dataclasses, arguments, stages.
+"""What all verbs share: options from dataclasses, arguments, stages.
 
-A class of options is a frozen dataclass whose fields are made by `option`: name, type,
-default and help of an option stand there and nowhere else. A field that is `rare` has
-no option of its own; `--set NAME=VALUE` gives it, and its help lists all of them.
+A class of options is a frozen dataclass whose fields are made by `option`: the only
+place for name, type, default and help of an option. A `rare` field has no option of
+its own: `--set NAME=VALUE` sets it, and the help of `--set` lists all rare fields.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message that no such name is known; may be empty."""
+    """Return an end for a message on an unknown name, or "" if no name is close."""
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 @contextlib.contextmanager
 def checking(flag: str) -> Iterator[None]:
-    """Make a ValueError of the value of an option wrong usage."""
+    """Turn a ValueError about an option's value into a usage error."""
     try:
         yield
     except ValueError as error:
@@ -47,7 +47,7 @@ def checking(flag: str) -> Iterator[None]:
 
 
 class _Option(click.Option):
-    """An option; in the help of a verb without a default, `otherwise` stands for it."""
+    """An option; the help of a verb without a default shows `otherwise` instead."""
 
     def __init__(
         self, *names: Any, otherwise: str | None = None, **settings: Any
@@ -76,10 +76,10 @@ def option(
 ) -> Any:
     """Return a field of a class of options.
 
-    Its text is the option's help; it is read as the field's annotation says, or by
-    `type`. One that is `rare` is given by `--set NAME=VALUE` alone. A least number may
-    itself be outside. What else is given goes to click, and `otherwise`: what holds
-    without the option in a verb that has no default for it.
+    `text` is the option's help. Values are parsed by the field's annotation, or by
+    `type`; with `is_above`, `min` itself is excluded. A `rare` option is only given by
+    `--set NAME=VALUE`. Other `settings` go to click, except `otherwise`: what the help
+    says in place of a default in a verb that has none.
     """
     bounds = {"min": min, "max": max, "min_open": is_above}
     about = {"text": text, "flag": flag, "rare": rare, "type": type, "bounds": bounds}
@@ -90,18 +90,18 @@ class _Given(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == "":
             self.fail(
-                f"expected a {self.name}, found an empty one; was a variable of the "
-                "shell not set?"
+                f"expected a {self.name}, found an empty one; was a shell variable "
+                "not set?"
             )
         return super().convert(value, param, ctx)
 
 
 class Text(_Given, click.types.StringParamType):
-    """A text that is not empty, which else would count as one that was not given."""
+    """A text that is not empty, as an empty one would count as not given."""
 
 
 class GivenPath(_Given, click.Path):
-    """A path that is not empty, which else would be the current folder."""
+    """A path that is not empty, as an empty one would mean the current folder."""
 
     def __init__(self, **settings: Any) -> None:
         """Convert to `Path`; settings are click's."""
@@ -109,7 +109,7 @@ class GivenPath(_Given, click.Path):
 
 
 class NewPath(GivenPath):
-    """Where something is or will be written: below a folder that one may write in."""
+    """A path to write to, below a folder that the user may write in."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path."""
@@ -117,11 +117,11 @@ class NewPath(GivenPath):
         folder = next(above for above in path.absolute().parents if above.exists())
         is_writable = folder.is_dir() and os.access(folder, os.W_OK)
         if not is_writable and not path.exists():
-            what = "may not be written in" if folder.is_dir() else "is no folder"
+            what = "is not writable" if folder.is_dir() else "is not a folder"
             self.fail(f"{path} cannot be written: {folder} {what}")
-        # A file is written by replacing it, whoever may do so to a device, too.
+        # A file is written by replacing it, which, if permitted, replaces devices too.
         if path.exists() and not (path.is_file() or path.is_dir()):
-            self.fail(f"{path} is a device or a pipe, which no file replaces")
+            self.fail(f"{path} is a device or a pipe, expected a file or a new path")
         return path
 
 
@@ -129,7 +129,7 @@ class _Number(click.FloatRange):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{number} is no finite number")
+            self.fail(f"{number} is not a finite number")
         return number
 
 
@@ -200,12 +200,12 @@ def _set_option(rare: dict[str, tuple[dataclasses.Field, Any]]) -> Any:
         multiple=True,
         metavar="NAME=VALUE",
         type=_Settings({name: _type_of(*pair) for name, pair in rare.items()}),
-        help=f"What is seldom needed; repeatable. {' '.join(texts)}",
+        help=f"Settings that are seldom needed; repeatable. {' '.join(texts)}",
     )
 
 
 def options(**kinds: type) -> Callable[[Command], Command]:
-    """Return what adds the options of classes to a command."""
+    """Return a decorator that adds the options of some classes to a command."""
     pairs = [
         (field, typing.get_type_hints(kind)[field.name])
         for kind in kinds.values()
@@ -217,7 +217,7 @@ def options(**kinds: type) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def call(**values: Any) -> Any:
-            # A verb's own defaults: click gives them to options alone.
+            # A verb's own defaults, which click applies only to options.
             defaults = click.get_current_context().default_map or {}
             chosen = {}
             for name, value in values.pop("rare_settings", ()):
@@ -241,21 +241,21 @@ def options(**kinds: type) -> Callable[[Command], Command]:
 
 
 def given(values: Any) -> dict[str, Any]:
-    """Return the options of an instance that were given: neither None nor empty."""
+    """Return the options that were given, by name: neither None nor empty."""
     pairs = ((f.name, getattr(values, f.name)) for f in dataclasses.fields(values))
     return {name: value for name, value in pairs if value not in (None, ())}
 
 
 class RunPath(GivenPath):
-    """A path on this machine; a URL would become a local folder of that name."""
+    """A path on this machine; a URL, which would become a local folder, is an error."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path; a URL is wrong usage."""
+        """Return the path; a URL is a usage error."""
         if _URL.match(str(value)):
             self.fail(
                 f"a run directory is a folder on this machine, found {str(value)!r}; "
-                "give a local or mounted path (only a feature store can lie at a URL, "
-                "through beatrice.extract.signals.extract.extract)"
+                "give a local or mounted path (only a feature store can be at a URL, "
+                "with beatrice.extract.signals.extract.extract)"
             )
         return super().convert(value, param, ctx)
 
@@ -264,12 +264,12 @@ RUN_DIR = click.argument("run_dir", type=RunPath())
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-# What presets are of encoders; a test holds it against their configurations.
+# What presets mean for encoders; a test compares it with their configurations.
 SIZES = (
     "few (for some hundred answers): encoders begin as regressions, width 16, batches "
     "of 32, 12 epochs at 0.003; demo: width 16, batches of 128, 12 epochs at 0.002; "
     "paper: width 128, batches of 512, 60 epochs at 0.0002; smoke: width 8, batches of "
-    "64, 2 epochs at 0.003, one seed, which means nothing. Three seeds else."
+    "64, 2 epochs at 0.003, one seed (its results mean nothing); all others: 3 seeds."
 )
 PRESET = click.Choice(PRESETS)
 
@@ -285,7 +285,7 @@ class _SettingChoice(click.Choice):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What makes a run what it is, wherever its questions come from."""
+    """The options of every new run, wherever its questions come from."""
 
     model: str | None = option(
         "Backbone: a directory, a GGUF file, a Hub id, or embedded, the small model of "
@@ -294,16 +294,16 @@ class RunOptions:
     preset: Preset | None = option(
         f"Sizes of encoders and training. {SIZES}",
         type=PRESET,
-        otherwise="paper, of the world demo",
+        otherwise="paper; for the world, demo",
     )
     settings: tuple[Setting, ...] = option(
-        "How every question is asked; with context those that have passages.",
+        "How questions are asked; with context, only those that have passages.",
         "both",
         type=_SettingChoice(),
         multiple=False,
     )
     seed: int = option(
-        "Of the splits (the world's are fixed), of training and bootstrap.",
+        "Seed of the splits (the world's are fixed), of training and bootstrap.",
         0,
         min=0,
         max=2**31 - 1,
@@ -311,14 +311,14 @@ class RunOptions:
 
 
 def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
-    """Do a stage whose settings may be others at any time."""
+    """Do a stage whose settings may change at any time, again if they do."""
     with RunDir.open(run_dir) as run:
         settle_again(run, stage, change)
         run_stage(stage, run, Progress())
 
 
 class Parsed(click.types.FuncParamType):
-    """What a function makes of a text; a text that it refuses is wrong usage."""
+    """What a function makes of a text; its ValueErrors become usage errors."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the value."""
@@ -333,29 +333,29 @@ class ShareOptions:
     """Which part of a stage a process does."""
 
     shard: Share | None = option(
-        "Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
-        "and mpirun say this by themselves.",
+        "Do part I (from 0) of N, with one process for each part. Torchrun, srun and "
+        "mpirun set this by themselves.",
         metavar="I/N",
         type=Parsed(find_share),
     )
 
     @property
     def share(self) -> Share:
-        """Of the work, this process's."""
+        """This process's share of the work."""
         return self.shard or find_share()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkOptions(ShareOptions):
-    """Which part of a stage a process does, or that it counts the work alone."""
+    """Which part of a stage a process does, or whether it only counts the work."""
 
     dry_run: bool = option(
-        "Count what all would need; ask no model and write nothing.", False
+        "Only count the work of all parts; ask no model and write nothing.", False
     )
 
     @property
     def share(self) -> Share:
-        """Of the work, this process's; a dry run counts the work of all."""
+        """This process's share of the work; a dry run counts all of it."""
         return Share() if self.dry_run else super().share
 
 
@@ -363,8 +363,8 @@ def check_alone(what: str, share: Share) -> None:
     """Check that a verb was started as one process."""
     if share.world_size > 1:
         raise click.UsageError(
-            f"{what} is one process's work, and {share.world_size} were launched "
-            f"({share.source}); start this once (where a verb has --server, --set "
-            "concurrency=N says how many requests are under way); verbs that workers "
-            "share have --shard"
+            f"{what} runs in one process, but {share.world_size} were launched "
+            f"({share.source}); start it once (if the verb has --server, --set "
+            "concurrency=N sets the number of requests at a time); only verbs with "
+            "--shard can be shared by workers"
         )

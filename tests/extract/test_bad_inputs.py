@@ -108,7 +108,7 @@ def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path):
         done = beatrice(*words, code=1)
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("Error: a file cannot grow, as on a full disk (")
-    assert last.endswith("make room and run the same line again: it continues")
+    assert last.endswith("make room and run the same command again: it continues")
 
 
 def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path):
@@ -172,7 +172,7 @@ def test_encoders_on_a_disk_without_room_for_names_are_one_error_too(tmp_path):
 
 def test_a_file_is_named_without_a_number_and_a_terminal_given_nothing_to_obey():
     error = FileNotFoundError(2, "No such file or directory", "runs/gone")
-    words = "No such file or directory; look whether it is there and may be read and"
+    words = "No such file or directory; check that it exists and may be read and"
     assert in_one_sentence(error) == f"runs/gone: {words} written"
     error = ValueError("a\x1b]52;c;eA==\x07 \x9b2J \udcff é")
     assert in_one_sentence(error) == r"a\x1b]52;c;eA==\x07 \x9b2J \udcff é"

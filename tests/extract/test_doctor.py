@@ -47,7 +47,7 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert result["disk"]["status"] != "problem"
     assert "6 layers, width 160, 5 heads, window 512" in result["model"]["text"]
     assert "no chat template" in result["tokenizer"]["text"]
-    assert "no run directory" in result["run"]["text"]
+    assert "not a run directory" in result["run"]["text"]
 
 
 def test_a_package_that_is_missing_or_too_old_is_named():

@@ -96,9 +96,9 @@ def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(s
     short, overlong = gate.draft([QUESTION, long])
     assert [short] == gate.draft([QUESTION]) and not short.retrieve
     assert overlong.retrieve and (overlong.answer, overlong.p_correct) == ("", None)
-    assert "has a window of 512; give a shorter one" in overlong.reason
+    assert "has a window of 512; give a shorter question" in overlong.reason
     assert gate.keep(overlong, ANSWER, [PASSAGE]).answer == ANSWER
-    with pytest.raises(ValueError, match="^question 2 of 2 needs .* a shorter one$"):
+    with pytest.raises(ValueError, match="^question 2 of 2 needs .* shorter question$"):
         scorer.answer([QUESTION, long])
     with pytest.raises(ValueError, match="^the question needs .* shorter passages$"):
         scorer.answer(QUESTION, [PASSAGE * 90])

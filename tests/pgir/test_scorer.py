@@ -385,7 +385,7 @@ def test_without_places_the_last_message_is_the_question(chatting):
         ),
         (
             {"messages": [{"role": "user", "content": "a"}]},
-            "no chat template; .*prompt= for messages=",
+            "no chat template; .*prompt= instead of messages=",
         ),
         ({"prompt_ids": [1, 10**9]}, "prompt_ids: expected token ids .* 1000000000"),
         ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),

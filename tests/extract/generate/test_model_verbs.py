@@ -78,7 +78,7 @@ def test_a_server_without_token_ids_cannot_answer(run_dir, local):
         server.is_vllm = False
         arguments = ("--server", server.url, "--set", "dialect=openai")
         done = beatrice("answer", run_dir, *arguments, code=1)
-    assert "tells no token ids" in done.stderr
+    assert "returned no token ids" in done.stderr
 
 
 def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_path):
@@ -285,7 +285,7 @@ def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path)
     assert replies.read_text().startswith(before)  # none of these is drawn again
     # The others have one draw alone.
     done = beatrice("sample", run.path, "--n-samples", 2, "--split", "train", code=1)
-    assert_error_sentence(done, "1 draws a question of validation and ood")
+    assert_error_sentence(done, "1 draws per question of validation and ood")
     anew = re.findall(r"--split (\w+)", done.stderr)
     assert drawn_after(2, *anew) == {"train", "validation", "ood"}
 

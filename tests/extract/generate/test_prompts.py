@@ -572,7 +572,7 @@ def test_a_services_words_are_a_chat_behind_its_system_message(bytewise, context
         ({"closed_book": "", "with_context": ""}, "found neither"),
         ({"closed_book": "why?"}, r"closed_book has no \{question\}"),
         ({"with_context": "{question}"}, r"expected \{context\} once"),
-        ({"with_context": "{question} {context}"}, r"\{question\} behind it"),
+        ({"with_context": "{question} {context}"}, r"\{question\} after it"),
         ({"with_context": "{context} {context} {question}"}, "once"),
         ({"with_contxt": "{context} {question}"}, "unknown 'with_contxt'; known are"),
         ({"between": 3}, "between should be of type str, found 3"),
@@ -593,7 +593,7 @@ def test_words_for_one_setting_alone_ask_in_no_other(tokenizer):
     assert build_prompt(tokenizer, template, TEXTS[0], passages(TEXTS[1]))
     with pytest.raises(ValueError, match="without passages; add closed_book"):
         build_prompt(tokenizer, template, TEXTS[0])
-    with pytest.raises(ValueError, match="system: a chat alone"):
+    with pytest.raises(ValueError, match="system: only a chat"):
         PromptConfig(template=Words(**HELP_DESK))
 
 
@@ -668,7 +668,7 @@ def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
     closed, cut = result.requests
     assert (closed.dropped, cut.dropped) == ((), (3, 4))
     assert cut.prompt == build_prompt(tokenizer, SHORT, TEXTS[0], passages(*TEXTS[1:4]))
-    assert "1 of 2 prompts lack passages" in result.note
+    assert "passages which did not fit: 1 of 2 (passages: 2," in result.note
 
 
 def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
@@ -681,6 +681,6 @@ def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
     assert (left.example_id, left.setting, left.room) == ("long", "with_context", room)
     assert left.n_tokens == length(tokenizer, TEXTS[1:2])
     # Without a passage there is nothing to leave out.
-    with pytest.raises(ValueError, match="questions and the worked examples alone"):
+    with pytest.raises(ValueError, match="questions are too long, worked examples"):
         config = dataclasses.replace(config, window=7)
         make_requests([example("bare")], words, config, 5)

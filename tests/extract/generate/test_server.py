@@ -127,7 +127,7 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
     with pytest.raises(ValueError, match="422.*dialect 'openai'"):
         texts(client(), [QUESTION])
     sampling = SamplingConfig(temperature=1.0, top_k=5)
-    with pytest.raises(ValueError, match="top_k is no field"):
+    with pytest.raises(ValueError, match="top_k is not a field"):
         texts(client(dialect="openai"), [QUESTION], sampling)
 
 
@@ -190,8 +190,8 @@ def test_a_date_of_a_server_is_waited_for():
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (b'{"id": "1', "is no JSON: "),
-        (b"[" * 100_000, "is no JSON: "),
+        (b'{"id": "1', "is not JSON: "),
+        (b"[" * 100_000, "is not JSON: "),
         (b'{"hello": "world"}', "0 choices, expected 1"),
         (
             b'{"choices": [{"finish_reason": "content_filter", "text": "x"}]}',

@@ -112,7 +112,7 @@ def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by)
     for rank in (2, 0):
         notes = do(verb, run, rank, 3, by=by).stderr
         assert f"{kind} of other workers are missing" in notes
-        assert "the same line in one process" in notes  # its options, too
+        assert "the same command in one process" in notes  # its options, too
         assert not (run / WRITTEN[verb][0]).exists()
         assert not RunDir(run).stage_done(verb)
     assert 0 < n_lines(parts(verb, run))
@@ -189,7 +189,7 @@ def test_what_is_not_shared_says_that_it_is_one_processs_work(run_path, line, by
     environ = {"RANK": "0", "WORLD_SIZE": "2"} if by == "torchrun" else {}
     shard = () if by == "torchrun" else ("--shard", "0/2")
     output = beatrice(verb, run_path, *options, *shard, code=2, **environ).stderr
-    assert "is one process's work, and 2 were launched" in " ".join(output.split())
+    assert "runs in one process, but 2 were launched" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
     ],
 )
 def test_a_manifest_of_another_version_or_none_says_what_to_do(tmp_path, content):
-    with pytest.raises(ValueError, match="is no run directory: it has no manifest"):
+    with pytest.raises(ValueError, match="is not a run directory: it has no manifest"):
         RunDir.open(tmp_path)
     (tmp_path / "manifest.json").write_text(content)
     words = rf"^{tmp_path / 'manifest.json'} is not a manifest this program reads "
@@ -173,7 +173,7 @@ def test_a_manifest_of_another_version_or_none_says_what_to_do(tmp_path, content
     [
         (b"[]", "expected object, found array"),
         (b"{", "not a JSON object (Expecting property name"),
-        (b"\xff", "not a JSON object (byte 0xff at position 0 is no UTF-8)"),
+        (b"\xff", "not a JSON object (byte 0xff at position 0 is not UTF-8)"),
         (b"[" * 200_000, "not a JSON object (nested too deeply)"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "not a JSON object (Exceeds the limit"),
     ],

@@ -60,7 +60,7 @@ def with_field(record, name, value):
         (with_field(LABEL, "label", 1), r"'label': expected bool \| null, found int"),
         ("[1, 2]", "expected object, found array"),
         ("", "not a JSON object"),
-        ('{"example_id": "\udcff"}', "no UTF-8"),
+        ('{"example_id": "\udcff"}', "not UTF-8"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, complaint):
@@ -249,8 +249,8 @@ def test_values_are_rounded_to_six_decimals():
         ({"n": -1}, "negative"),
         ({"seed": "first"}, "'first'"),
         ({"seed": "-1"}, "'-1'"),
-        ({"value": 7.0, **NO_INTERVAL}, "is no share"),
-        ({"ci_high": 1.2}, "is no share"),
+        ({"value": 7.0, **NO_INTERVAL}, "is not a share"),
+        ({"ci_high": 1.2}, "is not a share"),
         ({"ci_low": 0.9, "ci_high": 0.8}, "its interval is reversed: 0.9 to 0.8"),
         *(
             ({name: number}, "not finite")

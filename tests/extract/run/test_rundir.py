@@ -147,13 +147,13 @@ def test_a_write_replaces_the_file_or_keeps_it_and_leaves_nothing_else(tmp_path)
 
 def test_a_pipe_in_place_of_the_checksums_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / CHECKSUMS)
-    with pytest.raises(ValueError, match=f"{CHECKSUMS} is no file"):
+    with pytest.raises(ValueError, match=f"{CHECKSUMS} is not a file"):
         verify_checksums(tmp_path)
 
 
 def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty and no run directory.*notes.txt"):
+    with pytest.raises(ValueError, match="not empty, .* run directory.*notes.txt"):
         RunDir.open(tmp_path, SMOKE)
     with pytest.raises(ValueError, match="is a file"):
         RunDir.open(tmp_path / "notes.txt", SMOKE)
@@ -341,7 +341,7 @@ def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_in
     write_text_atomic(run.labels, "{}\n")
     assert run.hash_inputs(run.labels) == inputs
     (run.stages / "label.json").write_text("{}")
-    with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl is"):
+    with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl was"):
         run.hash_inputs(run.labels)
 
 
@@ -462,7 +462,7 @@ def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
     assert [(row.name, row.n) for row in again.values()] == [("a", 1)]
     assert (tmp_path / "a.jsonl.stale").read_text() == text_of(b=2, a=7)
     (note,) = again.notes
-    assert "2 rows are no longer asked for" in note
+    assert "no longer asked for" in note and note.endswith("a.jsonl.stale: 2")
 
 
 def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):

@@ -206,7 +206,7 @@ def test_what_was_made_of_other_files_or_is_not_finished_is_not_read(run, capsys
     output = capsys.readouterr().err
     assert "stage sweep: its input in has changed since; it is done again" in output
     run.reopen_stage("sweep")
-    gap = "stage sweep is not finished with its settings of now"
+    gap = "stage sweep is not finished with its current settings"
     assert run.stage_gap("sweep") == gap
     with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
         run_stage(stages[1], run, Progress())
@@ -229,7 +229,7 @@ def test_a_worker_that_cannot_join_the_parts_says_so_unless_they_are_joined(run)
         do_share(run.path, "sweep", share, last, Progress(), "parts", patience=0.1)
 
     with RunDir.open(run.path, share=Share(0, 2)):  # a worker of another stage
-        with pytest.raises(InUse, match="all there, but not put .* in one process"):
+        with pytest.raises(InUse, match="all there, but not joined.* in one process"):
             join()
         once(run, "sweep", {}, [], Progress(), lambda update: None)
         join()
