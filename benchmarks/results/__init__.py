@@ -1,1 +1,1 @@
-"""From rows of results to tables, figures and the report."""
+"""Result rows, and the tables, figures and report made from them."""

@@ -1,7 +1,7 @@
-"""The report's section on the anatomy: a figure and a table of every analysis.
+"""The report's section on the anatomy: a figure and a table for every analysis.
 
-Each part reads the rows of its experiments by their columns, and has beside it what the
-paper compares. Nothing here loads JAX or Torch.
+Each part is made from the rows of its experiments, with the paper's comparisons next to
+it. Nothing here loads JAX or Torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,22 +50,21 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject, encoder
 
-if TYPE_CHECKING:  # which loads JAX
+if TYPE_CHECKING:  # this loads JAX
     from beatrice.selection.analysis import Study
 
 Tables = Sequence[tuple[str, Table]]
 Content = tuple[Sequence[Picture], Tables]
-Make = Callable[[pandas.DataFrame], Content]  # of a run's results
+Make = Callable[[pandas.DataFrame], Content]  # from a run's results
 
 
 class ShownAnalysis(NamedTuple):
-    """How one analysis is shown."""
+    """How to show one analysis."""
 
     title: str
-    look: str  # what to look at, in a sentence
+    look: str  # a sentence on what to look at
     make: Make
-    # The paper's tables, figures and sections whose numbers stand beside.
-    beside: tuple[str, ...]
+    beside: tuple[str, ...]  # tables, figures and sections of the paper to compare with
 
 
 class PagePart(NamedTuple):
@@ -83,7 +82,7 @@ ANALYSES: list[ShownAnalysis] = []  # in the order of the page
 
 
 def shown(title: str, look: str, *beside: str) -> Callable[[Make], Make]:
-    """Register how an analysis is shown, see `ShownAnalysis`."""
+    """Register how to show an analysis; the arguments are those of `ShownAnalysis`."""
 
     def register(make: Make) -> Make:
         ANALYSES.append(ShownAnalysis(title, look, make, beside))
@@ -93,7 +92,7 @@ def shown(title: str, look: str, *beside: str) -> Callable[[Make], Make]:
 
 
 def rows_of(results: pandas.DataFrame, name: str, **columns: Any) -> pandas.DataFrame:
-    """Return the rows of one analysis, mean over seeds."""
+    """Return the seed-mean rows of one analysis."""
     return where(results, experiment=f"anatomy_{name}", seed="mean", **columns)
 
 
@@ -106,7 +105,7 @@ def each_setting(results: pandas.DataFrame) -> Iterator[tuple[str, pandas.DataFr
 def by_setting(
     results: pandas.DataFrame, columns: Sequence[tuple[str, str, Key]]
 ) -> list[tuple[Column, Key]]:
-    """Return labelled columns under each setting that rows are of."""
+    """Return the labelled columns once for each setting that the rows have."""
     return [
         (Column(SETTING_LABELS[setting], label, detail), {"setting": setting, **key})
         for setting, _ in each_setting(results)
@@ -115,7 +114,7 @@ def by_setting(
 
 
 def _matrix(results: pandas.DataFrame, index: str, columns: str) -> pandas.DataFrame:
-    """Return values by two columns of the rows, NaN where there is none."""
+    """Return the values as a matrix by two columns of the rows, NaN if absent."""
     laid = results.pivot(index=index, columns=columns, values="value")
     return laid.astype("float64")
 
@@ -131,17 +130,17 @@ _BY_CHANCE = "rights_by_chance"
 
 
 def rights_by_chance(error_rate: float, right: float) -> float:
-    """Return the share of another's mistakes that a family gets right by chance.
+    """Return the share of another family's mistakes that a family gets right by chance.
 
-    By chance means that mistakes of both have nothing in common but the label. As many
-    answers are flagged as are wrong, so that half of a family's mistakes are right
-    answers and half wrong ones, whatever share of all answers is right.
+    By chance means that given the label, the mistakes of both are independent. As many
+    answers are flagged as are wrong, so half of a family's mistakes are right answers
+    and half are wrong ones, whatever share of all answers is right.
     """
     return 1 - error_rate / (4 * right * (1 - right))
 
 
 def _with_chance(shown: pandas.DataFrame, results: pandas.DataFrame) -> Iterator[Any]:
-    """Yield rows of mistakes, and what each family would get right by chance."""
+    """Yield the rows, and rows of what each family would get right by chance."""
     answers = rows_of(results, "flips", **POOLED, detector="answers", metric="right")
     for row in shown["row"]:
         yield row
@@ -154,8 +153,8 @@ def _with_chance(shown: pandas.DataFrame, results: pandas.DataFrame) -> Iterator
 
 @shown(
     "Which family gets right what another gets wrong",
-    "A cell near the row's “by chance” means mistakes that have nothing in common but "
-    "which answers are right; near 0, that the row repeats the column's.",
+    "A cell near the row's “by chance” means that both families' mistakes are "
+    "independent given the label; near 0, that the row repeats the column's mistakes.",
     "fig:complementarity",
 )
 def _complementarity(results: pandas.DataFrame) -> Content:
@@ -174,25 +173,25 @@ def _complementarity(results: pandas.DataFrame) -> Content:
             rights["by chance"] = chance.astype("float64")
         caption = (
             f"All in-domain test answers ({here['n'].max():,}). Every family's encoder "
-            "flags as many answers as are wrong. Right: what each gets wrong itself."
+            "flags as many answers as are wrong. Right: each one's own error rate."
         )
         figure = figures.complementarity(rights, errors.tolist(), setting)
         pictures.append(_drawn(figure, "complementarity", setting, caption))
     error = ("own error rate", "share of answers", {"metric": "error_rate"})
     columns = [error] + [
-        (f"of {name}", "mistakes right", {"metric": "rights", "family": letter})
+        (f"of {name}", "mistakes got right", {"metric": "rights", "family": letter})
         for letter, name in FAMILIES.items()
     ]
-    columns.append(("by chance", "mistakes right", {"metric": _BY_CHANCE}))
+    columns.append(("by chance", "mistakes got right", {"metric": _BY_CHANCE}))
     lines = [(name, {"families": letter}) for letter, name in FAMILIES.items()]
     table = pivot(shown, "Family", lines, by_setting(shown, columns))
     return pictures, [("Mistakes, family by family", table)]
 
 
 @shown(
-    "Which pairs of families are worth more together",
-    "Points to the right of zero; that the better of two is chosen on the same "
-    "answers makes gains look smaller by a little.",
+    "Which pairs of families are better together than apart",
+    "Look for points to the right of zero. The better of the two is chosen on the same "
+    "answers, which makes gains look a little smaller.",
     "fig:cross-model-synergy, bottom",
 )
 def _pairs(results: pandas.DataFrame) -> Content:
@@ -216,9 +215,9 @@ def _pairs(results: pandas.DataFrame) -> Content:
         for place, experiment in kinds
     )
     caption = (
-        "A point is a test or held-out set; to the right of zero an encoder of both "
-        "ranks answers better than either alone. Nothing corrects for the number of "
-        "comparisons."
+        "A point is a test or held-out set; to the right of zero, an encoder of both "
+        "families ranks answers better than the encoder of either. There is no "
+        "correction for the number of comparisons."
     )
     figure = figures.pair_gains(gains, pairs)
     columns = []
@@ -234,7 +233,7 @@ def _pairs(results: pandas.DataFrame) -> Content:
 
 @shown(
     "Features and fusion, variant by variant",
-    "Whether an interval excludes zero (†): a larger number alone says little.",
+    "Look for intervals that exclude zero (†); a larger number alone says little.",
     "ablation",
     "champion-vs-hidden",
 )
@@ -246,9 +245,9 @@ def _fusion(results: pandas.DataFrame) -> Content:
 
 
 @shown(
-    "What the best sets of three encoders hold",
-    "Of the ranking of all sets by validation AUROC: what the ten best carry more "
-    "of than sets at large, and whether closed-book encoders gather at the top.",
+    "What the best sets of three encoders contain",
+    "In the ranking of all sets by validation AUROC: what the ten best sets contain "
+    "more of than the average set, and whether closed-book encoders are at the top.",
     "fig:combination-search",
     "fig:gemma-combination-search",
 )
@@ -259,8 +258,8 @@ def _combinations(results: pandas.DataFrame) -> Content:
         shares = _matrix(along, "n_closed_book", "bin").fillna(0.0).to_numpy()
         figure = figures.closed_book_counts(shares)
         caption = (
-            "Sets of three from best to worst by validation AUROC; the wedges are how "
-            "many of the three read the closed-book pass."
+            "Sets of three from best to worst by validation AUROC; wedges: how many of "
+            "the three encoders read the closed-book pass."
         )
         title = f"{SETTING_LABELS[setting]}: closed-book encoders along the ranking"
         pictures.append(_drawn(figure, "counts", setting, caption, title))
@@ -275,15 +274,15 @@ def _combinations(results: pandas.DataFrame) -> Content:
     ]
     best = by_setting(shown, [("ten best", "sets", {"metric": "best_sets"})])
     return pictures, [
-        ("What sets carry", pivot(shown, "Reads", traits, by_setting(shown, of_sets))),
-        ("What the ten best sets hold", pivot(shown, "Encoders", counts, best)),
+        ("Families in sets", pivot(shown, "Reads", traits, by_setting(shown, of_sets))),
+        ("Encoders in the ten best sets", pivot(shown, "Encoders", counts, best)),
     ]
 
 
 @shown(
     "Whether the same combinations win on another backbone",
-    "Points that rise from left to right: the ranking belongs to the families, not "
-    "to one model.",
+    "If points rise from left to right, the ranking is a property of the families and "
+    "not of one model.",
     "fig:cross-model-synergy, top",
 )
 def _backbones(results: pandas.DataFrame) -> Content:
@@ -298,7 +297,7 @@ def _backbones(results: pandas.DataFrame) -> Content:
     if not points:
         return (), ()
     figure = figures.two_backbones(points, names)
-    caption = "A point is an encoder of a subset of the families, mean over seeds."
+    caption = "A point is an encoder of one subset of the families, mean over seeds."
     drawn = picture(figure, "backbones", "The same combinations?", caption)
     line = ("Spearman's correlation", {"detector": "two_backbones"})
     columns = by_setting(shown, [("fifteen encoders", "test AUROC", {})])
@@ -316,10 +315,10 @@ _FLIPS = (
 
 @shown(
     "Which family decides, and when the others act",
-    "A family is replaced by its means inside a deployed encoder. A high flip rate "
-    "is a family that decides; a high precision with flips near the boundary is "
-    "one that corrects where the rest is undecided. A precision is to be read beside "
-    "that by chance, of the same decisions on answers drawn at random.",
+    "A family is replaced by its means inside a deployed encoder. A family with a high "
+    "flip rate decides; a family with a high precision and flips near the boundary "
+    "corrects where the others are undecided. Compare precision with the precision by "
+    "chance: that of the same decisions on answers drawn at random.",
     "anatomy-flip-profile",
     "fig:boundary-band",
 )
@@ -330,8 +329,8 @@ def _flips(results: pandas.DataFrame) -> Content:
     for setting, here in each_setting(band):
         name, width = family_name(EVERY_FAMILY, setting), here["bin_width"].max()
         caption = (
-            f"Of {name}, in-domain test answers, all seeds, in cells of {width:g} "
-            "logits; a larger mark is more answers. In the shaded wedge the family "
+            f"{name} on in-domain test answers, all seeds, in cells of {width:g} "
+            "logits; larger marks are more answers. In the shaded wedges the family "
             "changes the decision; squares are flips."
         )
         figure = figures.boundary_band(here, setting)
@@ -351,31 +350,31 @@ def _flips(results: pandas.DataFrame) -> Content:
         tables.append((f"{SETTING_LABELS[place.setting]}, {place.title}", table))
     right = [("Right answers", {"detector": "answers", "metric": "right"})]
     table = by_place(shown, "Share", right)
-    return pictures, [*tables, ("How often answers are right at all", table)]
+    return pictures, [*tables, ("How often answers are right", table)]
 
 
 _GROUNDING = {
     "Right answers, closed-book": ("right_closed_book", None),
     "Right answers, with the passages": ("right_with_context", None),
-    "Wrong answers that stand there": ("wrong_in_passage", None),
-    "Right answers that stand there": ("right_in_passage", None),
+    "Wrong answers that are in the passages": ("wrong_in_passage", None),
+    "Right answers that are in the passages": ("right_in_passage", None),
     "Precision of attention's flips": ("flip_precision", None),
-    "· answer stands there, but is wrong": ("flip_precision", "in_passage_but_wrong"),
-    "· answer right, but not there": ("flip_precision", "right_not_in_passage"),
+    "· answer in a passage, but wrong": ("flip_precision", "in_passage_but_wrong"),
+    "· answer right, but in no passage": ("flip_precision", "right_not_in_passage"),
 }
 
 
 @shown(
     "What attention responds to",
-    "If precision falls where an answer stands in the passage and is wrong, "
-    "attention endorses support, not truth. Whole words of the normalised answer "
-    "are looked for in titles and texts.",
+    "If precision is lower when the answer is in a passage but wrong, attention "
+    "endorses support, not truth. Titles and texts are searched for the whole words of "
+    "the normalised answer.",
     "anatomy-grounding",
 )
 def _grounding(results: pandas.DataFrame) -> Content:
     shown, tables = rows_of(results, "grounding"), []
     for families in shown["families"].dropna().unique():
-        of = {"flip_precision": families}  # the others are of the answers alone
+        of = {"flip_precision": families}  # the other metrics do not depend on encoders
         lines = [
             (label, {"metric": metric, "kind": kind, "families": of.get(metric)})
             for label, (metric, kind) in _GROUNDING.items()
@@ -386,9 +385,9 @@ def _grounding(results: pandas.DataFrame) -> Content:
 
 
 @shown(
-    "Whether a few heads carry what attention says",
-    "A flat map, and eight largest heads that move the encoder no more than eight "
-    "random ones, mean that no head is privileged.",
+    "Whether a few heads carry attention's signal",
+    "If the map is flat, and the eight largest heads move the encoder no more than "
+    "eight random ones, no head is privileged.",
     "fig:attention-heads",
 )
 def _heads(results: pandas.DataFrame) -> Content:
@@ -397,7 +396,7 @@ def _heads(results: pandas.DataFrame) -> Content:
     cells = cells.loc[cells["head"].notna() & cells["value"].notna()]
     for setting, here in each_setting(cells):
         caption = (
-            "Integrated gradients of the logit from attention at its means, absolute, "
+            "Absolute integrated gradients of the logit, from attention at its means, "
             f"over all channels, tokens and spans of {here['n'].max():,} test answers; "
             "the line on the scale is an even share."
         )
@@ -412,9 +411,9 @@ def _heads(results: pandas.DataFrame) -> Content:
         (Column("The eight largest heads", label, unit), {"metric": metric})
         for label, unit, metric in (
             ("attribution", "share", "share_of_top_heads"),
-            ("of an even map", "share", "even_share_of_top_heads"),
-            ("moved without them", "logits", "moved_by_top_heads"),
-            ("without eight random ones", "logits", "moved_by_random_heads"),
+            ("in an even map", "share", "even_share_of_top_heads"),
+            ("change without them", "logits", "moved_by_top_heads"),
+            ("change without eight random ones", "logits", "moved_by_random_heads"),
             ("difference", "logits", "moved_more_by_top_heads"),
         )
     ]
@@ -422,22 +421,22 @@ def _heads(results: pandas.DataFrame) -> Content:
 
 
 def _hidden_note(results: pandas.DataFrame) -> str:
-    """Return a note if hidden states move nothing but in the answer's span.
+    """Return a note if hidden states move the logit only in the answer's span.
 
-    They are then stored of the answer alone, which so has four families, and another
-    span three: neither tokens nor a loss without a span compares them evenly.
+    They are then stored for the answer only, which has four families while the other
+    spans have three, so shares and losses of the spans are not comparable.
     """
     rows = rows_of(results, "positions", family="H", span=SPANS, metric="share")["row"]
     of_answer = [row.value for row in rows if row.span == "answer"]
     elsewhere = [row.value for row in rows if row.span != "answer"]
     is_noted = any(of_answer) and elsewhere and not any(elsewhere)
-    return " (hidden states are of the answer alone)" if is_noted else ""
+    return " (hidden states are of the answer only)" if is_noted else ""
 
 
 @shown(
     "Where in the text the read-out comes from",
-    "How much each span and each token of the answer moves the logit, beside its "
-    "share of the tokens; and what a deployed encoder loses without a span.",
+    "How much each span and each token of the answer moves the logit, compared with "
+    "its share of the tokens; and what a deployed encoder loses without a span.",
     "sec:anatomy",
     "app:span",
     "span-ablation",
@@ -463,15 +462,15 @@ def _positions(results: pandas.DataFrame) -> Content:
                 tokens[name] = share.value, share.ci_low, share.ci_high, even.value
         if spans and tokens:
             caption = (
-                f"Of {family_name(EVERY_FAMILY, setting)}, {here['n'].max()} test "
-                "answers: size of integrated gradients from all signals at their "
-                f"means{note}. Right: of the answers that have such a token; bars are "
+                f"{family_name(EVERY_FAMILY, setting)} on {here['n'].max()} test "
+                "answers: size of integrated gradients, from all signals at their "
+                f"means{note}. Right: answers that have such a token; error bars are "
                 "95 % intervals, dashes an even share. The first position emits the "
                 "first token."
             )
             figure = figures.shares_of_text(spans, tokens, setting)
             pictures.append(_drawn(figure, "positions", setting, caption))
-    shares = ("share", "of what moves the logit", {"metric": "share"})
+    shares = ("share", "of the logit's change", {"metric": "share"})
     tables = []
     for heading, corner, keys, other, metric in (
         (f"Spans{note}", "Span", of_span, "tokens", "token_share"),
@@ -483,7 +482,7 @@ def _positions(results: pandas.DataFrame) -> Content:
 
 
 def _without_spans(results: pandas.DataFrame, note: str) -> list[tuple[str, Table]]:
-    """What encoders lose, by the span that stands at its means."""
+    """Return tables of what encoders lose when a span is replaced by its means."""
     tables = []
     gone = rows_of(results, "spans", metric="auroc")
     for setting, here in each_setting(gone.loc[gone["against"].notna()]):
@@ -491,16 +490,16 @@ def _without_spans(results: pandas.DataFrame, note: str) -> list[tuple[str, Tabl
             (f"{family_name(x.families or '', setting)} without {x.span}", x._asdict())
             for x in subjects_in(here)
         ]
-        heading = "AUROC with a span at its means, minus intact"
+        heading = "AUROC with a span at its means, minus AUROC intact"
         heading = f"{SETTING_LABELS[setting]}: {heading}{note}"
         tables.append((heading, by_place(here, "Encoder", lines)))
     return tables
 
 
 @shown(
-    "Which layer knows, on every answer",
-    "Whether the curve peaks in the middle, and whether the peak stands out of the "
-    "intervals.",
+    "Which layer is best, on every answer",
+    "Whether the curve peaks in the middle, and whether the peak is clear of the other "
+    "layers' intervals.",
 )
 def _layers(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "layers", dataset=IN_DOMAIN, split=("validation", "test"))
@@ -518,8 +517,8 @@ def _layers(results: pandas.DataFrame) -> Content:
     if not curves:
         return (), ()
     caption = (
-        "Logistic regression on the mean state of the answer, on every labelled "
-        "answer; bands are 95 % intervals, rings the layers that validation chooses."
+        "Logistic regression on the answer's mean state, with every labelled answer; "
+        "bands are 95 % intervals, rings the best layers on validation."
     )
     figure = figures.layer_curves(curves, best)
     lines = [(f"layer {x}", {"layer": x}) for x in sorted(shown["layer"].unique())]
@@ -530,8 +529,8 @@ def _layers(results: pandas.DataFrame) -> Content:
 
 @shown(
     "How much data it takes",
-    "Where the curves begin to flatten, and whether encoders need more labels than "
-    "logistic regression on the same signals.",
+    "Where the curves flatten, and whether encoders need more labels than logistic "
+    "regression on the same signals.",
 )
 def _labels(results: pandas.DataFrame) -> Content:
     shown, pictures = rows_of(results, "labels", **POOLED), []
@@ -539,26 +538,26 @@ def _labels(results: pandas.DataFrame) -> Content:
         curves = _learning_curves(results, here, setting)
         if curves:
             caption = (
-                "Of n labels a fifth stops the training or chooses the penalty. "
-                "Encoders: one seed and one drawing, three sizes; rightmost, all "
-                "labels of the run with all its seeds, and the selected encoders "
-                "under their head."
+                "A fifth of the n labels is used to stop training or choose the "
+                "penalty. Encoders: one seed and one sample of labels at three sizes; "
+                "rightmost, all labels of the run with all its seeds, and the selected "
+                "encoders with their head."
             )
             figure = figures.learning_curves(curves, setting)
             pictures.append(_drawn(figure, "labels", setting, caption))
     sizes = sorted(shown["n_labels"].dropna().unique())
     columns = by_setting(shown, [(f"{n:,}", "labels", {"n_labels": n}) for n in sizes])
-    table = pivot(shown, "Reader", lines_of(LEARNERS), columns)
+    table = pivot(shown, "Detector", lines_of(LEARNERS), columns)
     return pictures, [("AUROC, in-domain test", table)]
 
 
 def _learning_curves(
     results: pandas.DataFrame, shown: pandas.DataFrame, setting: str
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return number of labels and AUROC of every reader, all labels last."""
+    """Return (number of labels, AUROC) of every detector, with all labels last."""
     at = {"setting": setting, **POOLED, "metric": "auroc"}
     detection = by_subject(results, experiment="detection", **at)
-    alone = Subject("without_closed_book")  # of this pass alone, as fewer labels are
+    alone = Subject("without_closed_book")  # reads one pass, as with fewer labels
     every = Subject("champion") if alone not in detection else alone
     of_all_labels = {
         Subject("selected"): every,
@@ -580,10 +579,10 @@ def _learning_curves(
 
 
 @shown(
-    "What one question set teaches about another",
-    "Rows that stay as dark as the diagonal carry over. Every detector had as many "
-    "labels as every other; held-out sets teach with half of their questions and "
-    "are read on the other.",
+    "Transfer from one question set to another",
+    "Detectors whose rows are as dark as the diagonal transfer well. All were trained "
+    "on equally many labels; of a held-out set, half of the questions are used for "
+    "training and the other half for testing.",
 )
 def _transfer(results: pandas.DataFrame) -> Content:
     shown, pictures, tables = rows_of(results, "transfer", metric="auroc"), [], []
@@ -601,9 +600,9 @@ def _transfer(results: pandas.DataFrame) -> Content:
             title = f"{SETTING_LABELS[setting]}, {LEARNERS[reader]}"
             figure = figures.matrix(values, setting)
             name = f"transfer-{reader.detector}"
-            caption = "A dash is undefined: one class only, or no answer to learn from."
-            if n_labels := here["n_labels"].dropna().to_list():  # earlier rows lack it
-                caption = f"Labels of each: {max(n_labels):,}. {caption}"
+            caption = "A dash is undefined: only one class, or no training answer."
+            if n_labels := here["n_labels"].dropna().to_list():  # old rows lack it
+                caption = f"Labels for each: {max(n_labels):,}. {caption}"
             pictures.append(_drawn(figure, name, setting, caption, title))
             lines = [(source, {"source": source}) for source in sources]
             tables.append((title, by_place(here, "Trained on", lines)))
@@ -612,8 +611,8 @@ def _transfer(results: pandas.DataFrame) -> Content:
 
 @shown(
     "Cases: two passes, two decisions",
-    "Of every set and kind the question that is surest of its decisions, of equals "
-    "the smaller id; nobody picked.",
+    "Selected by a fixed rule: for every set and kind, the question with the surest "
+    "decisions; ties go to the smaller id.",
 )
 def _cases(results: pandas.DataFrame) -> Content:
     shown = rows_of(results, "cases")
@@ -629,7 +628,7 @@ def _cases(results: pandas.DataFrame) -> Content:
 def anatomy_parts(
     results: pandas.DataFrame, studies: "Sequence[Study]" = ()
 ) -> list[PagePart]:
-    """Return the analyses that a run has rows of, in order."""
+    """Return the page parts of the analyses that a run has rows of, in order."""
     if not results["experiment"].str.startswith("anatomy_").any():
         return []
     compared, parts = signs_by_table(read_ledger(), results), []

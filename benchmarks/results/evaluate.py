@@ -1,7 +1,7 @@
 """The stage that measures every detector on every set, with intervals.
 
-Beside the rows it leaves the reliability of the selected set, and answers to look at:
-the surest right and wrong ones of every set, chosen by a rule, since nobody picks.
+Besides rows, it writes the reliability of the selected set, and example answers: the
+surest right and wrong ones of every set, selected by a fixed rule.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +74,7 @@ from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
 from beatrice.pgir.score_files import shown_tokens
 
-ANNOTATED = "annotated"  # set and split of the answers that a person has judged
+ANNOTATED = "annotated"  # set and split of the answers that a person judged
 PAIRS = {
     "paired": [(names.CHAMPION, rival) for rival in names.COMPARED],
     "floor_paired": names.FLOORS.items(),
@@ -85,7 +85,7 @@ PAIRS = {
 def run_detectors(
     run: RunDir, evidence: DetectorInput
 ) -> tuple[list[Scored], list[ResultRow]]:
-    """Return the scores of every detector on a setting, and what validation chose."""
+    """Return every detector's scores in a setting, and rows of validation's choices."""
     store, rows = evidence.store, evidence.rows
     encoders, _ = checkpoint.restore(run.encoders(rows.setting))
     logits = encoders["outputs"]["logits"].reshape(-1, N_SUBSETS, len(rows.ids))
@@ -115,10 +115,10 @@ def run_detectors(
 def layer_rows(
     store: FeatureStore, rows: Rows, layer: int, config: BootstrapConfig
 ) -> list[ResultRow]:
-    """Return what the layer that is read has before the first and the last one kept.
+    """Return rows that compare the chosen layer with the first and last stored ones.
 
-    By logistic regression on the answer's mean state, as in the sweep, but on sets that
-    the choice of the layer has not seen.
+    Layers are read by logistic regression on the answer's mean state, as in the sweep,
+    but also evaluated on sets that the choice of the layer has not seen.
     """
     chosen, *others = names.LAYER_PROBES
     stored_layers = store.spec.hidden_layers
@@ -135,7 +135,6 @@ def layer_rows(
 
 
 def _bins(curve: Reliability) -> tuple[Bin, ...]:
-    """Return the bins that hold an example."""
     return tuple(
         Bin(
             lower=float(curve.edges[i]),
@@ -154,7 +153,7 @@ def reliability_of(
 ) -> tuple[Curves, list[ResultRow]]:
     """Return the reliability on all in-domain test sets, as curves and as rows.
 
-    Of the head's own probability `[n]`, mean over seeds, and the calibrated one.
+    `raw` `[n]` is the head's probability, mean over seeds; `calibrated` is from it.
     """
     labels, chance = rows.labels, ece_by_chance(calibrated, rows.ids)
     curves: dict[str, Any] = {"ece_by_chance": chance}
@@ -173,13 +172,13 @@ def reliability_of(
     return Curves(**curves), result
 
 
-Key = tuple[str, str]  # an id, and in which setting the question was asked
+Key = tuple[str, str]  # the id of a question, and the setting of its answer
 
 
 def _by_set(
     examples: Sequence[Example], keyed: Iterable[tuple[Key, Any]]
 ) -> dict[tuple[str, str, str], list[Any]]:
-    """Group values by setting, dataset and split of their questions."""
+    """Group values by the setting, dataset and split of their questions."""
     by_id = {example.id: example for example in examples}
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for (id_, setting), value in keyed:
@@ -198,7 +197,7 @@ def _backbone_row(
 def answer_rows(
     examples: Sequence[Example], answers: Sequence[Answer]
 ) -> list[ResultRow]:
-    """Return per set, split and setting the shares of `shares_of`: no answer is out."""
+    """Return the `shares_of` all answers as rows, by set, split and setting."""
     groups = _by_set(examples, (((a.example_id, a.setting), a) for a in answers))
     return [
         _backbone_row("answers", set_key, metric=metric, value=value, n=len(group))
@@ -210,10 +209,10 @@ def answer_rows(
 def prompt_rows(
     examples: Sequence[Example], answers: Sequence[Answer], left_out: Iterable[LeftOut]
 ) -> list[ResultRow]:
-    """Return the share of cut prompts per set, split and setting.
+    """Return the shares of prompts with dropped passages, by set, split and setting.
 
     `n` counts the prompts that were answered, `n_failed` the questions that were not
-    asked in this setting, since not even one passage fitted.
+    asked in this setting because not even one passage fitted.
     """
     keyed: list[tuple[Key, bool | None]] = [
         *(((a.example_id, a.setting), bool(a.dropped)) for a in answers),
@@ -236,16 +235,16 @@ def annotated_rows(
     rows: Rows,
     config: BootstrapConfig,
 ) -> list[ResultRow]:
-    """Return which labels a person disputes, and AUROC on the annotated answers.
+    """Return the shares of labels that a person disputes, and AUROC on the sample.
 
-    The sample has as many right labels as wrong; every answer counts for as many as it
-    was drawn from.
+    The sample has as many right labels as wrong ones; every answer is weighted by the
+    number of answers that it represents.
 
     Returns:
-      Rows of the experiment "label_noise": per label the share that is disputed
-      (Wilson's interval; `kind` is "right" or "wrong"). And of the experiment
-      "annotated" the AUROC of detectors, where `kind` says by which truth: "labels",
-      "undisputed labels" (the disputed answers are out), or "a person".
+      Rows of the experiment "label_noise": for each label the share that is disputed
+      (Wilson's interval; `kind` is "right" or "wrong"). Rows of the experiment
+      "annotated": the AUROC of detectors, where `kind` names the truth: "labels",
+      "undisputed labels" (without the disputed answers), or "a person".
     """
     noise = [x for x in verdicts["noise"] if x["setting"] == rows.setting]
     human = {(x[0], x[2]): x[3] for x in verdicts["verdicts"] if x[1] == rows.setting}
@@ -286,7 +285,7 @@ def annotated_rows(
                 scores = detector.scores[:, where[some]]
                 by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
                 value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
-                # Placements have no weights, which in an AUROC of labels cancel.
+                # Placements take no weights, which cancel in an AUROC by the labels.
                 of_sample = scores, truth[some], rows.ids[where[some]]
                 low, high = wider_interval(np.array(resampled), *of_sample)
                 fields |= {"value": float(value), "ci_low": low, "ci_high": high}
@@ -300,18 +299,18 @@ def annotated_rows(
 def decision_rows(
     head: SettingHead, p_correct: np.ndarray, rows: Rows
 ) -> list[ResultRow]:
-    """Return how many answers are trusted and distrusted, and how many rightly.
+    """Return the coverage and precision of trusting and distrusting answers.
 
-    Rows of the experiment "decision" for every precision of `scope.PRECISIONS`: the
-    share of a set's answers that is decided ("coverage"), and of these the share that
-    is decided rightly ("precision", with Wilson's 95 % interval). Thresholds are of
-    validation answers, and the sets are others. Contexts in their original wording
-    alone, an answer a question.
+    There are rows of the experiment "decision" for every precision of
+    `scope.PRECISIONS`: the share of a set's answers that is decided ("coverage"), and
+    the share of these that is decided correctly ("precision", with Wilson's 95 %
+    interval). Thresholds come from validation answers, and other sets are measured.
+    Only contexts in their original wording count, so a question has one answer.
 
     Args:
-      head: of the setting.
+      head: the selected head of the setting.
       p_correct: `[n_rows]` calibrated.
-      rows: what the rows are.
+      rows: the answers.
     """
     originals = np.flatnonzero(rows.variants == "original")
     rows, p_correct = rows.take(originals), p_correct[originals]
@@ -342,7 +341,7 @@ def decision_rows(
     return result
 
 
-# What an answer is by its label, and whether its P is at least the threshold.
+# The kind of an answer, by its label and whether its P is at least the threshold.
 KINDS = {
     (True, True): "right and trusted",
     (False, False): "wrong and caught",
@@ -354,16 +353,16 @@ KINDS = {
 def choose_answers(
     p_correct: np.ndarray, labels: np.ndarray, ids: Sequence[str], threshold: float
 ) -> list[tuple[str, int, list[int]]]:
-    """Return each kind, how many there are and the indices of those to show.
+    """Return for each kind its name, its count and the indices of answers to show.
 
-    Of each kind `N_SHOWN` answers, with the highest P of what is trusted and the lowest
-    of what is not; of equals the smaller id, since isotonic regression gives many
-    answers one P.
+    Of each kind, `N_SHOWN` answers are shown: those with the highest P if the kind is
+    trusted, else those with the lowest. Ties, which isotonic regression makes frequent,
+    go to the smaller id.
 
     Args:
       p_correct: `[n]` calibrated.
       labels: `[n]` bool.
-      ids: `n`, all different.
+      ids: `n` different ids.
       threshold: answers with at least this P are trusted.
     """
     chosen = []
@@ -384,14 +383,14 @@ def shown_sets(
     threshold: Threshold,
     spell: SpellTokens | None,
 ) -> list[ShownSet]:
-    """Return the answers to look at of every test and held-out set of a setting.
+    """Return the answers to show of every test and held-out set of a setting.
 
-    Contexts in their original wording alone.
+    Only contexts in their original wording are shown.
 
     Args:
-      evidence: of the setting; the tokens' probabilities are read from its store.
+      evidence: the setting's answers, and the store with their tokens' probabilities.
       p_correct: `[n_rows]` calibrated.
-      threshold: for the precision that was asked for.
+      threshold: the one for the requested precision.
       spell: spells the tokens of an answer, or None.
     """
     rows, wanted = evidence.rows, threshold.p_correct
@@ -423,7 +422,7 @@ def shown_sets(
 def _shown(
     evidence: DetectorInput, p_correct: np.ndarray, row: int, spell: SpellTokens | None
 ) -> ShownAnswer:
-    """Return an answer as the page shows it; the context's tokens are left out."""
+    """Return an answer as the page shows it, without the context's tokens."""
     answer, example = evidence.answers[row], evidence.examples[row]
     passages = example.passages if answer.setting == "with_context" else ()
     tokens: list[dict[str, Any]] = []
@@ -449,7 +448,7 @@ def _shown(
 
 
 def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
-    """Return the scores of selected sets on the rows of a setting, by name."""
+    """Return the scores of the fused heads on the rows of a setting, by name."""
     heads, _ = run_selection(run, setting)
     fused = ("champion", "late_fusion_singles", "late_fusion_all")
     scores = {name: heads[name]["scores"] for name in fused}
@@ -460,44 +459,44 @@ def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
 
 
 def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
-    """Return what spells tokens, or None where the run's backbone is not there."""
-    # Loads Torch, which the tables and figures do without.
+    """Return what spells tokens, or None if the run's backbone is not available."""
+    # This loads Torch, which tables and figures do not need.
     from beatrice.extract.backbone.loading import load_outline
 
     try:
         outline = load_outline(run.section("backbone", BackboneConfig).path)
     except (ValueError, OSError) as error:
         progress.note(
-            "evaluate: the answers to look at have no tokens, since the tokenizer "
-            f"could not be loaded: {str(error).splitlines()[0]}"
+            "evaluate: the example answers have no tokens, because the tokenizer could "
+            f"not be loaded: {str(error).splitlines()[0]}"
         )
         return None
     return partial(shown_tokens, outline.tokenizer)
 
 
 def _human_files(run: RunDir) -> list[Path]:
-    """Return the file of a person's verdicts, if `label --audit` has read some."""
+    """Return the file of a person's verdicts, if `label --audit` has read any."""
     path = run.audit / "human.json"
     return [path] if path.exists() else []
 
 
 def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
-    """Return a person's verdicts on the labels of now, if there are some."""
+    """Return a person's verdicts on the current labels, if there are any."""
     again = "run `beatrice label --audit` again"
     verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
     judged = run.hash_inputs(run.answers, run.labels)
     current = [x for x in verdicts if x.get("read") == judged]
     if current != verdicts:
-        why = "a person has judged other answers or labels than the run's"
+        why = "the annotations are of other answers or labels than the run's"
         if "read" not in verdicts[0]:  # an earlier version wrote it
-            why = "it is not known which answers and labels a person has judged"
+            why = "it is unknown which answers and labels the annotations are of"
         line = shell_line("label", run.path, "--audit", "--annotations", "FILE")
-        progress.note(f"evaluate: {why}; read the annotations again: `{line}`")
+        progress.note(f"evaluate: {why}; to read annotations again, run `{line}`")
     if any(not x["noise"] for x in current):
         progress.note(
-            "evaluate: other labels drew the sample that a person has judged, so it is "
-            f"left out; move {run.audit / 'sample.csv'} away, and draw and judge anew: "
-            f"`{shell_line('label', run.path, '--audit')}`"
+            "evaluate: the annotated sample was drawn by other labels, so it is left "
+            f"out; move {run.audit / 'sample.csv'} away, then draw and annotate a new "
+            f"one: `{shell_line('label', run.path, '--audit')}`"
         )
     return [x for x in current if x["noise"]]
 
@@ -530,7 +529,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
             curves[setting], calibration = reliability_of(*tested)
             result += calibration
         else:
-            progress.note(f"evaluate: {setting}: no test answer, so no reliability")
+            progress.note(f"evaluate: {setting}: no reliability without test answers")
         update(n_done, len(settings))
     examples, answers = read_examples(run), read_answers(run)
     result += answer_rows(examples, answers)

@@ -1,10 +1,10 @@
-"""Figures as pure functions: numbers to a Matplotlib figure, and that to an SVG.
+"""Figures as pure functions: from numbers to a Matplotlib figure, and to an SVG.
 
-The SVG of the same numbers is the same bytes. Text stays text, and colours are CSS
-variables with the light palette as their fallback, so that one drawing serves the light
-page, the dark page and a stand-alone file. Closed-book is blue and with-context orange
-everywhere; the pair is told apart under the common colour-vision deficiencies, and
-every distinction is also one of shape, fill or position, so that it is read in grey.
+Equal numbers give equal bytes. Text stays text, and colours are CSS variables with the
+light palette as fallback, so one drawing serves the light page, the dark page and a
+stand-alone file. Closed-book is blue and with-context orange everywhere; the two can be
+distinguished with the common colour-vision deficiencies. Every distinction is also one
+of shape, fill or position, so that figures can be read in grey.
 """
 
 import io
@@ -31,7 +31,7 @@ from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
 from beatrice.benchmarks.results.shown import Curves
 from beatrice.extract.records import Setting
 
-if TYPE_CHECKING:  # which loads JAX
+if TYPE_CHECKING:  # this loads JAX
     from beatrice.jaxprobe.rows import LayerCurve
 
 INK, MUTED, GRID, PAPER = "#1b2430", "#5c6878", "#dbe1e8", "#fefefe"
@@ -78,20 +78,20 @@ _STYLE = {
 
 
 def styled() -> Any:
-    """Apply the house style to what is drawn inside this context, and nothing else."""
+    """Return a context in which figures are drawn in the house style."""
     style: Any = {**matplotlib.rcParamsDefault, **_STYLE}
     del style["backend"]
     return matplotlib.rc_context(style)
 
 
 def _figure(height: float, *grid: int, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure and its axes, outside pyplot's registry."""
+    """Return a figure and its axes, without registering it with pyplot."""
     figure = Figure(figsize=(6.0, height), layout="constrained")
     return figure, figure.subplots(*grid, **options)
 
 
 def _label(text: str, width: int = 34) -> str:
-    """Return a name for a legend as it is: Matplotlib reads `$` and a first `_`."""
+    """Wrap and escape a legend's name: Matplotlib interprets `$` and a leading `_`."""
     lines = textwrap.fill(text, width).replace("$", r"\$")
     return f" {lines}" if lines.startswith("_") else lines
 
@@ -102,17 +102,17 @@ def _legend(figure: Figure, side: str, n_columns: int = 2) -> None:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """Return the figure as an SVG element to put into a page."""
+    """Return the figure as an SVG element to embed in a page."""
     buffer = io.StringIO()
     with styled(), warnings.catch_warnings():
-        # Letters that this font lacks are drawn by the reader's, from the same text.
+        # Glyphs missing from this font are drawn with the reader's: text stays text.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<g) id="[^"]*"', r"\1", svg)  # nothing refers to a group
+    svg = re.sub(r'(<g) id="[^"]*"', r"\1", svg)  # nothing refers to groups
     svg = re.sub(r"(\.\d\d)\d{3,}", r"\1", svg)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
@@ -125,7 +125,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
 
 
 class Picture(NamedTuple):
-    """A figure on the page, with the words around it."""
+    """A figure on the page, with its title and caption."""
 
     title: str
     svg: Markup
@@ -133,19 +133,19 @@ class Picture(NamedTuple):
 
 
 def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
-    """Wrap a figure; its SVG is ours, so it goes in unescaped."""
+    """Make a `Picture` of a figure; its SVG is our own, so it is not escaped."""
     return Picture(title, Markup(to_svg(figure, name, f"{title}. {caption}")), caption)
 
 
 def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
-    """Return axis limits around the values; `above` leaves room for labels."""
+    """Return axis limits, with `above` times the values' spread as room for labels."""
     spread = max(max(values) - min(values), 0.01)
     return min(values) - 0.15 * spread, max(values) + above * spread
 
 
 @styled()
 def reliability(curves: Curves, setting: str) -> Figure:
-    """Draw how often answers are right against what the score says, with bin counts."""
+    """Draw the share of right answers against P(correct), with bin counts below."""
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
         ("calibrated", curves.calibrated, STRONG[setting], "o"),
@@ -169,7 +169,7 @@ def reliability(curves: Curves, setting: str) -> Figure:
 
 @styled()
 def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
-    """Draw the hidden-state encoder's AUROC by layer: seeds, their mean, the best."""
+    """Draw the hidden-state encoder's AUROC by layer: seeds, means and the best."""
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     for setting, curve in sweep.items():
@@ -206,7 +206,7 @@ def _name(
 
 @styled()
 def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
-    """Draw encoders best to worst, with a dot matrix of the families each one reads."""
+    """Draw encoders from best to worst, with dots for the families that each reads."""
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
     figure, (bars, dots) = _figure(4.2, 2, 1, sharex=True, height_ratios=(2.6, 1))
@@ -235,9 +235,9 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
 def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
     """Draw the greedy search: every candidate of every round, and the one it kept.
 
-    Of rounds `{"added": name or None, "auroc": float, "candidates": {name: float}}`.
-    Candidates are squares where they read the with-context pass ("[HP]") and circles
-    where they read the closed-book one.
+    Rounds are `{"added": name or None, "auroc": float, "candidates": {name: float}}`.
+    Candidates are squares if they read the with-context pass ("[HP]"), and circles if
+    they read the closed-book pass.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -275,11 +275,11 @@ def frontier(
     """Draw answer quality against cost, one point per budget of each loop.
 
     Args:
-      curves: per controller with a budget, the paper's first, `{"budget",
-        "generations", metric}` for each.
-      rivals: per controller its generations per question and its score.
+      curves: for each controller with a budget (the paper's first), a mapping
+        `{"budget", "generations", metric}` per budget.
+      rivals: for each other controller, (generations per question, score).
       metric: "em" or "f1".
-      budget: the budget B that was chosen for the first, marked with a ring.
+      budget: the chosen budget B of the first controller, marked with a ring.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -320,9 +320,8 @@ def frontier(
 def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
     """Draw a ranking: AUROC above, and a ribbon per family below.
 
-    Of `{"n_sets", "rank", "means": [per part of the ranking], "ribbon": [{"family":
-    letter, "reads": pass, "means": [per part]}]}`, see
-    `selection.exhaustive.ranking_summary`.
+    `ranked` is `{"n_sets", "rank", "means": [per part], "ribbon": [{"family": letter,
+    "reads": pass, "means": [per part]}]}`, see `selection.exhaustive.ranking_summary`.
     """
     n_parts = len(ranked["means"])
     x = (np.arange(n_parts) + 0.5) * ranked["n_sets"] / n_parts
@@ -347,14 +346,13 @@ def ranking(ranked: Mapping[str, Any], setting: str) -> Figure:
 
 
 def _short(value: float, undefined: str = "") -> str:
-    """Format a share with two digits."""
     return undefined if np.isnan(value) else f"{value:.2f}".replace("0.", ".", 1)
 
 
 def _heat(
     axes: Axes, tints: np.ndarray, colour: str, texts: np.ndarray | None = None
 ) -> None:
-    """Draw a matrix as cells, NaN left empty, and the texts that are written in."""
+    """Draw a matrix as tinted cells, empty for NaN, with optional texts in them."""
     for (i, j), tint in np.ndenumerate(tints):
         if not np.isnan(tint):
             alpha = min(1.0, max(0.04, tint)) * 0.75
@@ -374,8 +372,8 @@ def complementarity(
 ) -> Figure:
     """Draw which family gets right what another gets wrong, and each one's error rate.
 
-    `rights` is `[4, 4]`: row of column's mistakes, NaN on the diagonal. A fifth column
-    is what the row would get right by chance.
+    `rights` is `[4, 4]`: the share of the column's mistakes that the row gets right,
+    NaN on the diagonal. A fifth column is what the row would get right by chance.
     """
     shares, names = rights.to_numpy(float), list(FAMILIES.values())
     figure, (heat, bars) = _figure(3.4, 1, 2, width_ratios=(3, 1), sharey=True)
@@ -399,8 +397,8 @@ def complementarity(
 def boundary_band(cells: pandas.DataFrame, setting: str) -> Figure:
     """Draw the score without a family against what the family adds, in logits.
 
-    Of numbers of answers (`value`) by `family`, `metric` ("answers" whose decision
-    stays, or "flips"), and centre and width of the cell.
+    `cells` has the number of answers (`value`) by `family`, `metric` ("answers" whose
+    decision stays, or "flips"), and the centre and width of a cell.
     """
     numbers = ["value", "bin_x", "bin_y", "bin_width"]
     cells = cells.astype(dict.fromkeys(numbers, float))
@@ -428,13 +426,13 @@ def boundary_band(cells: pandas.DataFrame, setting: str) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("logit without the family")
     for axes in grid[:, 0]:
-        axes.set_ylabel("added by it (logits)")
+        axes.set_ylabel("logits the family adds")
     return figure
 
 
 @styled()
 def head_map(shares: pandas.DataFrame, setting: str) -> Figure:
-    """Draw the share (`value`) of every `head` of every `layer`, a panel an encoder."""
+    """Draw the share (`value`) of every `head` and `layer`, one panel per encoder."""
     most, encoders = shares["value"].max(), shares["families"].unique()
     widths = (*(6 for _ in encoders), 0.5)
     figure, (*panels, scale) = _figure(4.0, 1, len(widths), width_ratios=widths)
@@ -470,13 +468,13 @@ def shares_of_text(
 ) -> Figure:
     """Draw how much spans and positions of the answer move the logit.
 
-    By name, of spans the share of what is moved and of the tokens; of positions the
-    share within the answer, its interval, and an even share.
+    By name, `spans` have their shares of the logit's change and of the tokens;
+    `positions` their share within the answer, its interval, and an even share.
     """
     figure, (left, right) = _figure(3.2, 1, 2, width_ratios=(1.2, 1.6))
     x = np.arange(len(spans))
     for shift, which, colour, hatch, label in (
-        (-0.2, 0, STRONG[setting], "", "moved"),
+        (-0.2, 0, STRONG[setting], "", "logit"),
         (0.2, 1, SOFT[setting], "///", "tokens"),
     ):
         heights = [shares[which] for shares in spans.values()]
@@ -505,7 +503,7 @@ def shares_of_text(
 def layer_curves(
     curves: Mapping[str, pandas.DataFrame], best: Mapping[str, int]
 ) -> Figure:
-    """Draw AUROC by layer with intervals, and ring the one that validation chooses."""
+    """Draw AUROC by layer with intervals, and a ring at the best on validation."""
     figure, axes = _figure(3.4)
     for marker, (setting, curve) in zip("os", curves.items(), strict=False):
         x, (y, low, high) = curve.index.to_numpy(int), curve.to_numpy(float).T
@@ -522,9 +520,9 @@ def layer_curves(
 
 @styled()
 def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
-    """Draw what a pair of families gains over the better of the two, a point a set.
+    """Draw the gain of pairs of families over their better member, a point per set.
 
-    `is_other` says whether a gain is of another backbone.
+    The column `is_other` says whether a gain is on another backbone.
     """
     kinds = gains[["setting", "is_other"]].drop_duplicates().to_numpy().tolist()
     figure, axes = _figure(3.4)
@@ -548,7 +546,7 @@ def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
 
 @styled()
 def closed_book_counts(shares: np.ndarray) -> Figure:
-    """Draw the shares `[4, n_parts]` of sets that hold 0, 1, 2 or 3 closed-book."""
+    """Draw the shares `[4, n_parts]` of sets with 0 to 3 closed-book encoders."""
     n_parts = shares.shape[1]
     x = np.arange(n_parts + 1) / n_parts
     shares = np.concatenate([shares, shares[:, -1:]], axis=1)  # each part is a step
@@ -568,7 +566,7 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
         floor = floor + share
     axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.set(xlabel="place in the ranking (0 best, 1 worst)")
-    axes.set(ylabel="share of the sets that\nhold so many closed-book")
+    axes.set(ylabel="share of sets, by number of\nclosed-book encoders")
     axes.grid(False)
     return figure
 
@@ -584,7 +582,7 @@ def two_backbones(
         for is_read, colour, marker in ((reads, STRONG, "o"), (~reads, SOFT, "D")):
             points = both[is_read].astype(float)
             style = {"color": colour[setting], "markeredgecolor": STRONG[setting]}
-            style["label"] = "does not" if marker == "D" else "reads hidden states"
+            style["label"] = "no hidden states" if marker == "D" else "hidden states"
             axes.plot(points["first"], points["second"], marker, ms=6, **style)
         axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
         axes.margins(0.1)
@@ -601,7 +599,7 @@ def two_backbones(
 def learning_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
 ) -> Figure:
-    """Draw AUROC against the number of labelled answers, a line a reader."""
+    """Draw AUROC against the number of labelled answers, a line per detector."""
     marks, strong = iter("os^DvPX"), iter((STRONG[setting], INK, MUTED))
     figure, axes = _figure(4.2)
     for name, points in curves.items():
@@ -613,7 +611,7 @@ def learning_curves(
         axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
     axes.set_xscale("log")
     ticks = sorted({x for points in curves.values() for x, _ in points})
-    # Where the last two lie too near to each other, the last one is named.
+    # If the last two ticks are too close, only the last one is named.
     named = [x for x in ticks if x == ticks[-1] or x < 0.7 * ticks[-1]]
     axes.set_xticks(named, [f"{x:,.0f}" for x in named])
     axes.minorticks_off()
@@ -624,19 +622,19 @@ def learning_curves(
 
 @styled()
 def matrix(values: pandas.DataFrame, setting: str) -> Figure:
-    """Draw AUROC by the set that taught (row) and the set that is read (column)."""
+    """Draw AUROC by training set (row) and test set (column)."""
     figure, axes = _figure(2.0 + 0.55 * len(values))
-    # From .5, which is guessing: a tint says how much is told.
+    # Tints start at .5, which is guessing.
     aurocs = values.to_numpy(float)
     tints, texts = np.clip(2 * aurocs - 1, 0.0, 1.0), np.vectorize(_short)(aurocs, "–")
     _heat(axes, tints, STRONG[setting], texts)
     axes.set_xticks(range(values.shape[1]), list(values.columns))
-    # Names of sets may be long, and would lie over each other on one line.
+    # Long names of sets would overlap if horizontal.
     axes.tick_params(axis="x", rotation=30)
     for name in axes.get_xticklabels():
         name.set(ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(values)), list(values.index))
-    axes.set(xlabel="read on (AUROC)", ylabel="trained on")
+    axes.set(xlabel="tested on (AUROC)", ylabel="trained on")
     return figure
 
 
@@ -658,11 +656,11 @@ def cost_figure(
     *,
     is_log: bool,
 ) -> Figure:
-    """Draw AUROC against cost, a point a detector; the best few are named.
+    """Draw AUROC against cost, a point per detector; the best few are named.
 
-    Of title, kind, cost and AUROC of each, the best first. `ours` is the AUROC of the
-    selected set by label, a dashed line, and perhaps of another, a dotted one; on a
-    logarithmic axis no cost may be 0.
+    `points` are (title, kind, cost, AUROC), best first. `ours` is by label the AUROC of
+    the selected set (dashed) and perhaps of another (dotted). On a logarithmic axis no
+    cost may be 0.
     """
     figure, axes = _figure(4.2)
     for kind, (marker, label) in MARKERS.items():
@@ -672,7 +670,7 @@ def cost_figure(
             style: Any = {"color": colour, "markeredgecolor": STRONG[setting]}
             axes.plot(*zip(*of_kind, strict=True), marker, label=label, **style)
     for number, (title, _, cost, auroc) in enumerate(points[:_N_NAMED]):
-        # Numbers, not names: the best often cost the same and would overlap.
+        # Numbers, since names would overlap: the best often cost the same.
         text = f"{number + 1}"
         shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
         axes.annotate(text, (cost, auroc), color=MUTED, **shift)

@@ -1,12 +1,14 @@
-"""The questions that the paper asks of a run, each answered from its rows by one rule.
+"""The paper's research questions, each answered from a run's rows by one rule.
 
-The rule, the same for every question and set. Each question compares AUROCs on the same
-questions (`paired` and `finding` rows). "yes": a difference is above zero, and its
-95 % interval excludes zero. "no": every difference lies below zero so. "cannot tell":
-all else. Where any of several differences would do (is one of four families better?),
-its p must be below .05 divided by their number too, so that four looks at chance find
-nothing more often than one. "cannot conclude": the setting has too few right or wrong
-training answers (`extract.label.labels.too_few_answers`), whatever its rows say.
+A question compares AUROCs on the same questions of a set (`paired` and `finding` rows):
+
+* "yes": a difference is above zero, and its 95 % interval excludes zero. If one of
+  several differences is enough (is one of four families better?), its p must also be
+  at most .05 divided by their number, so that more looks do not find more by chance.
+* "no": every difference is below zero, and every interval excludes zero.
+* "cannot tell": neither of these.
+* "cannot conclude", whatever the rows say: the setting has too few right or wrong
+  training answers (`extract.label.labels.too_few_answers`).
 """
 
 import math
@@ -44,7 +46,7 @@ from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 
-if TYPE_CHECKING:  # which loads JAX
+if TYPE_CHECKING:  # this loads JAX
     from beatrice.jaxprobe.rows import LayerCurve
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
@@ -52,11 +54,11 @@ SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
 
 
 class PaperQuestion(NamedTuple):
-    """What is asked, and the differences that answer it."""
+    """A question, and the differences that answer it."""
 
     text: str  # with a question mark, without the setting and the set
-    # Detector and what it is compared with, by what the difference is called, empty
-    # where it is the only one; any of them answers with yes.
+    # Detector and rival of each difference, by its name, which is empty if it is the
+    # only one. Any of them may answer with yes.
     pairs: Mapping[str, tuple[Subject, Subject]]
 
 
@@ -65,16 +67,16 @@ class PaperAnswer(NamedTuple):
 
     question: str  # short name
     place: Place
-    answer: Answer | None  # None where nothing was measured
-    # The difference that decides, see `decide`; None where none was measured.
+    answer: Answer | None  # None if a difference is not measured or undefined
+    # The difference that decides, see `decide`; None if none was measured.
     row: ResultRow | None
-    label: str = ""  # what it is called, empty where it is the only one
+    label: str = ""  # the name of that difference; empty if it is the only one
 
 
 def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
-    """Answer by the rule above, and return the largest difference that decides so.
+    """Return the answer by the rule above, and the largest difference that decides it.
 
-    The answer is None where nothing was measured or a difference is undefined.
+    The answer is None if nothing was measured or a difference is undefined.
     """
 
     def largest(some: Sequence[ResultRow]) -> ResultRow | None:
@@ -92,7 +94,7 @@ def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
 
 
 def best_single(results: pandas.DataFrame, setting: str) -> str | None:
-    """Return the letter of the family whose encoder is best on validation."""
+    """Return the letter of the family whose encoder is best on validation, if known."""
     at = {"dataset": IN_DOMAIN, "split": "validation", "setting": setting}
     rows = by_subject(results, experiment="detection", metric="auroc", **at)
     known = {
@@ -104,7 +106,7 @@ def best_single(results: pandas.DataFrame, setting: str) -> str | None:
 
 
 def questions_of(best: str | None) -> dict[str, PaperQuestion]:
-    """Return the questions in order, by their short names; `best` of `best_single`."""
+    """Return the questions by short name, in order; `best` is from `best_single`."""
     single = {}
     if best is not None:
         single = {f"{FAMILIES[best]}, the best on validation": SINGLES[best]}
@@ -135,7 +137,7 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
         )
     for end, layer in zip(("first", "last"), LAYER_PROBES[1:], strict=True):
         questions[f"layer_over_{end}"] = PaperQuestion(
-            f"Is the layer that is read better than the {end} one kept?",
+            f"Is the chosen layer better than the {end} stored one?",
             {"": (LAYER_PROBES[0], layer)},
         )
     return questions
@@ -168,7 +170,7 @@ def findings(
 def measured(finding: PaperAnswer) -> str:
     """Format the difference that decides an answer: its value, interval and p."""
     row = finding.row
-    assert row is not None  # or there is no answer, see `decide`
+    assert row is not None  # an answer has a row, see `decide`
     of = f"{finding.label} " if finding.label else ""
     p = "" if row.p_value is None else f", p = {p_text(row.p_value)}"
     return f"{of}{row_value(row)} [{interval(row)}]{p}"
@@ -188,7 +190,7 @@ class AnswerGrid(NamedTuple):
 
 
 def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
-    """Lay answers out, one grid a setting, of what was measured on some set."""
+    """Return a grid for each setting, of the questions measured on at least one set."""
     by_setting = []
     for setting in dict.fromkeys(f.place.setting for f in answered):
         answers = {
@@ -206,7 +208,7 @@ def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
 
 
 def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
-    """Return a grid's texts: the question, and of each set answer and difference."""
+    """Return a grid's texts: the question, then answer and difference on each set."""
 
     def cell(finding: PaperAnswer) -> str:
         words = answer.format(finding.answer)
@@ -216,9 +218,9 @@ def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
 
 
 def _in_words(cells: Sequence[PaperAnswer]) -> str:
-    """Say what one setting's sets answer, and apart from them all of them together.
+    """Summarise one setting's answers: the pooled in-domain set, then the single sets.
 
-    A set that cannot tell is counted alone.
+    Sets that cannot tell are only counted.
     """
     answered = [cell for cell in cells if cell.answer is not None]
     has_members = sum(cell.place.split == "test" for cell in cells) > 1
@@ -242,7 +244,7 @@ def _in_words(cells: Sequence[PaperAnswer]) -> str:
 def verdicts_in_words(
     answered: Sequence[PaperAnswer],
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return questions with what each setting answers, and those without an answer."""
+    """Return answered questions with each setting's answers, and unanswered ones."""
     lines, undecided = [], []
     by_setting = [dict(grid.lines) for grid in grids(answered)]
     for text in dict.fromkeys(text for lines_of in by_setting for text in lines_of):
@@ -260,7 +262,7 @@ def facts(
     sweep: "Mapping[Setting, LayerCurve]",
     selection: Mapping[Setting, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
-    """Return, by setting, numbers beside the answers, and what they are."""
+    """Return, by setting, names and values of numbers related to the answers."""
     reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(
         results, experiment="detection", metric="auroc", **CHAMPION._asdict()
@@ -293,18 +295,18 @@ def _layers(curve: "LayerCurve") -> str:
 def as_markdown(
     answered: Sequence[PaperAnswer], beside: Mapping[str, Sequence[tuple[str, str]]]
 ) -> str:
-    """Format the answers as Markdown: a table for each setting, its facts below."""
+    """Format the answers as Markdown: a table per setting, with its facts below."""
     parts = []
     for grid in grids(answered):
         parts.append(f"### {grid.title}\n")
         parts.append(markdown(["", *grid.heads], grid_lines(grid, "**{}**")))
         if grid.setting in beside:
-            parts.append(markdown(("Beside", "Numbers"), beside[grid.setting]))
+            parts.append(markdown(("Related numbers", ""), beside[grid.setting]))
     return "\n".join(parts)
 
 
 def as_latex(answered: Sequence[PaperAnswer]) -> str:
-    """Format the answers as LaTeX tables (booktabs), one a setting."""
+    """Format the answers as LaTeX tables (booktabs), one per setting."""
     parts = []
     for grid in grids(answered):
         heads = grid.title, *grid.heads

@@ -1,7 +1,7 @@
-"""What rows measure, by stable id: printed names in the order of tables, and pairs.
+"""Printed names of what rows measure, by stable id, in table order; compared pairs.
 
-Ids never change and are never split; titles are printed. Controllers have theirs in
-`beatrice.pgir.controllers`.
+Ids never change and are never split; only titles are printed. The titles of controllers
+are in `beatrice.pgir.controllers`.
 """
 
 from beatrice.extract.run.rows import Subject, encoder
@@ -27,13 +27,13 @@ FAMILIES = {
     "A": "attention",
 }
 EVERY_FAMILY = "HPRA"
-N_SHOWN = 3  # answers of each kind of each set
-RETRIEVED = "real_retrieval"  # experiment of the rows of `transfer`
-ALL_SETS = "all_sets"  # its questions of all sets together, the paper's column "All"
+N_SHOWN = 3  # answers shown per kind and set
+RETRIEVED = "real_retrieval"  # the experiment of the rows of `transfer`
+ALL_SETS = "all_sets"  # in `transfer`: all sets pooled, the paper's column "All"
 
 
 def probe(families: str) -> Subject:
-    """Return the linear probe of some families."""
+    """Return the id of the linear probe on the given families."""
     return Subject("probe", families)
 
 
@@ -49,7 +49,7 @@ PROBES = {
 }
 DETECTORS = {
     CHAMPION: "BEATRICE (selected encoders)",
-    Subject("without_closed_book"): "BEATRICE, with-context pass alone",
+    Subject("without_closed_book"): "BEATRICE, with-context pass only",
     HIDDEN_ONLY: "Hidden states only",
     EARLY_FUSION: "One encoder, all families",
     Subject("late_fusion_singles"): "Late fusion, single families",
@@ -60,7 +60,7 @@ DETECTORS = {
     Subject("majority"): "Majority class",
     **PROBES,
 }
-# What the page shows at once; the other detectors are behind a fold.
+# Detectors that the page shows first; the others are folded away.
 MAIN = (
     CHAMPION,
     HIDDEN_ONLY,
@@ -68,7 +68,7 @@ MAIN = (
     PERPLEXITY,
     Subject("tfidf"),
 )
-# What the selected encoders are compared with, question by question.
+# Detectors that the selected encoders are compared with in paired differences.
 COMPARED = {
     PERPLEXITY: DETECTORS[PERPLEXITY],
     HIDDEN_ONLY: DETECTORS[HIDDEN_ONLY],
@@ -80,24 +80,24 @@ COMPARED = {
     Subject("answer_length"): DETECTORS[Subject("answer_length")],
     **PROBES,
 }
-# What each encoder is compared with: a linear probe that reads the same signals.
+# Each encoder is compared with the linear probe that reads the same signals.
 FLOORS = {
     **{encoder(letter): probe(letter) for letter in FAMILIES},
     EARLY_FUSION: probe(EVERY_FAMILY),
 }
-# What a family has alone before perplexity, and what it adds to the other three.
+# Pairs that show a family's lead over perplexity, and what it adds to the other three.
 FAMILY_PAIRS = (
     *((encoder(family), PERPLEXITY) for family in FAMILIES),
     *((EARLY_FUSION, encoder(others)) for others in ("PRA", "HRA", "HPA", "HPR")),
 )
-# What is measured among answers of equally many tokens too; the first against the rest.
+# Also measured among answers of equal token count; the first is compared with the rest.
 AT_EQUAL_LENGTH = {CHAMPION: DETECTORS[CHAMPION], **COMPARED}
 CONTROLS = {Subject("permuted_labels"): "Trained on permuted labels"}
 SPAN_DECISIONS = {
     Subject("emitting"): "From the position that emits the answer",
     Subject("literal"): "Answer tokens only",
 }
-# The seven variants of the paper's table, in its order.
+# The seven variants of the paper's ablation table, in its order.
 WITHOUT_HIDDEN = Subject("without_family", "PRA")
 FEATURES = {
     HIDDEN_ONLY: "Hidden states only",
@@ -108,7 +108,7 @@ FEATURES = {
     Subject("without_closed_book"): "Without closed-book encoders",
     CHAMPION: "Full: the selected encoders",
 }
-REFERENCE = Subject("late_fusion_all")  # where fusion saturates; the paper ranks it not
+REFERENCE = Subject("late_fusion_all")  # where fusion saturates; unranked in the paper
 FAMILY_VARIANTS = {
     WITHOUT_HIDDEN: "Without hidden states",
     Subject("without_family", "HRA"): "Without probabilities",
@@ -116,7 +116,7 @@ FAMILY_VARIANTS = {
     Subject("without_family", "HPR"): "Without attention",
     CHAMPION: "Full: all four families",
 }
-_WAYS = {"zeroed_span": "zeroed in training", "without_span": "left out of both"}
+_WAYS = {"zeroed_span": "zeroed in training", "without_span": "left out throughout"}
 SPANS = ("context", "question", "answer")
 _WITH_HEAD = {
     CHAMPION: "None: all spans",
@@ -126,7 +126,7 @@ _WITH_HEAD = {
         for span in SPANS
     },
 }
-# A head reads the answer span's vector: what the encoders say without one.
+# A head reads the answer span's vector, so variants without a head are measured too.
 SPAN_VARIANTS = {
     **_WITH_HEAD,
     **{
@@ -143,24 +143,24 @@ FUSION_VARIANTS = {
     for subject in FEATURES
     if subject != CHAMPION
 }
-# Of `beatrice anatomy`: who reads fewer labels, in the order of the figure.
+# Detectors of `beatrice anatomy` that are trained on fewer labels, in figure order.
 LEARNERS = {
     **{encoder(letter): name for letter, name in FAMILIES.items()},
     Subject("selected"): "selected encoders",
     encoder(EVERY_FAMILY): "encoder of all four",
     probe(EVERY_FAMILY): "regression on all four",
 }
-# What a controller spends on a question, as its rows name it, and the unit.
+# What a controller spends on a question: the metric of its rows, and the unit.
 COSTS = {
     "generations": "per question",
     "sequences": "texts written",
-    "tokens": "read, written",
+    "tokens": "read and written",
     "retrievals": "per question",
-    "forwards": "over text",
+    "forwards": "over given text",
     "seconds": "this machine, signals read for all",
 }
 
 
 def family_name(families: str, setting: str) -> str:
-    """Return an encoder's printed name: [HP] reads the passages too, (HP) does not."""
+    """Return an encoder's printed name: [HP] if it reads the passages, else (HP)."""
     return f"({families})" if setting == "closed_book" else f"[{families}]"

@@ -1,6 +1,6 @@
-"""The page of a run: tables, figures and plain words, self-contained.
+"""The report page of a run: tables, figures and plain words, in one HTML file.
 
-The same data give the same bytes. The first lines stand on the terminal too.
+Equal data give equal bytes. The headline is also printed on the terminal.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from beatrice.extract.run.rows import MACRO, ResultRow, Subject
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL, titles_of
 from beatrice.pgir.score_files import P_STEPS
 
-if TYPE_CHECKING:  # which load JAX
+if TYPE_CHECKING:  # these load JAX
     from beatrice.jaxprobe.rows import LayerCurve
     from beatrice.selection.analysis import Study
 
@@ -53,11 +53,10 @@ SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """What the page shows. An empty field is a section that is left out."""
+    """What the page shows; the section of an empty field is left out."""
 
-    facts: Mapping[str, str]  # the run in words (model, seed, preset, counts), in order
+    facts: Mapping[str, str]  # model, seed, preset, counts, ..., in display order
     stage_seconds: Mapping[str, float]  # wall time per stage, in order
-    # Result rows; which ones are read is said in `tables` and here.
     rows: Sequence[ResultRow]
     # `{dataset, split, setting, variant, n, n_correct}` of the model's own answers.
     accuracy: Sequence[Mapping[str, Any]]
@@ -67,22 +66,21 @@ class ReportData:
     selection: PerSetting
     reliability: Mapping[Setting, Curves]
     control: Control | None
-    shown: Sequence[ShownSet] = ()  # answers to look at, by setting and set
-    # Per setting what `selection.exhaustive.ranking_summary` returns.
+    shown: Sequence[ShownSet] = ()  # example answers, by setting and set
+    # Per setting the value of `selection.exhaustive.ranking_summary`.
     ranking: PerSetting = dataclasses.field(default_factory=dict)
-    # Per setting and variant the names of the encoders it reads.
+    # Names of the encoders that each variant reads, by setting and variant.
     ablations: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     studies: "Sequence[Study]" = ()  # cases of `beatrice anatomy`
-    # What the rivals of `beatrice baselines` are and cost.
-    judged: Sequence[DetectorCost] = ()
+    judged: Sequence[DetectorCost] = ()  # detectors of `beatrice baselines`, with costs
 
 
 def render_report(data: ReportData) -> str:
-    """Return the page; its template lays out the tables of `tables` and the rest."""
+    """Return the page as HTML, made from the template `page.html.j2`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        undefined=jinja2.StrictUndefined,  # a name that is missing is an error
+        undefined=jinja2.StrictUndefined,  # raise on undefined names
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -135,7 +133,7 @@ ShownRow = tuple[ShownSet, str, ShownAnswer]  # an answer with its set and kind
 
 
 def answers_to_show(shown: Sequence[ShownSet]) -> tuple[list[ShownRow], list[ShownRow]]:
-    """Return the answers to show at once, some of each setting, and the others."""
+    """Return the answers to show first (some of each setting), and the others."""
     first, rest, settings = [], [], set()
     for shown_set in shown:
         n = 0 if shown_set.setting in settings else 2
@@ -148,10 +146,9 @@ def answers_to_show(shown: Sequence[ShownSet]) -> tuple[list[ShownRow], list[Sho
 
 
 def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay the model's own accuracy out as datasets against settings and variants.
+    """Return the model's own accuracy by dataset, and by setting and variant.
 
-    Where a column has several in-domain sets of a split, a line behind all sets has
-    them together.
+    If a column has several in-domain sets of a split, a line at the end pools them.
     """
     columns = list(dict.fromkeys((x["setting"], x["variant"]) for x in accuracy))
     lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
@@ -174,10 +171,10 @@ def accuracy_grid(accuracy: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
-    """Name the detectors and controllers that a full run has and this one lacks."""
+    """Return the titles of detectors and controllers that this run lacks."""
     measured = subjects_in(where(results, experiment=("detection", "controller")))
     expected = {**names.DETECTORS, **names.CONTROLS}
-    if len(data.selection) == 1:  # of the with-context pass beside the other
+    if len(data.selection) == 1:  # it exists only in runs with both settings
         del expected[Subject("without_closed_book")]
     if data.control is not None:
         required = (name for name in CONTROLLERS if name not in OPTIONAL)
@@ -185,13 +182,13 @@ def missing(data: ReportData, results: pandas.DataFrame) -> list[str]:
     return [title for subject, title in expected.items() if subject not in measured]
 
 
-# In plain words.
+# Sentences and numbers at the top of the page.
 
 
 def _champion_and_perplexity(
     results: pandas.DataFrame, setting: str
 ) -> tuple[ResultRow | None, ResultRow | None, ResultRow | None]:
-    """Return AUROC on all in-domain test questions of both, and the difference."""
+    """Return both AUROCs on the pooled in-domain test questions, and the difference."""
     at = {**POOLED, "setting": setting, "metric": "auroc"}
     rows = by_subject(results, experiment="detection", **at)
     gains = by_pair(results, experiment="paired", **at)
@@ -200,7 +197,7 @@ def _champion_and_perplexity(
 
 
 def _ranking_in_words(results: pandas.DataFrame) -> str:
-    """Say how often a right answer scores above a wrong one, and by perplexity."""
+    """Say how often our score and perplexity rank a right answer above a wrong one."""
     ours, theirs = [], []
     for setting, words in SETTINGS_IN_WORDS.items():
         row, rival, gain = _champion_and_perplexity(results, setting)
@@ -222,7 +219,7 @@ def _ranking_in_words(results: pandas.DataFrame) -> str:
 
 
 def _trust_in_words(shown: Sequence[ShownSet]) -> str:
-    """Say which share of the test answers is trusted, and how often rightly."""
+    """Say what share of test answers is trusted, and how many of these are right."""
     parts = []
     for setting, words in SETTINGS_IN_WORDS.items():
         n: Counter[str] = Counter()
@@ -237,17 +234,17 @@ def _trust_in_words(shown: Sequence[ShownSet]) -> str:
         n_trusted = right + n["wrong and missed"]
         text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
         if not is_certified:
-            why = "no P is certified for the wanted precision"
-            text = f"none of the answers {words}, where {why}"
+            why = "no P is certified for the requested precision"
+            text = f"none of the answers {words}, because {why}"
         elif n_trusted:
-            text += f", right in {100 * right / n_trusted:.0f} %"
+            text += f", of which {100 * right / n_trusted:.0f} % are right"
         every = 100 * (right + all_right) / n.total()
-        parts.append(f"{text} (all answers: {every:.0f} %)")
+        parts.append(f"{text} (all answers: {every:.0f} % right)")
     return f"beatrice trusts {' and '.join(parts)}." if parts else ""
 
 
 def _distrust_in_words(results: pandas.DataFrame) -> str:
-    """Say which share of the test answers is distrusted, and how often rightly."""
+    """Say what share of test answers is distrusted, and how many of these are wrong."""
     parts = []
     for setting, words in SETTINGS_IN_WORDS.items():
         about = {"experiment": "decision", "kind": "distrust", "wanted": 0.9}
@@ -257,13 +254,13 @@ def _distrust_in_words(results: pandas.DataFrame) -> str:
         )
         if coverage is not None and wrong is not None and wrong.value is not None:
             share = f"{100 * (coverage.value or 0.0):.0f} % of the answers {words}"
-            parts.append(f"{share}, wrong in {100 * wrong.value:.0f} %")
-    text = f"Asked for nine in ten, it distrusts {' and '.join(parts)}."
+            parts.append(f"{share}, of which {100 * wrong.value:.0f} % are wrong")
+    text = f"At a requested precision of 90 %, it distrusts {' and '.join(parts)}."
     return text if parts else ""
 
 
 def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
-    """Return sentences: how well answers are told apart, which can be decided."""
+    """Return sentences on how well answers are ranked, trusted and distrusted."""
     sentences = (
         _ranking_in_words(results),
         _trust_in_words(shown),
@@ -273,13 +270,13 @@ def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
 
 
 def too_few_in_words(accuracy: Sequence[Mapping[str, Any]]) -> str:
-    """Say where training answers are too few to conclude anything; else nothing."""
+    """Say which settings have too few training answers for conclusions, if any."""
     reasons = too_few_answers(accuracy).items()
     return " ".join(f"{names.SETTING_LABELS[x]}: {reason}." for x, reason in reasons)
 
 
 def _gain(row: ResultRow | None, title: str) -> str:
-    """Format how much more there is than a rival has; empty if not measured."""
+    """Format the difference to a rival; empty if it was not measured."""
     if row is None or row.value is None:
         return ""
     return f"{row_value(row)} [{interval(row)}] against {title[0].lower()}{title[1:]}"
@@ -288,7 +285,7 @@ def _gain(row: ResultRow | None, title: str) -> str:
 def numbers(
     results: pandas.DataFrame, reliability: Mapping[Setting, Curves]
 ) -> list[tuple[str, str, str]]:
-    """Pick the numbers to see first: label, value and detail of each."""
+    """Return label, value and detail of each number at the top of the page."""
     shown = []
     for setting, words in SETTINGS_IN_WORDS.items():
         row, _, gain = _champion_and_perplexity(results, setting)
@@ -303,7 +300,7 @@ def numbers(
         label = f"Calibration error {SETTINGS_IN_WORDS[setting]}"
         detail = f"{number(curves.ece_raw)} before calibration"
         if is_worse(curves):
-            detail = f"worse than the {detail}: here P ranks, but means less"
+            detail = f"worse than the {detail}: here P ranks answers, but is less exact"
         detail += _by_chance(curves)
         shown.append((label, number(curves.ece_calibrated), detail))
     pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
@@ -319,19 +316,19 @@ def numbers(
 
 
 def _by_chance(curves: Curves) -> str:
-    """Say how large the error is of a P that is right; empty where nobody knows."""
+    """Say how large the error may be by chance; empty if that is unknown."""
     chance = curves.ece_by_chance
     return "" if chance is None else f"; up to {number(chance)} is chance"
 
 
 def is_worse(curves: Curves) -> bool:
-    """Whether calibration made the error larger, and larger than a right P's is."""
+    """Whether calibration made the error larger, and larger than by chance."""
     chance = curves.ece_by_chance
     return chance is not None and curves.ece_calibrated > max(curves.ece_raw, chance)
 
 
 def times_in_words(seconds: Mapping[str, float]) -> str:
-    """Say what each stage took."""
+    """List the time that each stage took, and the total."""
     total = f"{sum(seconds.values()):,.0f} s in all"
     return ", ".join([*(f"{x} {n:,.0f} s" for x, n in seconds.items()), total])
 
@@ -339,7 +336,7 @@ def times_in_words(seconds: Mapping[str, float]) -> str:
 def folds_in_words(
     results: pandas.DataFrame, facts: Mapping[str, str], selection: PerSetting
 ) -> dict[str, str]:
-    """Say of what the page folds, in a few words, what stands there."""
+    """Return a few words on some of the folded sections, by their ids."""
     chosen = (
         f"{names.SETTING_LABELS[setting]} {' '.join(search['selected'])}"
         for setting, search in selection.items()
@@ -360,10 +357,10 @@ def folds_in_words(
 
 
 def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]:
-    """Draw how often answers are right against what P says, setting by setting."""
+    """Draw the reliability curve of each setting."""
     pictures = []
     for setting, curves in reliability.items():
-        worse = ", which made it worse on these answers" if is_worse(curves) else ""
+        worse = " (worse on these answers)" if is_worse(curves) else ""
         caption = (
             f"Brier {number(curves.brier_raw)} raw, {number(curves.brier_calibrated)} "
             f"calibrated; calibration error (ECE) {number(curves.ece_raw)} raw, "
@@ -377,10 +374,13 @@ def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]
 
 
 def sweep_pictures(sweep: "Mapping[Setting, LayerCurve]") -> list[Picture]:
-    """Draw validation AUROC by layer, one picture of both settings."""
+    """Draw validation AUROC by layer, both settings in one picture."""
     if not sweep:
         return []
-    caption = "Pale points are seeds, the line is their mean, the ring the best layer."
+    caption = (
+        "Pale points are seeds, the line is their mean, and the ring marks the best "
+        "layer."
+    )
     for setting, curve in sweep.items():
         caption += (
             f" {names.SETTING_LABELS[setting]}: {curve.n_train:,} training and "
@@ -391,7 +391,7 @@ def sweep_pictures(sweep: "Mapping[Setting, LayerCurve]") -> list[Picture]:
 
 
 def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
-    """Draw the validation AUROC of all encoders on all in-domain sets together."""
+    """Draw all encoders' validation AUROC on the pooled in-domain sets."""
     at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
     at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
     pictures = []
@@ -401,8 +401,8 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
         if not auroc:
             continue
         caption = (
-            "Dots: the families an encoder reads; full colour: hidden states are one. "
-            "The axis is cropped."
+            "Dots mark the families that an encoder reads; bars in full colour read "
+            "hidden states. The axis is cropped."
         )
         halves = sorted(
             (r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None
@@ -420,7 +420,7 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
 
 
 def selection_pictures(selection: PerSetting) -> list[Picture]:
-    """Draw the greedy search, setting by setting."""
+    """Draw the greedy search of each setting."""
     return [
         picture(
             figures.selection_path(search["rounds"], setting),
@@ -436,14 +436,14 @@ def selection_pictures(selection: PerSetting) -> list[Picture]:
 def frontier_curve(
     entries: Sequence[Point],
 ) -> tuple[list[dict[str, float]], list[str]]:
-    """Return `{budget, generations, em, f1}` per budget, and the sets averaged over."""
+    """Return `{budget, generations, em, f1}` of each budget, and the averaged sets."""
     points = pandas.DataFrame(map(msgspec.structs.asdict, entries))
     datasets = points["dataset"].unique().tolist()
     for budget, n in Counter(points["budget"]).items():
         if n != len(datasets):
             raise ValueError(
                 f"the frontier at budget {budget} has {n} entries, expected one for "
-                f"each of {', '.join(datasets)}"
+                f"each set ({', '.join(datasets)})"
             )
     means = points.pivot_table(index="budget", values=["generations", "em", "f1"])
     return means.reset_index().to_dict("records"), datasets
@@ -452,7 +452,7 @@ def frontier_curve(
 def frontier_pictures(
     control: Control | None, results: pandas.DataFrame
 ) -> list[Picture]:
-    """Draw EM, and F1, against generations per question."""
+    """Draw EM and F1 against generations per question."""
     if control is None:
         return []
     by_name: dict[str, list[Point]] = {}
@@ -479,17 +479,17 @@ def frontier_pictures(
 
 
 def ranking_pictures(ranked: PerSetting) -> list[Picture]:
-    """Draw the ranking of all sets of three, setting by setting."""
+    """Draw the ranking of all sets of three encoders, in each setting."""
     return [
         picture(
             figures.ranking(ranking, setting),
             f"ranking-{setting}",
             names.SETTING_LABELS[setting],
-            f"{ranking['n_sets']:,} sets of three, best to worst. Greedy's "
+            f"{ranking['n_sets']:,} sets of three, best to worst. The greedy search's "
             f"{' '.join(ranking['greedy'])} is number {ranking['rank']:,} (dashed), "
             f"{ranking['gap']:.4f} AUROC below the best, "
-            f"{' '.join(ranking['best'])}. Ribbons: how many of the three read a "
-            "family, with context in orange, closed-book in blue.",
+            f"{' '.join(ranking['best'])}. Ribbons: how many of the three encoders "
+            "read a family, with context in orange, closed-book in blue.",
         )
         for setting, ranking in ranked.items()
     ]

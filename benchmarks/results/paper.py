@@ -1,21 +1,22 @@
-"""The paper's numbers beside a run's: a join, which order is the same, the ledger.
+"""The paper's numbers compared with a run's: the join, the signs and the ledger.
 
 `paper.jsonl` has the numbers of the paper's seventeen tables as printed (percentages
-stay percentages), a line for those of a cell that have one mark, in the order of print.
-Then come those that only the text or a caption of the anatomy prints, by their figure
-or section, and what the text there says of an order without a number. What is a
-definition (fifteen encoders, one half) or repeats a table is no line.
+stay percentages), in the order of print; the numbers of a cell that share a mark are on
+one line. Next come, by figure or section, the numbers of the anatomy that are only in
+the text or a caption, and orders that the text states without a number. Definitions
+(fifteen encoders, one half) and repetitions of a table have no line.
 
-A number has a counterpart in a run where its line names a setting, a set, a split and a
-detector of ours; where it has none its line says why, but for what is no result
-(counts, sizes). A set that the paper held out may be one that a run was trained
-on; both are laid side by side, and a note says so.
+A number has a counterpart in a run if its line names a setting, a set, a split and a
+detector of ours. Otherwise its line says why, unless it is not a result (counts,
+sizes). A run may be trained on a set that the paper held out: the numbers are compared
+anyway, and a note says so.
 
-A number of the paper has a sign where it is a difference or a correlation, and where
-the paper compares it with another of its table. Ours has one where a 95 % interval
-excludes zero, or the bound of what the paper has "at most": that of the paired
-difference where the run has it, else what the two intervals leave for the difference.
-They are of the same answers, so this is more cautious than a paired interval would be.
+A number of the paper has a sign if it is a difference or a correlation, or if the paper
+compares it with another number of its table. Ours has a sign if a 95 % interval
+excludes zero, or excludes the bound if the paper says "at most". The interval is that
+of the paired difference if the run has one; else the difference is bounded by the two
+numbers' own intervals. These are of the same answers, so the bounds are wider than a
+paired interval would be.
 """
 
 import collections
@@ -56,7 +57,7 @@ from beatrice.extract.run.rows import ResultRow
 
 Mark = Literal["bold", "underlined", "dagger"]
 Order = Literal["above", "below", "not above"]
-# The first that has a number gives it: an ablation repeats some rows of the main table.
+# The first with a number is used: an ablation repeats some rows of the main table.
 _EXPERIMENTS = ("detection", "ablation", "paired", "controller", "controller_macro")
 OF_AN_INTERVAL = ("ci_low", "ci_high", "p_value")
 _ELSEWHERE = {"test": "ood", "ood": "test"}
@@ -66,27 +67,26 @@ _IN_HUNDREDTHS = ("share_percent", "points")
 class PaperCell(Record, frozen=True, kw_only=True):
     """One number of the paper.
 
-    The columns from `setting` to `against_families` are those of our row; without a
-    setting, a dataset, a split and a detector it has no counterpart.
+    The fields from `setting` to `against_families` are those of our row; without a
+    setting, a dataset, a split and a detector the number has no counterpart.
     """
 
-    # Its label, without `tab:`; of a number in the text, that of the figure or the
+    # The table's label without `tab:`; for a number in the text, that of its figure or
     # section.
     table: str
     backbone: str
-    group: str | None = None  # heading above the row, where there is one
+    group: str | None = None  # heading above the row, if there is one
     row: str  # its label as printed
-    column: str  # likewise, with the headings above it
+    column: str  # its label as printed, with the headings above it
     metric: str  # "auroc", "ci_low", "accuracy_percent", "n", ...
-    # As printed; a percentage is one of 100. None where the paper says what is larger,
-    # and prints no number.
+    # As printed, so 50 % is 50. None if the paper states an order without a number.
     value: float | None = None
-    mark: Mark | None = None  # a dagger: the 95 % interval excludes zero
+    mark: Mark | None = None  # a dagger means that the 95 % interval excludes zero
     below: bool = False  # whether the paper says "less than" or "at most" the value
     setting: str | None = None
     dataset: str | None = None
     split: str | None = None  # as the paper uses the set
-    detector: str | None = None  # "backbone" for its accuracy and numbers of answers
+    detector: str | None = None  # "backbone" for accuracies and numbers of answers
     families: str | None = None
     family: str | None = None
     span: str | None = None
@@ -94,19 +94,18 @@ class PaperCell(Record, frozen=True, kw_only=True):
     n_closed_book: int | None = None
     against: str | None = None
     against_families: str | None = None
-    variant: str | None = None  # wording of the passages, None for both together
-    experiment: str | None = None  # of our row, where it is not one of detection
-    ours: str | None = None  # metric of our row, where that has another name
-    # Families of our encoder where the run lacks `families`: the paper looks into the
-    # encoders that its search selected, ours may have selected others.
+    variant: str | None = None  # wording of the passages; None pools both
+    experiment: str | None = None  # of our row, unless it is one of detection
+    ours: str | None = None  # metric of our row, if it has another name
+    # Families of our encoder if the run lacks `families`: the paper analyses the
+    # encoders that its search selected, and our search may have selected others.
     instead: str | None = None
-    # The row of this table, column and metric with which the paper compares it; none
-    # for fusing all encoders, from which it tells no difference.
+    # The row, in the same table, column and metric, that the paper compares this with.
+    # None for fusing all encoders, from which the paper claims no difference.
     than: str | None = None
-    # How the paper says that it compares, where it prints no number; without `than`, to
-    # zero.
+    # The order that the paper states without a number; to zero if there is no `than`.
     sign: Order | None = None
-    departs: str | None = None  # what our row measures otherwise than the paper
+    departs: str | None = None  # how our row's measurement differs from the paper's
     reason: str | None = None  # why there is no counterpart
 
     @property
@@ -116,7 +115,7 @@ class PaperCell(Record, frozen=True, kw_only=True):
 
 
 class Beside(NamedTuple):
-    """A number of the paper and the run's row of it."""
+    """A number of the paper and the run's row for it."""
 
     paper: PaperCell
     row: ResultRow
@@ -136,7 +135,7 @@ class Beside(NamedTuple):
 
     @property
     def value(self) -> float | None:
-        """The run's number; None where it is undefined."""
+        """The run's number; None if it is undefined."""
         return self.numbers[0]
 
 
@@ -150,15 +149,13 @@ def read_ledger() -> list[PaperCell]:
     ]
 
 
-# The join.
-
-# What both sides are joined on, but for experiment and setting.
+# The columns to join on, besides experiment and setting.
 KEY = ("dataset", "split", "metric", "detector", "families", "family", "span", "kind")
 KEY += ("n_closed_book", "against", "against_families")
 
 
 def _by_key(results: pandas.DataFrame) -> dict[tuple, ResultRow]:
-    """Return the seed means by where they are; those of `_EXPERIMENTS` without it."""
+    """Return the seed means by key, with None for the experiment in `_EXPERIMENTS`."""
     ranks = {name: rank for rank, name in enumerate(_EXPERIMENTS)}
     rows = where(results, seed="mean")["row"].tolist()
     by_key: dict[tuple, ResultRow] = {}
@@ -171,7 +168,7 @@ def _by_key(results: pandas.DataFrame) -> dict[tuple, ResultRow]:
 
 
 def _keys_of(cell: PaperCell) -> Iterable[tuple]:
-    """Yield the keys under which our row of a number may stand, the best first."""
+    """Yield the keys that our row for a number may have, the best first."""
     columns = {name: getattr(cell, name) for name in KEY}
     columns["metric"] = cell.ours or ("auroc" if cell.against else cell.metric)
     for split in _splits(cell):
@@ -181,7 +178,7 @@ def _keys_of(cell: PaperCell) -> Iterable[tuple]:
 
 
 def _splits(cell: PaperCell) -> list[str]:
-    """Return the splits in which a run may have the paper's set."""
+    """Return the splits that the paper's set may have in a run."""
     split = str(cell.split)
     is_single_set = cell.dataset not in ACROSS_SETS and split in _ELSEWHERE
     return [split, _ELSEWHERE[split]] if is_single_set else [split]
@@ -190,7 +187,7 @@ def _splits(cell: PaperCell) -> list[str]:
 def _counted(
     cell: PaperCell, accuracy: Sequence[Mapping[str, Any]]
 ) -> ResultRow | None:
-    """Return the model's accuracy, or its number of answers, as a row."""
+    """Return the model's accuracy or number of answers as a row."""
     for split in _splits(cell):
         counts = [
             (count["n"], count["n_correct"])
@@ -213,7 +210,7 @@ def beside(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]] = (),
 ) -> list[Beside]:
-    """Return the numbers of the paper that a run has too, in their order."""
+    """Return the numbers of the paper that a run has too, in the paper's order."""
     by_key, numbers = _by_key(results), []
     for cell in cells:
         if not cell.has_counterpart:
@@ -227,7 +224,7 @@ def beside(
     return numbers
 
 
-# What the paper says of many numbers at once: the least, the most, how many.
+# What the paper's text says of many numbers at once: the least, the most, the count.
 
 SUMMARY = "anatomy_summary"
 
@@ -241,7 +238,7 @@ def _count(detector: str, metric: str, setting: str, value: float, n: int, **mor
 
 
 def _as(row: ResultRow, metric: str, detector: str = "", **fields: Any) -> ResultRow:
-    """Return a row under another name, with its value and interval."""
+    """Return a row's value and interval under another name."""
     gone = {"against": None, "against_families": None, "p_value": None, "span": None}
     if detector:
         gone |= {"detector": detector, "families": None, "family": None}
@@ -250,13 +247,12 @@ def _as(row: ResultRow, metric: str, detector: str = "", **fields: Any) -> Resul
 
 
 def _sorted(results: pandas.DataFrame) -> list[ResultRow]:
-    """Return the rows that have a value, the least first."""
     known = results.loc[results["value"].notna()]
     return known.sort_values("value", kind="stable")["row"].tolist()
 
 
 def better_pairs(results: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the difference to the better member, of every pair of families and set."""
+    """Return the lead over the better member, for every pair of families and set."""
     experiments = ("anatomy_pairs", "anatomy_other_pairs")
     rows = where(results, experiment=experiments, metric="auroc", seed="mean")
     columns = ["experiment", "families", "setting", "dataset", "split"]
@@ -275,7 +271,7 @@ def _best_encoder(results: pandas.DataFrame) -> Iterable[ResultRow]:
 
 
 def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
-    """Mistakes of hidden states that others get right; what a span costs; layers."""
+    """Yield extremes: hidden states' mistakes got right, loss of a span, best layer."""
     test = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
     rights = where(
         results, experiment="anatomy_complementarity", metric="rights", **test
@@ -294,7 +290,7 @@ def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
     layers = where(results, experiment="anatomy_layers", seed="mean", **at)
     known = layers.loc[layers["value"].notna()]
     if not known.empty:
-        # The best of the mean over settings, as the sweep chooses it.
+        # The layer with the best mean over settings, as in the sweep.
         means: Any = known.groupby("layer")["value"].mean().astype("float64")
         layer = means.idxmax()
         n = int(where(layers, layer=layer)["n"].to_numpy().sum())
@@ -303,7 +299,7 @@ def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
 
 
 def _near(results: pandas.DataFrame) -> Iterable[ResultRow]:
-    """Flips near the boundary, of the encoder of all families, which every run has."""
+    """Yield shares of flips near the boundary, of every run's all-family encoder."""
     rows = where(
         results,
         experiment="anatomy_flips",
@@ -321,18 +317,18 @@ def _near(results: pandas.DataFrame) -> Iterable[ResultRow]:
             yield _as(group[-1], "near", "most_near", setting=setting)
     if len(every) > 1:
         yield _as(every[1], "near", "least_but_one_near", setting="both")
-        # As near as eleven of the paper's twelve cases are.
+        # Eleven of the paper's twelve cases reach this share.
         n = sum((row.value or 0.0) >= 0.72 for row in every)
         yield _count("families", "near_at_72", "both", n, len(every))
         yield _count("families", "near_cases", "both", len(every), len(every))
 
 
 def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
-    """Of probabilities with attention, on both backbones where rows tell of two."""
+    """Yield gains of probabilities with attention, on both backbones if known."""
     better = where(better_pairs(results), families="PA")
     here = where(better, experiment="anatomy_pairs")
     yield from (_as(row, "gain") for row in here["row"])
-    # In-domain sets together: beside that, each would count a second time.
+    # In-domain sets only pooled, so that none counts twice.
     every = _sorted(in_domain_or_held_out(where(better, split=EVALUATED)))
     if not every:
         return
@@ -346,7 +342,7 @@ def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
 
 
 def _counts(results: pandas.DataFrame) -> Iterable[ResultRow]:
-    """How many sets were ranked, and how many answers' heads were attributed."""
+    """Yield the numbers of ranked sets, and of answers whose heads were attributed."""
     for setting in SETTINGS:
         at = {"setting": setting, "seed": "mean"}
         ranked = where(results, experiment="anatomy_combinations", **at)
@@ -361,30 +357,30 @@ def _counts(results: pandas.DataFrame) -> Iterable[ResultRow]:
 
 
 def with_summaries(results: pandas.DataFrame) -> pandas.DataFrame:
-    """Add rows of what the paper's text says of many numbers; nothing publishes them.
+    """Add rows that summarise many numbers as the paper's text does.
 
-    A summary is the one of the rows that is least, most or in the middle, with its own
-    interval, or a count.
+    A summary is the least, the largest or the median row with its own interval, or a
+    count. Summaries are not published.
     """
     summaries_of = (_best_encoder, _extremes, _near, _gains, _counts)
     rows = [row for summarise in summaries_of for row in summarise(results)]
     return results_of([*results["row"], *rows])
 
 
-# Which order is the same.
+# Which comparisons have the paper's sign.
 
 Verdict = Literal["agrees", "differs", "cannot be told", "no interval"]
 VERDICTS: Mapping[Verdict, str] = {
     "agrees": "as in the paper",
-    "differs": "the other way",
-    "cannot be told": "cannot be told",
-    "no interval": "without an interval here",
+    "differs": "opposite to the paper",
+    "cannot be told": "undecided",
+    "no interval": "no interval in this run",
 }
 _TO_ZERO = ("spearman", "points")
 
 
 def number_text(cell: PaperCell, value: float | None) -> str:
-    """Format a value, the paper's or the run's, as the paper prints it; None is –."""
+    """Format a value of the paper or the run as the paper prints it; – for None."""
     metric = cell.metric
     if value is None:
         return "–"
@@ -402,26 +398,25 @@ def number_text(cell: PaperCell, value: float | None) -> str:
 
 
 def _printed(cell: PaperCell) -> str:
-    """Format a number of the paper; a loss of at most x is a change of at least -x."""
+    """Format a number of the paper; a loss of at most x is a change of ≥ -x."""
     bound = "< " if cell.metric == "p_value" else "≥ "
     return bound * cell.below + number_text(cell, cell.value)
 
 
 class Sign(NamedTuple):
-    """What is larger in the paper, and in a run."""
+    """A comparison of the paper, and the same comparison in a run."""
 
     first: Beside  # the number, and the run's
-    # What it is compared with; None is zero, or the paper's bound.
-    second: Beside | None
-    order: Order  # of the paper
-    change: float  # the run's difference to it, with the interval `low` to `high`
+    second: Beside | None  # compared with this; None is zero, or the paper's bound
+    order: Order  # the paper's
+    change: float  # the run's difference, first minus second, in [low, high]
     low: float | None
     high: float | None
-    is_paired: bool  # whether the interval is of a difference on the same questions
+    is_paired: bool  # whether the interval is of a paired difference
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run agrees, as far as its interval tells."""
+        """Whether the run agrees with the paper, judged by the run's interval."""
         if self.low is None or self.high is None:
             return "no interval"
         if self.order == "not above":
@@ -433,17 +428,17 @@ class Sign(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """What is compared, the paper's, the run's with intervals, and the verdict."""
+        """What is compared, the paper's numbers, the run's, and the verdict."""
         cell, second = self.first.paper, self.second
         to = "zero" if second is None else second.paper.row
         paper = f"{self.order} {to}"
         if cell.value is not None:
             paper = _printed(cell)
             if second is not None:
-                paper += f" beside {number_text(cell, second.paper.value)} ({to})"
+                paper += f" against {number_text(cell, second.paper.value)} ({to})"
         here = _with_ends(self.first)
         if second is not None:
-            here += f" beside {_with_ends(second)}"
+            here += f" against {_with_ends(second)}"
         if self.is_paired and second is not None:
             numbers = (self.change, self.low or 0.0, self.high or 0.0)
             change, low, high = (number(x, is_signed=True) for x in numbers)
@@ -463,10 +458,10 @@ def _with_ends(pair: Beside) -> str:
 
 
 def _order(cell: PaperCell, than: PaperCell | None) -> Order | None:
-    """Return what the paper says; None if nothing, or that both are equal."""
+    """Return the order that the paper states; None if it states none or equality."""
     if cell.sign is not None or cell.value is None:
         return cell.sign
-    if cell.below:  # a loss of at most so much; a p that is less says no order
+    if cell.below:  # "at most" this loss is an order; a p "less than" this is none
         return None if cell.metric == "p_value" else "above"
     if than is None:
         is_single = cell.metric.endswith("_difference") or cell.metric in _TO_ZERO
@@ -480,7 +475,7 @@ Differences = Mapping[tuple, tuple[float, float, float]]
 
 
 def _differences(results: pandas.DataFrame) -> Differences:
-    """Return paired differences of AUROC and their ends, by both sides, either way."""
+    """Return paired AUROC differences and intervals, by both sides in either order."""
     rows = where(results, metric="auroc", seed="mean")
     rows = rows.loc[rows["against"].notna() & rows["ci_low"].notna()]
     differences: dict[tuple, tuple[float, float, float]] = {}
@@ -499,7 +494,7 @@ def _differences(results: pandas.DataFrame) -> Differences:
 def _sign(
     first: Beside, second: Beside | None, differences: Differences
 ) -> Sign | None:
-    """Compare; None where nothing is said, or a number of ours is undefined."""
+    """Compare; None if the paper states no order, or a number of ours is undefined."""
     order = _order(first.paper, None if second is None else second.paper)
     value, low, high = first.numbers
     if order is None or value is None:
@@ -516,14 +511,14 @@ def _sign(
     if first.paper.metric == "auroc" and sides in differences:
         return Sign(first, second, order, *differences[sides], is_paired=True)
     if low is not None and high is not None:
-        # What has no interval is no measurement: an even share.
+        # A number without an interval, such as an even share, is exact.
         low -= other if other_high is None else other_high
         high -= other if other_low is None else other_low
     return Sign(first, second, order, value - other, low, high, is_paired=False)
 
 
 def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
-    """Return every comparison of the paper that a run can be asked about, in order."""
+    """Return every comparison of the paper that a run's numbers allow, in order."""
     differences, compared = _differences(results), []
 
     def key_of(cell: PaperCell, row: str) -> tuple[str, ...]:
@@ -543,7 +538,7 @@ def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
 def signs_by_table(
     cells: Sequence[PaperCell], results: pandas.DataFrame
 ) -> dict[str, list[Sign]]:
-    """Return the comparisons that a run's rows can be asked about, by table."""
+    """Return the comparisons that a run's rows allow, by the paper's table."""
     results = with_summaries(results)
     by_table: dict[str, list[Sign]] = {}
     for sign in signs(beside(cells, results), results):
@@ -552,7 +547,7 @@ def signs_by_table(
 
 
 def verdict_counts(compared: Sequence[Sign]) -> list[tuple[str, str]]:
-    """Return how many comparisons have each verdict, in words; empty without any."""
+    """Return how many comparisons have each verdict, in words; leaves out zeros."""
     counts = collections.Counter(sign.verdict for sign in compared)
     return [(words, str(counts[v])) for v, words in VERDICTS.items() if counts[v]]
 
@@ -561,7 +556,7 @@ def verdict_counts(compared: Sequence[Sign]) -> list[tuple[str, str]]:
 
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
-# The paper's experiment (section 4.1 and appendices A and B), where a run's may differ.
+# Settings of the paper (section 4.1, appendices A and B) that a run may not share.
 _JUDGES = "three prompts to a larger model of the same family, unanimous"
 PAPER = {
     "Answers judged by": _JUDGES,
@@ -569,13 +564,13 @@ PAPER = {
     "Training seeds": "3",
     "Resamples": "10,000",
 }
-_MISSING = "this run has none of its sets or detectors"
-_NO_ANATOMY = "rows of `beatrice anatomy` that this run does not have"
-_NO_ROWS = {RETRIEVED: "rows of `beatrice transfer` that this run does not have"}
+_MISSING = "this run has none of the table's sets or detectors"
+_NO_ANATOMY = "they need rows of `beatrice anatomy`, which this run lacks"
+_NO_ROWS = {RETRIEVED: "they need rows of `beatrice transfer`, which this run lacks"}
 
 
 def _backbones(cells: Iterable[PaperCell]) -> str:
-    """Name the paper's models, each once; a number may be of both."""
+    """Name the paper's models, each once; one number may be of both."""
     names = (name for cell in cells for name in cell.backbone.split(" and "))
     return " and ".join(dict.fromkeys(names))
 
@@ -583,9 +578,9 @@ def _backbones(cells: Iterable[PaperCell]) -> str:
 def experiments_differ(
     here: Mapping[str, str], cells: Sequence[PaperCell], examples: Sequence[Example]
 ) -> list[tuple[str, str, str]]:
-    """Return what differs between the paper's experiment and a run: what, paper, here.
+    """Return how a run differs from the paper's experiment: (what, paper, run).
 
-    `here` has each name of `PAPER`, and the backbone; `cells` the paper's sizes
+    `here` has each name of `PAPER` and the backbone; `cells` have the paper's sizes
     (`tab:label-dist`).
     """
     paper = {"Backbone": _backbones(cells), **PAPER}
@@ -603,7 +598,7 @@ def experiments_differ(
 
 
 def _pair(numbers: Sequence[Beside]) -> str:
-    """Format one printed cell: what the paper has → what the run has."""
+    """Format one printed cell: the paper's numbers → the run's."""
     paper, here = [], []
     for b in numbers:
         paper.append(_MARKS[b.paper.mark].format(_printed(b.paper)))
@@ -612,7 +607,7 @@ def _pair(numbers: Sequence[Beside]) -> str:
 
 
 def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
-    """Say how a set differs: its use and its size; empty where it does not."""
+    """Say how a set's split and size differ from the paper's; empty if they do not."""
     first, parts = numbers[0], []
     paper, split = first.paper, first.row.split
     if split != paper.split:
@@ -630,7 +625,7 @@ def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -
 
 
 def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
-    """Lay a table's shared numbers out as the paper does, and how its sets differ."""
+    """Format a table's shared numbers as in the paper, with notes on differences."""
     lines: dict[str, dict[str, list[Beside]]] = {}
     places = collections.defaultdict(set)
     n_backbones = len({b.paper.backbone for b in numbers})
@@ -645,35 +640,35 @@ def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
             for row, cells in lines.items()
         ],
     )
-    # A set is a column in most tables and a row in some.
+    # Sets are columns in most tables and rows in some.
     is_row = max(map(len, places.values())) > 1
     by_set: dict[str, list[Beside]] = {}
     for b in numbers:
         by_set.setdefault(b.paper.row if is_row else b.paper.column, []).append(b)
     notes = "".join(_note(label, group, n_paper) for label, group in by_set.items())
     others = (
-        f"* Here the encoder of {b.row.families} for that of {b.paper.families}\n"
+        f"* Here the encoder of {b.row.families} replaces that of {b.paper.families}\n"
         for b in numbers
         if b.row.families != b.paper.families
     )
     departures = (
-        f"* Measured here: {b.paper.departs}\n" for b in numbers if b.paper.departs
+        f"* Different here: {b.paper.departs}\n" for b in numbers if b.paper.departs
     )
     notes += "".join(dict.fromkeys((*others, *departures)))
     return text + (f"\n{notes}" if notes else "")
 
 
 def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[Beside]) -> str:
-    """List which numbers of a table have none here, by the reason."""
+    """List the numbers of a table without a counterpart here, by reason."""
     have = {id(b.paper) for b in numbers}
     reasons: dict[str, list[PaperCell]] = {}
     for cell in cells_of_table:
         is_of_detection = cell.experiment in (None, RETRIEVED)
         if id(cell) in have or (cell.reason is None and is_of_detection):
-            continue  # those of other sets and detectors are counted, not named
+            continue  # numbers of other sets and detectors are counted, not named
         reasons.setdefault(cell.reason or _NO_ANATOMY, []).append(cell)
     return "".join(
-        f"* {len(cells)} without a number here: {reason} "
+        f"* {len(cells)} of its numbers without a counterpart here: {reason} "
         f"({'; '.join(dict.fromkeys(f'{c.row}, {c.column}' for c in cells))})\n"
         for reason, cells in reasons.items()
     )
@@ -685,9 +680,9 @@ def as_markdown(
     differing: Sequence[tuple[str, str, str]],
     compared: Sequence[Sign] = (),
 ) -> str:
-    """Format what differs, and then each table of the paper with the run's numbers.
+    """Format what differs, then each table of the paper with the run's numbers.
 
-    Bold, underlined and † are the paper's. What the run has nothing of is counted.
+    Bold, underlining and † are the paper's. Tables without a number are listed last.
     """
     parts, absent = [markdown(("What differs", "Paper", "Here"), differing)], ""
     n_paper = {(c.dataset, c.split): c.value for c in cells if c.metric == "n"}
@@ -708,14 +703,14 @@ def as_markdown(
             absent += f"* {heading}, {n_whole} numbers: {named or _MISSING}\n"
             continue
         parts.append(f"## {heading} ({_backbones(cells_of_table)})\n")
-        parts.append(f"{n_matched} of its {n_whole} numbers have one here.\n")
+        parts.append(f"{n_matched} of its {n_whole} numbers have a counterpart here.\n")
         parts += [_table(of_run, n_paper), _absent(cells_of_table, of_run)]
         if of_table := [x for x in compared if x.first.paper.table == table]:
             parts.append(markdown(("Verdict", "Comparisons"), verdict_counts(of_table)))
-            heads = ("What is compared", "Paper", "Here", "Sign")
+            heads = ("Comparison", "Paper", "Here", "Sign")
             parts.append(markdown(heads, [sign.cells for sign in of_table]))
     if absent:
-        parts += ["## Without a number of this run\n", absent]
+        parts += ["## Tables without a number in this run\n", absent]
     return "\n".join(filter(None, parts))
 
 
@@ -725,7 +720,7 @@ def ledger(
     examples: Sequence[Example],
     labels: Mapping[tuple[str, str, str], Label],
 ) -> str:
-    """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
+    """Return the paper's tables with an evaluated run's numbers, as Markdown."""
     cells, results = read_ledger(), with_summaries(results_of(rows))
     numbers = beside(cells, results, count_correct(examples, labels))
     differing = experiments_differ(here, cells, examples)

@@ -18,18 +18,18 @@ from beatrice.benchmarks.results.tables import (
     row_value,
 )
 
-_TAG = re.compile(r"<(?=[a-zA-Z/!?])(?!/?(?:u|sup)>)")  # but for marks of our own
+_TAG = re.compile(r"<(?=[a-zA-Z/!?])(?!/?(?:u|sup)>)")  # except our own marks
 _ENTITY = re.compile(r"&(?=#?\w+;)")
 _BAR = re.compile(r"(\\*)\|")  # backslashes before it would escape the escape
 
 
 def md(text: str) -> str:
-    """Return a text in one line, with what Markdown passes on as HTML escaped."""
+    """Return a text in one line, with tags and entities escaped for Markdown."""
     return _TAG.sub("&lt;", _ENTITY.sub("&amp;", " ".join(text.splitlines())))
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Format texts as a Markdown table; a bar ends no cell, and a tag is none."""
+    """Format texts as a Markdown table, escaping bars and HTML in the cells."""
     rows = [
         "| " + " | ".join(_BAR.sub(r"\1\1\|", md(cell)) for cell in cells) + " |"
         for cells in (heads, *lines)
@@ -46,7 +46,7 @@ _TEX = str.maketrans(
 
 
 def tex(text: str) -> str:
-    """Return a text with what LaTeX reads as commands escaped."""
+    """Return a text with LaTeX's special characters escaped."""
     return text.translate(_TEX)
 
 
@@ -58,7 +58,7 @@ def latex(
     above: Sequence[str] = (),
     foot: str = "",
 ) -> str:
-    """Format texts as a LaTeX table (booktabs); heads are plain, all else is LaTeX."""
+    """Format texts as a LaTeX table (booktabs); only `heads` are escaped."""
     head, *body = (" & ".join(cells) + r" \\" for cells in (map(tex, heads), *lines))
     below = [r"\midrule", foot] if foot else []
     parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *above, head, r"\midrule"]
@@ -66,13 +66,13 @@ def latex(
 
 
 def small_print(notes: Sequence[str]) -> str:
-    """Return notes as LaTeX that follows a table; empty without any."""
+    """Return notes as LaTeX to put below a table; empty if there are none."""
     text = tex(" ".join(notes))
     return rf"\\ {{\footnotesize {text}}}" + "\n" if notes else ""
 
 
 class Style(NamedTuple):
-    """How a number is marked: patterns of `%`, and what stands where there is none."""
+    """How to mark numbers: patterns with `%s`, and the text of an absent number."""
 
     best: str
     second: str
@@ -85,12 +85,10 @@ _CLEAR = "the 95 % interval of the difference excludes zero"
 
 
 def _has_clear(table: Table) -> bool:
-    """Whether the mark of a difference that is clear stands in a table."""
     return any(m.is_clear for m in table.measures)
 
 
 def _cells(table: Table, style: Style) -> Iterator[list[str]]:
-    """Yield the texts of every line's cells."""
     patterns = {"best": style.best, "second": style.second, None: "%s"}
 
     def text(m: Measure | None) -> str:
@@ -106,7 +104,7 @@ def _cells(table: Table, style: Style) -> Iterator[list[str]]:
 
 
 def as_markdown(table: Table) -> str:
-    """Format a table as Markdown; below it what † means, and its notes, numbered."""
+    """Format a table as Markdown, with the meaning of † and numbered notes below."""
     heads = [f"{column.group}: {column.title}" for column in table.columns]
     cells = _cells(table, Style("**%s**", "<u>%s</u>", "<sup>%s</sup>", "–", "%s†"))
     lines = [[x.label, *values] for x, values in zip(table.lines, cells, strict=True)]
@@ -138,11 +136,11 @@ def as_latex(table: Table) -> str:
     return text + small_print([f"† {_CLEAR}."] * _has_clear(table) + notes)
 
 
-_LABEL_WIDTH = 22  # of the first column at least, in characters
+_LABEL_WIDTH = 22  # least width of the first column, in characters
 
 
 def _texts(table: Table) -> list[list[str]]:
-    """Return the heads of all columns, and what stands below each of them."""
+    """Return each column as texts: its head, then its cells."""
     columns = [[f"{column.label}\n{column.detail}"] for column in table.columns]
     texts = _cells(table, Style("%s*", "%s+", "[%s]", "-", clear="%s!"))
     for line, cells in zip(table.lines, texts, strict=True):
@@ -155,7 +153,7 @@ def _texts(table: Table) -> list[list[str]]:
 def _blocks(
     table: Table, texts: Sequence[Sequence[str]], width: int
 ) -> list[tuple[str | None, list[int]]]:
-    """Return titles and columns of the blocks in which a table is not too wide."""
+    """Split a table into blocks that fit the width; return their titles and columns."""
     widths = [
         3 + max(len(line) for text in column for line in text.split("\n"))
         for column in texts
@@ -183,7 +181,7 @@ def _block(
     block = rich.table.Table(
         title=title, title_justify="left", box=rich.box.SIMPLE, pad_edge=False
     )
-    block.add_column(rich.text.Text(table.corner), overflow="fold")  # never cut short
+    block.add_column(rich.text.Text(table.corner), overflow="fold")  # never truncated
     for i in chosen:
         block.add_column(rich.text.Text(texts[i][0]), no_wrap=True)
     for number, line in enumerate(table.lines, start=1):
@@ -193,11 +191,11 @@ def _block(
 
 
 def as_text(table: Table, width: int = 100) -> str:
-    """Format a table in plain characters; one that is too wide is stacked.
+    """Format a table as plain text, stacking the parts of one that is too wide.
 
-    The best value of a column has a `*`, the second a `+`, a difference whose interval
-    excludes zero a `!`; under the first metric of a cell stands its 95 % interval, and
-    `[1]` refers to the notes below.
+    The best value of a column has a `*`, the second best a `+`, and a difference whose
+    interval excludes zero a `!`. Below each cell is the 95 % interval of its first
+    metric, and `[1]` refers to the notes below the table.
     """
     stream = io.StringIO()
     console = rich.console.Console(file=stream, width=width, color_system=None)
@@ -205,7 +203,7 @@ def as_text(table: Table, width: int = 100) -> str:
     for title, chosen in _blocks(table, texts, width):
         console.print(_block(table, texts, chosen, title))
     if any(m.rank for m in table.measures):
-        console.print("* best of its column, + second; below, the 95 % interval")
+        console.print("* best of its column, + second best; below, the 95 % interval")
     if _has_clear(table):
         console.print(f"! {_CLEAR}")
     for index, note in enumerate(table.notes, start=1):

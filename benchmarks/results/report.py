@@ -1,7 +1,7 @@
-"""The stage that writes the report, and what it reads of a run.
+"""The stage that writes the report from a run's files.
 
-Beside the page, the same tables as Markdown and LaTeX; two runs beside each other; and
-the headline of a finished run.
+It also writes the page's tables as Markdown and LaTeX. Also here are the comparison of
+two runs and the headline of a finished run.
 """
 
 import shlex
@@ -93,21 +93,18 @@ from beatrice.selection.greedy import selection_summary
 from beatrice.selection.reach import RankAgreement, Ranked, agreement
 
 Part = TypeVar("Part")
-STUDIES = "anatomy/cases.json"  # in the run
-# Files beside the page, in the run.
+STUDIES = "anatomy/cases.json"  # in the run directory
+# Files written next to the page.
 TABLES = ("findings.md", "findings.tex", "panorama.md", "panorama.tex")
 
 
 def read_part(file: Path, kind: type[Part], verb: str) -> Part:
-    """Return what a verb left for the report."""
+    """Read a file that a verb wrote for the report."""
     return read_json(file, kind, f"run `beatrice {verb}` again")
 
 
-# The stage.
-
-
 def label_rules(run: RunDir, rows: Iterable[ResultRow]) -> str:
-    """Say by which rule answers are labelled; retrieved ones may be by another."""
+    """Name the rule that labels answers, and any other rule of retrieved answers."""
     rule = label_rule(run)
     of_retrieved = {r.label_rule for r in rows if r.experiment == RETRIEVED}
     others = sorted({x for x in of_retrieved if x} - {rule})
@@ -124,16 +121,16 @@ def _facts(run: RunDir, rows: Iterable[ResultRow]) -> dict[str, str]:
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
-        "Labels by": label_rules(run, rows),
+        "Answers labelled by": label_rules(run, rows),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,
-        "Kept": extract.describe(),
+        "Stored signals": extract.describe(),
     }
 
 
 def report_data(run: RunDir) -> ReportData:
-    """Collect what the report shows from the run's files."""
+    """Read everything that the report shows from the run's files."""
     settings = settings_of(run)
     on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
@@ -143,7 +140,7 @@ def report_data(run: RunDir) -> ReportData:
         control = read_part(run.control / "control.json", Control, "control")
     if "anatomy" in on_request:
         studies = read_part(run.path / STUDIES, tuple[Study, ...], "anatomy")
-    # What a question takes each controller, which differs from machine to machine.
+    # Seconds per question of each controller: a separate file, as machines differ.
     seconds = run.control / "seconds.jsonl"
     rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]
     return ReportData(
@@ -166,7 +163,7 @@ def report_data(run: RunDir) -> ReportData:
 
 
 def tables_as_text(data: ReportData) -> dict[str, str]:
-    """Return findings and the paper's panoramas as texts, by their `TABLES`."""
+    """Return the findings and the tables of detectors as texts, by name in `TABLES`."""
     results, titles = results_of(data.rows), rivals.titles_of(data.judged)
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
@@ -186,7 +183,7 @@ def tables_as_text(data: ReportData) -> dict[str, str]:
 
 
 def run_table(run: RunDir, name: str) -> str:
-    """Return a table of a run as text, with its heading; or all of them."""
+    """Return a named table of a run as text with its heading, or all tables."""
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
     return rows_table(read_result_rows(run), name, rivals.titles_of(judged))
 
@@ -194,15 +191,16 @@ def run_table(run: RunDir, name: str) -> str:
 def rows_table(
     rows: Sequence[ResultRow], name: str, titles: tables.Titles | None = None
 ) -> str:
-    """Return a table of some rows as text, with its heading; or all of them.
+    """Return a named table of rows as text with its heading, or all tables.
 
-    Without `titles`, baselines go by those of the catalogue.
+    Without `titles`, baselines have their titles in the catalogue.
     """
     titles = _catalogue_titles() if titles is None else titles
     named = tables.named_tables(results_of(rows), titles)
     if name != "all" and name not in named:
         raise ValueError(
-            f"there is no table {name} here; expected all, {', '.join(named)}"
+            f"expected a table that these rows have (all, {', '.join(named)}), found "
+            f"{name}"
         )
     shown = named.values() if name == "all" else [named[name]]
     return "\n\n".join(f"{h}\n{rendering.as_text(t)}" for h, t in shown)
@@ -213,7 +211,7 @@ def _catalogue_titles() -> dict[Subject, str]:
 
 
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
-    """Return the tables of some rows that need nothing else of a run, as Markdown."""
+    """Return as Markdown the tables that can be made from rows alone."""
     results, titles = results_of(rows), _catalogue_titles()
     parts = [
         f"### {heading}\n\n{rendering.as_markdown(table)}"
@@ -255,38 +253,38 @@ REPORT = Stage(
 )
 
 
-# Two runs beside each other: do the same combinations win, do the answers agree?
+# Comparing two runs: do the same combinations win, do the answers agree?
 
 
-# By setting and set, what a run is measured on: dataset and text of its questions.
+# The questions that a run is measured on, by setting and set: (dataset, text key).
 Asked = Mapping[tuple[str, str], Set[tuple[str, bytes]]]
 
 
 class Side(NamedTuple):
-    """One of two evaluated runs, and what encoders say of its validation answers."""
+    """One of two evaluated runs, and its encoders' scores of its validation answers."""
 
     name: str
     results: pandas.DataFrame
     answered: Sequence[PaperAnswer]
     validation: Mapping[Setting, Ranked]
     intervals: BootstrapConfig
-    questions: Asked | None = None  # None where rows are all that is known
+    questions: Asked | None = None  # None if only rows are known
 
 
 def correlation(alike: RankAgreement) -> str:
     """Format a correlation and its interval."""
     if not np.isfinite(alike.value):
-        return "undefined: one class only, or all subsets are equally good"
+        return "undefined: only one class, or all subsets are equally good"
     return f"{number(alike.value)} [{number(alike.low)} to {number(alike.high)}]"
 
 
 def _set_of(place: Place) -> str:
-    """Name a set so that two runs on other questions meet in their in-domain ones."""
+    """Name a set; in-domain test sets share one name, whatever a run's questions."""
     return IN_DOMAIN if place.split == "test" else place.title
 
 
 def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
-    """Return " of" and each run's in-domain sets; nothing where they are the same."""
+    """Return " of" and each run's in-domain sets; empty texts if they are the same."""
     datasets = []
     for side in sides:
         shown = where(side.results, experiment="detection", setting=setting)
@@ -296,28 +294,28 @@ def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
 
 
 def _shared(sides: Sequence[Side], setting: Setting, sets: Sequence[str]) -> str:
-    """Say of each set how many questions both runs are measured on."""
+    """List how many questions of each set both runs are measured on."""
     lines = []
     if any(of := _in_domain(sides, setting)):
         lines.append(
-            f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}; numbers of one say "
-            "nothing beside numbers of the other"
+            f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}, so their numbers "
+            "cannot be compared"
         )
     if any(side.questions is None for side in sides):
-        lines.append("how many test questions are in both cannot be told from rows")
+        lines.append("rows alone do not tell how many test questions are in both")
         return "".join(f"* {line}\n" for line in lines)
     for name in sets:
         a, b = ((side.questions or {}).get((setting, name), set()) for side in sides)
         n = f"{len(a):,}" if len(a) == len(b) else f"{len(a):,} (A) and {len(b):,} (B)"
         line = f"{name}: {len(a & b):,} of {n} labelled test questions are in both"
         if a != b and a and b:
-            line += "; A's and B's numbers are not of the same questions"
+            line += "; A and B are not measured on the same questions"
         lines.append(line)
     return "".join(f"* {line}\n" for line in lines)
 
 
 def _headline(sides: Sequence[Side], setting: Setting) -> str:
-    """Lay out the AUROC of both runs, all in-domain test sets and the held-out ones."""
+    """Return a table of both runs' AUROC on in-domain test and held-out sets."""
     by_set: list[dict[str, dict[Subject, ResultRow]]] = []
     for side in sides:
         at = {"experiment": "detection", "metric": "auroc", "setting": setting}
@@ -346,21 +344,21 @@ def _text(row: ResultRow | None) -> str:
 
 
 def _answers(sides: Sequence[Side], setting: Setting) -> str:
-    """Lay out both runs' answers to each question on the sets that both have."""
+    """Return tables of both runs' answers to the paper's questions on shared sets."""
     both: list[dict[tuple[str, str], PaperAnswer]] = [{}, {}]
     for side, answers in zip(sides, both, strict=True):
-        for x in side.answered:  # the first of the test sets is all of them together
+        for x in side.answered:  # the pooled test sets come first, and are kept
             if x.place.setting == setting and x.answer is not None:
                 answers.setdefault((x.question, _set_of(x.place)), x)
     shared = [key for key in both[0] if key in both[1]]
     pairs = [(both[0][key].answer, both[1][key].answer) for key in shared]
     n_unsure = sum(a == b == "cannot conclude" for a, b in pairs)
     counts = [
-        ("research questions, each on a set, with an answer in both", len(pairs)),
-        ("the same answer", sum(a == b for a, b in pairs)),
+        ("questions of the paper, per set, answered in both", len(pairs)),
+        ("same answer", sum(a == b for a, b in pairs)),
         ("of these, cannot conclude in both", n_unsure),
-        ("both say yes or no", sum({a, b} <= {"yes", "no"} for a, b in pairs)),
-        ("opposite", sum({a, b} == {"yes", "no"} for a, b in pairs)),
+        ("yes or no in both", sum({a, b} <= {"yes", "no"} for a, b in pairs)),
+        ("opposite answers", sum({a, b} == {"yes", "no"} for a, b in pairs)),
     ]
     of = _in_domain(sides, setting)
     apart = f" (A{of[0]}, B{of[1]})" if any(of) else ""
@@ -372,7 +370,7 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
         on = f"{name}{apart}" if name == IN_DOMAIN else name
         lines.append([wordings[question].text, on, *cells, same])
     summary = markdown(("Findings", "n"), [(text, str(n)) for text, n in counts])
-    return f"{summary}\n{markdown(('', 'on', 'A', 'B', ''), lines)}"
+    return f"{summary}\n{markdown(('Question', 'Set', 'A', 'B', ''), lines)}"
 
 
 def comparison(first: Side, second: Side) -> str:
@@ -382,8 +380,8 @@ def comparison(first: Side, second: Side) -> str:
     shared: list[Setting] = [setting for setting in SETTINGS if setting in both]
     if not shared:
         raise ValueError(
-            f"{first.name} and {second.name} have no setting in common; compare runs "
-            "that were both answered closed-book, or both with context"
+            f"{first.name} and {second.name} have no setting in common; expected two "
+            "runs answered closed-book, or two answered with context"
         )
     of_paper = {
         cell.setting: number_text(cell, cell.value)
@@ -397,9 +395,9 @@ def comparison(first: Side, second: Side) -> str:
         n_answers = f"{len(left.ids)} and {len(right.ids)}"
         parts.append(
             f"## {SETTING_LABELS[setting]}\n\n"
-            "Spearman's correlation of the fifteen subsets' validation AUROC: "
+            "Spearman's correlation between the fifteen subsets' validation AUROCs: "
             f"**{correlation(alike)}** ({n_answers} answers, resampled by question; "
-            f"the paper has {of_paper[setting]} between its two models, of test AUROC)."
+            f"the paper has {of_paper[setting]} between its two models' test AUROCs)."
             "\n"
         )
         parts += [_headline(sides, setting), _answers(sides, setting)]
@@ -407,7 +405,7 @@ def comparison(first: Side, second: Side) -> str:
 
 
 def run_side(run: RunDir) -> Side:
-    """Return what is compared of an evaluated run."""
+    """Return what a comparison needs from an evaluated run."""
     check_evaluated(run)
     results = results_of(read_result_rows(run))
     counts = count_correct(read_examples(run), read_labels(run))
@@ -435,7 +433,7 @@ def _asked(questions: Iterable[Example], labels: Iterable[Label]) -> Asked:
 
 
 def _ranked(run: RunDir, setting: Setting) -> Ranked:
-    """Return what a run's encoders say of its validation answers of a setting."""
+    """Return the encoders' scores of a run's validation answers in a setting."""
     _, rows = open_rows(run, setting)
     where, logits = rows.where("validation"), run_outputs(run, setting).logits
     seeds = np.asarray(logits).reshape(-1, N_SUBSETS, len(rows.ids))
@@ -443,7 +441,7 @@ def _ranked(run: RunDir, setting: Setting) -> Ranked:
 
 
 def run_ledger(run: RunDir) -> str:
-    """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
+    """Return the paper's tables next to an evaluated run's numbers, as Markdown."""
     rows, labels = read_result_rows(run), read_labels(run)
     is_reworded = any(label.variant == "rewritten" for label in labels.values())
     wordings = "two wordings" if is_reworded else "one wording"
@@ -460,7 +458,7 @@ def run_ledger(run: RunDir) -> str:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Return the headline of a finished run: in words, and numbers as values."""
+    """Return the headline of a finished run, as numbers and as text."""
     run = RunDir(path)
     results = results_of(read_result_rows(run))
     at = {**POOLED, "seed": "mean"}
@@ -479,7 +477,7 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def next_steps(path: Path, shown: Sequence[ShownSet]) -> list[str]:
-    """Return what a person may do with a run, in lines that a shell takes."""
+    """Return suggested commands for a finished run, as lines for a shell."""
     run = shlex.quote(str(path))
     lines = [f"Its tables: beatrice report {run} --print detectors"]
     if (answer := surest(shown)) is not None:
@@ -489,7 +487,7 @@ def next_steps(path: Path, shown: Sequence[ShownSet]) -> list[str]:
 
 
 def surest(shown: Sequence[ShownSet]) -> ShownAnswer | None:
-    """Return the first right and trusted answer from memory."""
+    """Return the first closed-book answer that is right and trusted, or None."""
     answers = (
         answer
         for shown_set in shown

@@ -1,15 +1,16 @@
-"""The rivals of the selected set: is its lead over them sure, and what do they cost?
+"""The rivals of the selected set: is its lead significant, and what do they cost?
 
-Leads are the paper's app:significance. Differences, intervals and p come from the
-`paired` rows: of a bootstrap over questions, both detectors on the same resamples, and
-of placements the wider and the larger (`jaxprobe.evaluation`). Holm's correction runs
-over all columns of one comparison, in both settings: the pooled in-domain test
-questions and every held-out set. Own encoders are no rivals here.
+The leads are the paper's app:significance. Differences, intervals and p come from the
+`paired` rows. Two methods give each of these: a bootstrap over questions, with both
+detectors on the same resamples, and placements; rows have the wider interval and the
+larger p (`jaxprobe.evaluation`). Holm's correction runs over all columns of a
+comparison, in both settings: the pooled in-domain test questions and every held-out
+set. Our own encoders are not rivals here.
 
 The strongest rival of a column is furthest ahead of the set, or least behind it, on the
-answers that both have scores for. Of all answers it has the highest AUROC, as in the
-paper: the best of many looks better there than it is, so a lead over it is understated
-and a lag overstated. The bootstrap does not choose anew.
+answers that both have scores for. If every rival has a score for every answer, it is
+the one with the highest AUROC, as in the paper. The best of many looks better than it
+is, so a lead over it is understated, a lag overstated. Resamples do not choose it anew.
 """
 
 import statistics
@@ -50,10 +51,10 @@ COMPARISONS: dict[Against, str] = {
     "strongest": "Against the strongest rival of each column",
     "hidden_only": "Against hidden states only",
 }
-HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds ± SD")
+HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "SD over seeds")
 FEWER = (
-    "A set of fewer answers: those that both have a score for. All numbers of its line "
-    "are of these alone; – where that cannot be told."
+    "If a line says n of N answers, only n have a score from both detectors; all its "
+    "numbers are of these n, and – is a number that is unknown for them."
 )
 
 
@@ -61,32 +62,33 @@ class Lead(NamedTuple):
     """The selected set and a rival on one set."""
 
     place: Place
-    rival: Subject | None  # what it is compared with; None where no rival was measured
+    rival: Subject | None  # None if no rival was measured
     ours: ResultRow | None  # AUROC of the selected set
     theirs: ResultRow | None  # AUROC of the rival
     difference: ResultRow | None
     # SD of the selected set's AUROC over training seeds; None with one seed.
     seeds_sd: float | None
-    # Detectors with a higher AUROC than the rival that no paired row has.
+    # Detectors with a higher AUROC than the rival but without a paired row.
     uncompared: tuple[Subject, ...]
-    p_holm: float | None = None  # corrected p; None where the difference is undefined
+    p_holm: float | None = None  # corrected p; None if the difference is undefined
 
     @property
     def n(self) -> int:
-        """How many answers are compared: those that both have a score for."""
+        """The number of answers compared: those with a score from both detectors."""
         row = self.difference or self.ours or self.theirs
         return 0 if row is None else row.n
 
     @property
     def n_all(self) -> int:
-        """How many answers the one of the two has a score for that has more."""
+        """The larger of the two detectors' numbers of scored answers."""
         return max([self.n, *(x.n for x in (self.ours, self.theirs) if x)])
 
     @property
     def aurocs(self) -> tuple[float | None, float | None]:
-        """AUROC of the selected set and of the rival on the answers that are compared.
+        """AUROC of the selected set and of the rival on the compared answers.
 
-        One of as many answers is of the same; the other is a difference away from it.
+        A row with `n` answers is of the compared ones. If only one row is, the other
+        AUROC is computed from it and the difference.
         """
         ours, theirs = (
             x.value if x is not None and x.n == self.n else None
@@ -101,12 +103,12 @@ class Lead(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether the corrected p is below .05, of a lead or of a lag."""
+        """Whether the lead or lag is significant: its corrected p is below .05."""
         return self.p_holm is not None and self.p_holm < 0.05
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number by Holm's step-down method."""
+    """Correct p-values for multiple comparisons by Holm's step-down method."""
     p, order = np.asarray(p_values), np.argsort(p_values)
     steps = p[order] * np.arange(len(p), 0, -1)
     corrected = np.empty(len(p))
@@ -155,7 +157,7 @@ def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
 
 
 def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
-    """Return the lead of the selected set on every column, Holm over all of them."""
+    """Return the selected set's lead on every column, Holm-corrected over all."""
     tested = where(results, experiment=("paired", "detection"), split=EVALUATED)
     tested = in_domain_or_held_out(tested)
     compared = [_lead(tested, x, against) for x in places_of(tested, EVALUATED)]
@@ -168,7 +170,7 @@ def leads(results: pandas.DataFrame, against: Against) -> list[Lead]:
 
 
 def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
-    """Format a lead, a text for each of `HEADS`; † where zero is excluded."""
+    """Format a lead as a text for each of `HEADS`; † if its interval excludes zero."""
     row, ours = lead.difference, lead.ours
     if row is None:
         difference = "not compared"
@@ -179,7 +181,7 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
         difference = f"{row_value(row)}{mark} [{interval(row)}]"
     seeds = "–"
     if ours is not None and ours.n != lead.n:
-        ours = None  # its interval and its seeds are of other answers
+        ours = None  # its interval and seeds are of more answers than are compared
     if lead.seeds_sd is not None and ours is not None and ours.ci_low is not None:
         half = ((ours.ci_high or 0.0) - ours.ci_low) / 2
         seeds = f"{number(lead.seeds_sd)}, questions ±{number(half)}"
@@ -199,14 +201,14 @@ def cells_of(lead: Lead, titles: Titles | None = None) -> tuple[str, ...]:
 def lead_counts(
     compared: Sequence[Lead], titles: Titles | None = None
 ) -> dict[str, str]:
-    """Return on how many columns a lead or a lag is sure, and what was not compared."""
+    """Count the columns with a significant lead or lag; list what was not compared."""
     values = [x.difference.value or 0.0 for x in compared if x.is_sure and x.difference]
     above = {title_of(x, titles) for lead in compared for x in lead.uncompared}
     return {
         "Columns compared": str(sum(x.p_holm is not None for x in compared)),
-        "Sure leads (p < .05)": str(sum(value > 0 for value in values)),
-        "Sure lags": str(sum(value <= 0 for value in values)),
-        "Stronger somewhere, not compared": ", ".join(sorted(above)) or "none",
+        "Significant leads (Holm p < .05)": str(sum(value > 0 for value in values)),
+        "Significant lags": str(sum(value <= 0 for value in values)),
+        "Stronger on some set, but not compared": ", ".join(sorted(above)) or "none",
     }
 
 
@@ -236,7 +238,6 @@ def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> s
 
 
 def _notes(compared: Sequence[Lead]) -> list[str]:
-    """Return what a reader must know of some line."""
     return [FEWER] if any(x.n < x.n_all for x in compared) else []
 
 
@@ -246,7 +247,7 @@ def lead_lines(
     bold: str,
     escape: Callable[[str], str] = str,
 ) -> Iterator[list[str]]:
-    """Yield the cells of every column; a sure corrected p is put into `bold`."""
+    """Yield the cells of every lead; a significant corrected p is put into `bold`."""
     for lead in compared:
         cells = [escape(cell) for cell in cells_of(lead, titles)]
         if lead.is_sure:
@@ -254,18 +255,18 @@ def lead_lines(
         yield cells
 
 
-# What every rival is and costs: a table, and figures beside AUROC.
+# What each rival needs and costs: a table, and figures with AUROC.
 
 
 COST_HEADS = (
     "Detector",
     "AUROC",
-    "Seconds a question",
+    "Seconds per question",
     "Peak memory",
-    "Forwards more",
-    "Tokens more",
+    "Extra forward passes",
+    "Extra tokens",
     "Needs",
-    "Differs from the published one",
+    "Differences from the publication",
 )
 NEEDS = {
     "samples": "drawn answers",
@@ -285,7 +286,7 @@ def titles_of(judged: Iterable[DetectorCost]) -> dict[Subject, str]:
 def _test_auroc(
     results: pandas.DataFrame, setting: str, subject: Subject
 ) -> float | None:
-    """Return AUROC on the pooled in-domain test questions."""
+    """Return a detector's AUROC on the pooled in-domain test questions."""
     at = {**POOLED, "setting": setting, "metric": "auroc"}
     row = by_subject(results, experiment="detection", **at).get(subject)
     return row and row.value
@@ -294,20 +295,20 @@ def _test_auroc(
 def measured(
     judged: Sequence[DetectorCost], results: pandas.DataFrame
 ) -> list[tuple[DetectorCost, float | None]]:
-    """Return each detector with its AUROC on in-domain tests, the best first."""
+    """Return each detector with its AUROC on the in-domain test, best first."""
     pairs = [(x, _test_auroc(results, x.setting, Subject(x.name))) for x in judged]
     return sorted(pairs, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
 
 def _plain(value: float, n_digits: int) -> str:
-    """Format a value with so many significant digits and no exponent."""
+    """Format a value with `n_digits` significant digits and no exponent."""
     return np.format_float_positional(
         value, n_digits, unique=False, fractional=False, trim="-"
     )
 
 
 def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
-    """Format a detector, a text for each of `COST_HEADS`."""
+    """Format a detector as a text for each of `COST_HEADS`."""
     needs = [*detector.needs, *(["labels"] if detector.is_trained else [])]
     seconds, peak = detector.seconds, detector.peak_bytes
     n_new = detector.n_new_tokens
@@ -326,7 +327,7 @@ def _cells(detector: DetectorCost, auroc: float | None) -> tuple[str, ...]:
 def cost_tables(
     judged: Sequence[DetectorCost], results: pandas.DataFrame
 ) -> Mapping[str, list[tuple[str, ...]]]:
-    """Return the cells of every detector, by setting in words."""
+    """Return the cells of every detector, by the printed name of the setting."""
     tables: dict[str, list[tuple[str, ...]]] = {}
     for detector, auroc in measured(judged, results):
         heading = SETTING_LABELS[detector.setting]
@@ -335,43 +336,43 @@ def cost_tables(
 
 
 def costs_as_markdown(judged: Sequence[DetectorCost], results: pandas.DataFrame) -> str:
-    """Format the tables as Markdown; empty where no rival was judged."""
+    """Format the cost tables as Markdown; empty if no rival was judged."""
     return "\n".join(
-        f"### What each costs, {heading.lower()}\n\n{markdown(COST_HEADS, lines)}"
+        f"### Cost per question, {heading.lower()}\n\n{markdown(COST_HEADS, lines)}"
         for heading, lines in cost_tables(judged, results).items()
     )
 
 
 def kind_of(detector: DetectorCost) -> CostKind:
-    """Return how a detector is drawn; one that samples and is trained samples."""
+    """Return how to draw a detector; one that samples and is trained is "sampled"."""
     if "samples" in detector.needs or detector.n_new_tokens != 0:
         return "sampled"
     return "trained" if detector.is_trained else "plain"
 
 
 _COSTS = (
-    ("seconds", "seconds a question", "seconds"),
-    ("forwards", "forwards more", "n_forwards"),
-    ("tokens", "tokens generated more", "n_new_tokens"),
+    ("seconds", "seconds per question", "seconds"),
+    ("forwards", "extra forward passes", "n_forwards"),
+    ("tokens", "extra tokens generated", "n_new_tokens"),
 )
 _CAPTION = (
     "The five best are numbered. Dashed: the selected encoders, whose signals come "
 )
 _ONE_PASS = "from the pass that gave the answer."
 _TWO_PASSES = (
-    "from a closed-book answer too: one generation more. Dotted: those that read the "
-    "pass with context alone."
+    "also from a closed-book answer (one more generation). Dotted: encoders selected "
+    "from those of the with-context pass only."
 )
 _TIMED = (
-    " Time is measured on this machine, fitting included; what was not timed has no "
-    "point."
+    " Time is measured on this machine, including fitting; a detector without a time "
+    "has no point."
 )
 
 
 def _selected_lines(
     results: pandas.DataFrame, setting: str, selection: Mapping[str, Any]
 ) -> tuple[dict[str, float], str]:
-    """Return the AUROC of selected sets by label, and what their signals come from."""
+    """Return the AUROC of selected sets by label, and the source of their signals."""
     selected = selection[setting]["selected"] if setting in selection else ()
     is_two = setting == "with_context" and any(x.startswith("(") for x in selected)
     subjects = {"BEATRICE": CHAMPION}
@@ -388,9 +389,9 @@ def cost_pictures(
     results: pandas.DataFrame,
     selection: Mapping[str, Any],
 ) -> list[Picture]:
-    """Return AUROC against each cost that differs among a setting's detectors.
+    """Draw AUROC against each cost that differs among a setting's detectors.
 
-    Of a selection the names are as `pool_names` prints them, by setting.
+    `selection` has by setting the selected encoders, named as `pool_names` prints them.
     """
     pictures = []
     for setting in SETTINGS:
@@ -413,6 +414,6 @@ def cost_pictures(
             title = f"{SETTING_LABELS[setting]}: AUROC against {axis}"
             caption = _CAPTION + source + _TIMED * is_time
             if not is_time and len(points) < len(known):
-                caption += " What was not counted has no point."
+                caption += " A detector without a count has no point."
             pictures.append(picture(figure, f"cost-{name}-{setting}", title, caption))
     return pictures

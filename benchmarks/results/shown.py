@@ -1,10 +1,10 @@
-"""What `evaluate` and `control` leave for the page beside their rows."""
+"""Data for the report page that `evaluate` and `control` write besides their rows."""
 
 from beatrice.extract.records import Record, Setting, Share
 
 
 class Bin(Record, frozen=True, kw_only=True):
-    """One bin of a reliability curve that holds `n` examples."""
+    """One bin of a reliability curve, with `n` examples."""
 
     lower: Share
     upper: Share
@@ -14,7 +14,7 @@ class Bin(Record, frozen=True, kw_only=True):
 
 
 class Curves(Record, frozen=True, kw_only=True):
-    """A setting's reliability, of the head's own probability and the calibrated one."""
+    """A setting's reliability, of the head's raw probability and the calibrated one."""
 
     raw: tuple[Bin, ...]
     calibrated: tuple[Bin, ...]
@@ -22,12 +22,12 @@ class Curves(Record, frozen=True, kw_only=True):
     brier_calibrated: Share
     ece_raw: Share
     ece_calibrated: Share
-    # What that stays below in 39 of 40 draws where P is right; older runs have none.
+    # What the ECE stays below in 39 of 40 draws if P is right; older runs lack it.
     ece_by_chance: Share | None = None
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
+    """Quality and cost of a loop on one set at one budget; "pgir" is the paper's."""
 
     controller: str
     dataset: str
@@ -38,7 +38,7 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Token(Record, frozen=True, kw_only=True):
-    """A token of a case; the numbers are of the position that emitted it."""
+    """A shown token, with the numbers of the position that emitted it."""
 
     text: str
     span: str
@@ -49,7 +49,7 @@ class Token(Record, frozen=True, kw_only=True):
 
 
 class ShownDraft(Record, frozen=True, kw_only=True):
-    """A draft of a case, with the passages that it was given."""
+    """An answer, with its score and the passages that were in its prompt."""
 
     setting: Setting
     answer: str
@@ -60,7 +60,7 @@ class ShownDraft(Record, frozen=True, kw_only=True):
 
 
 class Case(Record, frozen=True, kw_only=True):
-    """A question of the controller's run, and what was made of it."""
+    """A question that the controller answered, with its action and drafts."""
 
     dataset: str
     question: str
@@ -71,7 +71,7 @@ class Case(Record, frozen=True, kw_only=True):
 
 
 class ShownAnswer(Record, frozen=True, kw_only=True):
-    """An answer of a set; `golds` are the first of `n_golds`."""
+    """An answer of a question set; `golds` are the first of `n_golds`."""
 
     id: str
     question: str
@@ -89,9 +89,9 @@ class ShownKind(Record, frozen=True, kw_only=True):
 
 
 class ShownSet(Record, frozen=True, kw_only=True):
-    """What is shown of the `n` answers of a set; trusted from P = `threshold`.
+    """The answers shown of a set with `n` answers, trusted from P = `threshold`.
 
-    A threshold that is not certified divides the answers on the page alone.
+    A threshold that is not certified only groups the answers on the page.
     """
 
     setting: Setting
@@ -104,7 +104,7 @@ class ShownSet(Record, frozen=True, kw_only=True):
 
 
 class Control(Record, frozen=True, kw_only=True):
-    """PGIR's policy, what it gives at each budget, and cases."""
+    """PGIR's policy, its quality and cost at each budget, and example cases."""
 
     tau: Share
     budget: int

@@ -1,8 +1,8 @@
 """Result rows as tables: one pivot, for page, terminal, Markdown and LaTeX.
 
 `results_of` puts rows into a data frame with a typed column for each field (see
-docs/results/schema.md). A table is columns, and lines of cells of measures, with their
-ranks, which go by the printed digits, and its notes.
+docs/results/schema.md). A table has columns, and lines of cells; a cell holds measures.
+Measures are ranked by their printed digits, and may have notes.
 """
 
 import collections
@@ -22,19 +22,19 @@ from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encod
 from beatrice.jaxprobe.scope import PRECISIONS, Thresholds
 from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, titles_of
 
-METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
-EVALUATED = ("test", "ood")  # splits that nothing was chosen on
+METRICS = ("auroc", "auprc")  # of a detector, in the order in which a cell shows them
+EVALUATED = ("test", "ood")  # splits that no choice was made on
 POOLED = {"dataset": IN_DOMAIN, "split": "test"}  # all in-domain test questions
-_RANKED = (*METRICS, "em", "f1")  # metrics of which a column has a best one
+_RANKED = (*METRICS, "em", "f1")  # metrics whose best values are marked
 CHANGES = ("auroc_gap", "moved_more_by_top_heads")  # metrics that are differences
 _COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
 Titles = Mapping[Subject, str]
-Key = Mapping[str, Any]  # values of columns
+Key = Mapping[str, Any]  # values of columns of the data frame
 
 
 class Place(NamedTuple):
-    """Where rows were measured."""
+    """Where rows were measured: setting, question set and split."""
 
     setting: str
     dataset: str
@@ -56,7 +56,7 @@ class Measure(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know before using the number."""
+        """Why the number is undefined, and how many examples it leaves out."""
         row = self.row
         undefined = (str(row.reason),) if row.value is None else ()
         plural = "" if row.n_failed == 1 else "s"
@@ -65,7 +65,7 @@ class Measure(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether this is a difference whose interval excludes zero."""
+        """Whether this is a difference and its interval excludes zero."""
         return is_change(self.row) and excludes_zero(self.row)
 
 
@@ -81,7 +81,7 @@ class Column(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What stands under the group's heading, in one line."""
+        """Label and detail in one line, to print below the group's heading."""
         return ", ".join(filter(None, (self.label, self.detail)))
 
 
@@ -94,7 +94,7 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table ready to be spelled out."""
+    """A table ready to be formatted."""
 
     corner: str
     columns: tuple[Column, ...]
@@ -102,12 +102,12 @@ class Table(NamedTuple):
 
     @property
     def groups(self) -> dict[str, int]:
-        """How many columns stand under each group heading; a group is contiguous."""
+        """The number of columns under each group heading; groups are contiguous."""
         return dict(collections.Counter(column.group for column in self.columns))
 
     @property
     def measures(self) -> list[Measure]:
-        """What is measured, in reading order."""
+        """All measures, in reading order."""
         return [m for line in self.lines for cell in line.cells for m in cell if m]
 
     @property
@@ -119,7 +119,7 @@ class Table(NamedTuple):
 def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
     """Format a value: three decimals (a cost two, a count none), no leading zero."""
     if metric in names.COSTS:
-        # Below a tenth its first two digits: a few milliseconds are no 0.00.
+        # Below a tenth, two significant digits: milliseconds must not become 0.00.
         first = -math.floor(math.log10(abs(value))) if 0 < abs(value) < 0.1 else 1
         return f"{value:,.{first + 1}f}"
     if metric in _COUNTS:
@@ -130,19 +130,19 @@ def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
 
 
 def is_change(row: ResultRow) -> bool:
-    """Whether a row is a difference, which is printed with its sign."""
+    """Whether a row is a difference, which is printed with a sign."""
     return row.against is not None or row.metric in CHANGES
 
 
 def row_value(row: ResultRow) -> str:
-    """Format a row's value; a difference has its sign."""
+    """Format a row's value, a difference with its sign; n/a if it is undefined."""
     if row.value is None:
         return "n/a"
     return number(row.value, row.metric, is_signed=is_change(row))
 
 
 def interval(row: ResultRow) -> str:
-    """Format a row's interval, empty where there is none."""
+    """Format a row's interval; empty if there is none."""
     if row.ci_low is None or row.ci_high is None:
         return ""
     is_signed = is_change(row)
@@ -153,23 +153,23 @@ def interval(row: ResultRow) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """Format a p-value, a dash without one."""
+    """Format a p-value; a dash if there is none."""
     return "–" if p_value is None else f"{p_value:.2g}".replace("0.", ".")
 
 
 def excludes_zero(row: ResultRow) -> bool:
-    """Whether a row has an interval, and zero is not in it."""
+    """Whether a row has an interval that excludes zero."""
     return row.ci_low is not None and row.ci_low * (row.ci_high or 0.0) > 0
 
 
 def results_of(rows: Iterable[ResultRow]) -> pandas.DataFrame:
-    """Return rows as a data frame of typed columns, and themselves as `row`."""
+    """Return rows as a data frame of typed columns, plus a column `row` of the rows."""
     rows = list(rows)
     return as_frame(rows).assign(row=pandas.Series(rows, dtype=object))
 
 
 def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
-    """Return the rows with a value, None for an absent one, or one of a tuple."""
+    """Select rows by column values: a value, None for absent, or a tuple of values."""
     is_in = np.ones(len(results), bool)
     for name, value in columns.items():
         column = results[name]
@@ -197,33 +197,33 @@ def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
 
 
 def by_subject(results: pandas.DataFrame, **columns: Any) -> dict[Subject, ResultRow]:
-    """Return the seed means with these values by what they measure."""
+    """Return the seed-mean rows with these column values, by detector."""
     return {row.subject: row for row in where(results, seed="mean", **columns)["row"]}
 
 
 def by_pair(
     results: pandas.DataFrame, **columns: Any
 ) -> dict[tuple[Subject, Subject | None], ResultRow]:
-    """Return the differences with these values by both of their sides."""
+    """Return the paired differences with these column values, by detector and rival."""
     rows = where(results, seed="mean", **columns)["row"]
     return {(row.subject, row.rival): row for row in rows}
 
 
 def in_domain_or_held_out(results: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the rows of all in-domain questions together and of held-out sets."""
+    """Return the rows of the pooled in-domain questions and of the held-out sets."""
     is_held_out = results["split"] == "ood"
     return results.loc[is_held_out | (results["dataset"] == IN_DOMAIN)]
 
 
 def subjects_in(results: pandas.DataFrame) -> list[Subject]:
-    """Return what rows measure, each once, in their order."""
+    """Return the distinct detectors of rows, in order of appearance."""
     return list(dict.fromkeys(row.subject for row in results["row"]))
 
 
 def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
-    """Where rows were measured: by setting, split, all sets at once, then as they came.
+    """Return where rows were measured, by setting and split, pooled sets first.
 
-    One in-domain set alone is not shown a second time as all of them.
+    With a single in-domain set, the pool is left out, since it would repeat that set.
     """
     some = where(results, split=tuple(splits))[list(Place._fields)].drop_duplicates()
     places = [Place(*x) for x in some.itertuples(index=False, name=None)]
@@ -241,12 +241,12 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
 
 
 def of_rival(subject: Subject) -> Key:
-    """Return the columns of what a difference is to."""
+    """Return the column values that select differences to a rival."""
     return {"against": subject.detector, "against_families": subject.families}
 
 
 def place_columns(places: Iterable[Place]) -> list[tuple[Column, Key]]:
-    """Return a column for each place, under its setting."""
+    """Return a column for each place, grouped by setting."""
     labels, splits = names.SETTING_LABELS, names.SPLIT_LABELS
     return [
         (Column(labels[p.setting], p.dataset, splits[p.split]), p._asdict())
@@ -263,19 +263,19 @@ def pivot(
     ours: str = "",
     unranked: Sequence[str] = (),
 ) -> Table:
-    """Lay rows out; what a cell holds is told by the keys of its line and column.
+    """Lay rows out as a table; the keys of a line and a column select a cell's rows.
 
-    Where both name a column of the rows, the table's column decides. A column that any
-    of them names is absent in the rows of those that do not name it; one that nothing
+    If both keys name the same field, the column's value is used. A field named by any
+    key must be absent from the rows of keys that do not name it; a field that no key
     names may have any value.
 
     Args:
       results: see `results_of`.
-      corner: what the lines are.
-      lines: labels and the rows' columns; a line without a row is left out.
-      columns: likewise; a column of several keys has as many measures in its cells.
-      ours: label of the line that is marked as ours.
-      unranked: labels of lines that have no rank, and take none away.
+      corner: what the lines are; the heading of the first column.
+      lines: labels and keys of the lines; a line without a row is left out.
+      columns: likewise; cells of a column with several keys have that many measures.
+      ours: label of the line to mark as ours.
+      unranked: labels of lines that are left out of the ranking.
     """
     parts = [[keys] if isinstance(keys, Mapping) else keys for _, keys in columns]
     cells = [key for keys in parts for key in keys]
@@ -312,14 +312,14 @@ def pivot(
 
 
 def _printed(row: ResultRow) -> float | None:
-    """Return what a rank goes by: the printed digits, of some metrics."""
+    """Return the value to rank by: the printed digits; None for unranked metrics."""
     if row.metric not in _RANKED or is_change(row) or row.value is None:
         return None
     return round(row.value, 3)
 
 
 def _ranks(column: Iterable[ResultRow | None]) -> dict[float | None, Rank]:
-    """Return the ranks of one part of a column, by printed digits."""
+    """Return the ranks of one metric of a column, by printed digits."""
     values = (_printed(row) for row in column if row)
     printed = {value for value in values if value is not None}
     return dict(zip(sorted(printed, reverse=True), get_args(Rank), strict=False))
@@ -333,7 +333,7 @@ def by_place(
     parts: Sequence[Key] = ({},),
     **options: Any,
 ) -> Table:
-    """Lay rows out with a column for each place that they were measured at."""
+    """Lay rows out as a table with a column for each place; see `pivot`."""
     columns = [
         (column, [{**key, **part} for part in parts])
         for column, key in place_columns(places_of(results, splits))
@@ -342,13 +342,13 @@ def by_place(
 
 
 def title_of(subject: Subject, titles: Titles | None) -> str:
-    """Return a detector's printed name: ours, that of `titles`, or its id."""
+    """Return a detector's printed name, from `titles` or our own; else its id."""
     known = {**names.DETECTORS, **names.COMPARED, **(titles or {})}
     return known.get(subject, subject.detector)
 
 
 def lines_of(titles: Titles) -> list[tuple[str, Key]]:
-    """Return a line for each of what is measured."""
+    """Return label and key of a line for each detector."""
     return [(title, x._asdict()) for x, title in titles.items()]
 
 
@@ -363,16 +363,16 @@ def detection_table(
     corner: str = "Detector",
     unranked: Sequence[str] = (),
 ) -> Table:
-    """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
+    """Return a table of detectors by evaluation set, AUROC / AUPRC by default.
 
-    Without `labels`, detectors and their printed names in order, every detector but
-    single encoders and the permuted-label control; `titles` are then printed names
-    beyond those of `DETECTORS`. See `pivot` for the others.
+    `labels` are the detectors to show, in order, with their printed names. Without it,
+    all are shown but single encoders and the permuted-label control, and `titles` adds
+    printed names to those of `DETECTORS`. See `pivot` for the other arguments.
     """
     shown = where(results, experiment=experiment, seed="mean", against=None)
     shown = where(shown, split=tuple(splits), metric=tuple(metrics))
     if labels is None:
-        # Single encoders have their figure, controls their own table.
+        # Single encoders are in a figure, controls in a table of their own.
         labels = {**names.DETECTORS, **(titles or {})}
         for x in subjects_in(shown):
             if x.detector != "encoder" and x not in names.CONTROLS:
@@ -385,10 +385,10 @@ def detection_table(
 
 
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
-    """Lay out differences: a line for each rival, a column for each set.
+    """Return a table of paired differences: a line for each rival, a column per set.
 
-    Of "paired" or "at_equal_length_paired" in AUROC, of "controller_paired" or
-    "controller_query_paired" in exact match and F1.
+    The experiments "paired" and "at_equal_length_paired" have differences of AUROC,
+    "controller_paired" and "controller_query_paired" of exact match and F1.
     """
     is_control = experiment.startswith("controller")
     metrics, rivals = ("em", "f1") if is_control else ("auroc",), names.COMPARED
@@ -402,14 +402,14 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 
 
 def floor_table(results: pandas.DataFrame) -> Table:
-    """How much more each encoder has than a linear probe of the same signals."""
+    """Return a table of each encoder's lead over a linear probe on the same signals."""
     titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
     shown = where(results, experiment="floor_paired", metric="auroc")
     return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
-    """AUROC among answers of equally many tokens, and the share without such a pair."""
+    """Return a table of AUROC at equal answer length, and of the unmatched share."""
     shown = where(results, experiment="at_equal_length", seed="mean")
     lines = [
         (x, {**key, "metric": "auroc"}) for x, key in lines_of(names.AT_EQUAL_LENGTH)
@@ -421,14 +421,14 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
-    """Share of labels that a person disputes."""
+    """Return a table of the share of labels that a person disputes."""
     lines = [(f"Labelled {kind}", {"kind": kind}) for kind in ("right", "wrong")]
     shown = where(results, experiment="label_noise")
     return by_place(shown, "Labels", lines, ("annotated",))
 
 
 def annotated_table(results: pandas.DataFrame) -> Table:
-    """AUROC on annotated answers by the labels, without the disputed, by a person."""
+    """Return a table of AUROC by labels, by undisputed labels and by a person."""
     shown = where(results, experiment="annotated")
     columns = [
         (column._replace(label=kind, detail=column.label), {**key, "kind": kind})
@@ -441,7 +441,7 @@ def annotated_table(results: pandas.DataFrame) -> Table:
 
 
 def answer_table(results: pandas.DataFrame) -> Table:
-    """Shares of answers that were cut off, are empty, and are hedges or refusals."""
+    """Return a table of the shares of answers that are cut off, empty, or hedges."""
     shown = where(results, experiment="answers")
     splits = ("train", "validation", *EVALUATED)
     parts = [{"metric": metric} for metric in ("cut_off", "empty", "hedged")]
@@ -450,28 +450,28 @@ def answer_table(results: pandas.DataFrame) -> Table:
 
 
 def decision_table(results: pandas.DataFrame) -> Table:
-    """Shares of trusted and distrusted answers that are so rightly, and of all."""
+    """Return a table of the precision and coverage of trust and distrust decisions."""
     lines = [
         (f"{kind.capitalize()} at {wanted:g}", {"kind": kind, "wanted": wanted})
         for kind, wanted in itertools.product(Thresholds._fields, PRECISIONS)
     ]
     parts = [{"metric": metric} for metric in ("precision", "coverage")]
     shown = where(results, experiment="decision")
-    return by_place(shown, "Decided rightly / decided", lines, parts=parts)
+    return by_place(shown, "Precision / coverage", lines, parts=parts)
 
 
 def optimism_table(results: pandas.DataFrame) -> Table:
-    """How much too good validation looks, in AUROC."""
+    """Return a table of the optimism of validation AUROC."""
     lines = [
-        ("The set searched", {"detector": "champion"}),
-        ("One encoder, fixed before", {"detector": "early_fusion"}),
+        ("The search's set", {"detector": "champion"}),
+        ("One encoder, fixed in advance", {"detector": "early_fusion"}),
     ]
     shown = where(results, experiment="optimism")
-    return by_place(shown, "Seen minus unseen half", lines)
+    return by_place(shown, "AUROC, seen minus unseen half", lines)
 
 
 def controller_table(results: pandas.DataFrame) -> Table:
-    """Lay out controllers against datasets, EM / F1, with macro means and cost."""
+    """Return a table of controllers by dataset: EM / F1, macro means and costs."""
     splits = (*EVALUATED, "evaluated")
     controllers = ("controller", "controller_macro")
     shown = where(results, experiment=controllers, seed="mean", split=splits)
@@ -491,11 +491,11 @@ def controller_table(results: pandas.DataFrame) -> Table:
 
 
 def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
-    """Lay out what is left when something is taken away; empty without an ablation.
+    """Return a table of ablation variants; empty if no ablation was run.
 
-    `FEATURES` are the paper's table of features and fusion, `FAMILY_VARIANTS` the
-    search without the encoders that read a family, and `SPAN_VARIANTS` the champion
-    trained anew without a token span.
+    `labels` are the `FEATURES` of the paper's table of features and fusion, the
+    `FAMILY_VARIANTS` (the search without encoders that read a family) or the
+    `SPAN_VARIANTS` (the champion retrained without a token span).
     """
     if where(results, experiment="ablation").empty:
         results = results.iloc[:0]
@@ -508,13 +508,12 @@ def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Ta
 def validated_table(
     results: pandas.DataFrame, experiment: str, labels: Titles, corner: str
 ) -> Table:
-    """Lay out what was chosen on validation, and how it was evaluated."""
+    """Return a table of detectors on validation and on the evaluation sets."""
     splits, shown = ("validation", *EVALUATED), {"labels": labels, "corner": corner}
     return detection_table(results, experiment=experiment, splits=splits, **shown)
 
 
-# Titles by the names that `beatrice evaluate --ablations` gives, in the order of the
-# table.
+# Titles of the variants of `beatrice evaluate --ablations`, in the order of the table.
 _ABLATIONS = {"without_closed_book": names.FEATURES[Subject("without_closed_book")]}
 _ABLATIONS |= zip(
     ("without_hidden", "without_prob", "without_resid", "without_attn", "champion"),
@@ -527,13 +526,13 @@ def set_names(
     selection: Mapping[str, Mapping[str, Any]],
     ablations: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> list[tuple[str, ...]]:
-    """Return which encoders each variant reads: its label, and a text per setting."""
+    """Return each variant's label, and per setting the names of its encoders."""
 
     def text(name: str, setting: str) -> str:
         if name == "champion":
             return " ".join(selection[setting]["selected"])
         if name not in ablations[setting]:
-            return "–"  # there is nothing of the kind to take away
+            return "–"  # this setting has no such variant
         return " ".join(ablations[setting][name]) or "none: no better than chance"
 
     return [
@@ -544,7 +543,7 @@ def set_names(
     ]
 
 
-# The paper's panoramas: the selected set and all rivals, the better ones first.
+# The paper's large tables: the selected set and all rivals, best first.
 
 CHANCE = "Random AUPRC (error rate)"
 _GUESSING = Subject("majority")
@@ -553,10 +552,11 @@ _GUESSING = Subject("majority")
 def panorama_table(
     results: pandas.DataFrame, setting: str | None = None, titles: Titles | None = None
 ) -> Table:
-    """Lay the selected set and all its rivals out, sorted by AUROC in the first column.
+    """Return a table of the selected set and all rivals, by AUROC in the first column.
 
-    On every set of a setting (tab:appendix-detection and tab:appendix-detection-ctx);
-    without one on those of both, in-domain sets pooled (tab:main-detection).
+    With a setting, it has every set of that setting (the paper's tab:appendix-detection
+    and tab:appendix-detection-ctx); without, the sets of both settings, with the
+    in-domain sets pooled (tab:main-detection).
     """
     shown = where(results, experiment="detection", metric=METRICS)
     if setting is None:
@@ -572,10 +572,10 @@ def _panorama(
     titles: Titles | None,
     sorted_by: int,
 ) -> Table:
-    """Lay out the selected set and its rivals, sorted by AUROC in a column, ours first.
+    """Return a table of the selected set, then its rivals by AUROC in a column.
 
-    Own encoders and fusions are no rivals and have tables of their own. The first line
-    is the AUPRC of guessing: that of a score which is the same for every answer.
+    Our own encoders and fusions are not rivals; they have tables of their own. The
+    first line is the AUPRC of guessing, that is, of a constant score.
     """
     shown = where(shown, seed="mean", split=EVALUATED)
     labels = {
@@ -603,9 +603,9 @@ def _panorama(
 
 
 def retrieved_table(results: pandas.DataFrame, titles: Titles | None) -> Table:
-    """Lay out what `transfer` measured with context, by the column of all sets.
+    """Return a table of `transfer` with context, sorted by the column of all sets.
 
-    tab:realrag-detection of the paper.
+    It corresponds to the paper's tab:realrag-detection.
     """
     at = {"experiment": names.RETRIEVED, "setting": "with_context", "metric": METRICS}
     shown = where(results, **at)
@@ -622,7 +622,7 @@ def retrieved_table(results: pandas.DataFrame, titles: Titles | None) -> Table:
 
 
 def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
-    """Lay out the selected set, what it must beat, and the two best published ones."""
+    """Return a table of the selected set, simple rivals and the best two published."""
     full = panorama_table(results, None, titles)
     ours = {*names.DETECTORS, Subject("linear_probe")}
     published = {title for x, title in titles.items() if x not in ours}
@@ -639,7 +639,7 @@ _RETRIEVED = "With retrieved passages"
 def panoramas(
     results: pandas.DataFrame, titles: Titles | None = None
 ) -> dict[str, Table]:
-    """Return the paper's tables of detectors by their headings, no empty ones."""
+    """Return the paper's tables of detectors by heading, without empty ones."""
     headings = {None: "Detecting wrong answers"}
     headings |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
     tables = {
@@ -653,7 +653,7 @@ def panoramas(
 def named_tables(
     results: pandas.DataFrame, titles: Titles | None = None
 ) -> dict[str, tuple[str, Table]]:
-    """Return headings and tables by the names that `report --print` knows."""
+    """Return headings and tables by their names in `report --print`."""
     panorama = partial(panorama_table, results, titles=titles)
     features = ablation_table(results, names.FEATURES, "Variant")
     gains = paired_table(results, "controller_paired")
@@ -662,7 +662,7 @@ def named_tables(
         "closed-book": ("Closed-book, every set", panorama("closed_book")),
         "with-context": ("With context, every set", panorama("with_context")),
         "retrieved": (_RETRIEVED, retrieved_table(results, titles)),
-        "ablations": ("What is taken away", features),
+        "ablations": ("Ablations", features),
         "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
         "controllers": ("Retrieval controllers", controller_table(results)),
@@ -672,7 +672,7 @@ def named_tables(
 
 
 def counts_of(table: Table) -> list[str]:
-    """Return for each column how many answers of ours are measured and left out."""
+    """Return per column how many of our line's answers are measured and left out."""
     lines = [line for line in table.lines if line.is_ours] or list(table.lines)
     columns = zip(*(line.cells for line in lines), strict=True)
     rows = [[m.row for cell in column for m in cell if m] for column in columns]

@@ -557,7 +557,7 @@ def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_
                 (inner.path / "features").mkdir()
             assert inner.stage_done("answer") == is_done
             assert (inner.path / "features").exists() == is_done
-    assert notes == ["retrieved: other passages or questions than before"]
+    assert notes == ["retrieved: passages or questions have changed; answering again"]
 
 
 def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
@@ -643,6 +643,6 @@ def test_transfer_searches_by_the_server_that_control_searched_by(smoke_run, tmp
     with serving(RetrievalServer(Bm25Retriever(held), held, port=0)) as url:
         beatrice("control", run, "--only", "none", "--url", f"{url}/retrieve")
         done = beatrice("transfer", run, "--limit", 1)
-    assert "questions have passages, by served over" in done.stderr
+    assert "questions have passages, found by served among" in done.stderr
     rows = read_rows(run / "rows" / "transfer.jsonl")
     assert RETRIEVED in {row.experiment for row in rows}

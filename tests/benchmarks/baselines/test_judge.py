@@ -578,7 +578,7 @@ def test_every_rival_without_samples_has_its_rows_and_its_costs(run):
     assert {(r.against, r.setting) for r in paired} == possible
     assert {r.detector for r in paired} == {"champion"}
     assert {r.detector for r in read_result_rows(run)} > {name for name, _ in possible}
-    assert "What each costs" in (run.path / "panorama.md").read_text()
+    assert "Cost per question" in (run.path / "panorama.md").read_text()
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_spans_are_noted_where_hidden_states_are_of_the_answer_alone(elsewhere):
     ]
     pictures, tables = anatomy._positions(results_of([*ROWS, *shares]))
     texts = [p.caption for p in pictures] + [h for h, _ in tables if "Tokens" not in h]
-    is_noted = ["(hidden states are of the answer alone)" in text for text in texts]
+    is_noted = ["(hidden states are of the answer only)" in text for text in texts]
     assert is_noted == [elsewhere == 0] * 5
 
 
@@ -134,7 +134,7 @@ def test_the_matrix_of_sets_says_how_many_labels_each_detector_had():
     transfer = [r for r in ROWS if r.experiment == "anatomy_transfer"]
     rows = results_of(msgspec.structs.replace(row, n_labels=1234) for row in transfer)
     pictures, _ = anatomy._transfer(rows)
-    assert pictures and all("Labels of each: 1,234." in p.caption for p in pictures)
+    assert pictures and all("Labels for each: 1,234." in p.caption for p in pictures)
 
 
 def test_the_boundary_has_a_cell_for_each_row():
@@ -176,6 +176,6 @@ def test_every_comparison_with_the_paper_stands_beside_an_analysis(sections):
     shown = [sign.cells for section in sections for sign in section.beside]
     assert len(shown) == sum(map(len, by_table.values())) > 30
     for _, _, here, verdict in shown:
-        assert "[" in here or verdict == "without an interval here", here
+        assert "[" in here or verdict == "no interval in this run", here
     placed = [table for analysis in anatomy.ANALYSES for table in analysis.beside]
     assert by_table.keys() <= set(placed) and len(set(placed)) == len(placed)

@@ -169,7 +169,7 @@ def test_detectors_on_retrieved_passages_stand_beside_the_papers_own():
     assert sign.is_paired and sign.verdict == "agrees"
     page = page_of(rival)
     assert "| SAPLMA (mean) | .852 → .800 |" in page and "questions in the" not in page
-    assert "329 numbers: rows of `beatrice transfer` that this run" in page_of(gain)
+    assert "329 numbers: they need rows of `beatrice transfer`" in page_of(gain)
 
 
 def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
@@ -303,8 +303,8 @@ def test_an_order_that_our_intervals_show_agrees_or_differs():
     assert signs["Attn", "Qwen3.5-9B"].verdict == "differs"
     assert signs["Attn", "Qwen3.5-9B"].change == pytest.approx(0.2)
     _, paper, here, verdict = signs["Attn", "Qwen3.5-9B"].cells
-    assert paper == ".065 beside .668 (Hidden)" and verdict == "the other way"
-    assert here == ".800 [.790, .810] beside .600 [.590, .610]"
+    assert paper == ".065 against .668 (Hidden)" and verdict == "opposite to the paper"
+    assert here == ".800 [.790, .810] against .600 [.590, .610]"
 
 
 def test_overlapping_intervals_leave_an_order_open():
@@ -444,10 +444,11 @@ def test_the_ledger_names_what_has_no_number_here_and_why():
     compared = signs(numbers, results)
     text = as_markdown(CELLS, numbers, [], compared)
     assert "## fig:attention-heads (Qwen3.5-9B)" in text
-    assert "* Here the encoder of HPRA for that of HPA" in text
-    assert "no row has which encoders are selected" in text
+    assert "* Here the encoder of HPRA replaces that of HPA" in text
+    assert "no row names the selected encoders" in text
     counts = dict(verdict_counts(compared))
-    assert text.count(" | the other way |") == int(counts["the other way"]) > 0
+    n_opposite = int(counts["opposite to the paper"])
+    assert text.count(" | opposite to the paper |") == n_opposite > 0
     assert sum(map(int, counts.values())) == len(compared)
     assert verdict_counts([]) == []
 
@@ -457,7 +458,7 @@ OTHERWISE = {  # what our rows measure otherwise than which lines
     "every wording": lambda c: c.setting == "with_context" and c.table in GAINS,
     "placements": lambda c: c.metric in OF_AN_INTERVAL and c.table in GAINS,
     "`sequences`": lambda c: (c.detector, c.metric) == ("seakr", "generations"),
-    "answer alone": lambda c: c.experiment == "anatomy_spans" or c.ours == "loss",
+    "answer only": lambda c: c.experiment == "anatomy_spans" or c.ours == "loss",
     "one half": lambda c: c.ours in ("share_of_top_heads", "moved_more_by_top_heads"),
 }
 

@@ -179,7 +179,7 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
         r"\d+ \(worse\) and in \d+ \(no clear difference\)\.",
         first,
     )
-    assert second.startswith("beatrice trusts ") and "right in" in second
+    assert second.startswith("beatrice trusts ") and "% are right" in second
     bare = [replace(shown, is_certified=False) for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bare)
     assert second.startswith("beatrice trusts none of the answers from memory")
@@ -195,8 +195,8 @@ def test_the_headline_says_which_answers_are_distrusted_and_how_often_rightly():
     coverage, precision = decisions("with_context", coverage=0.0, precision=0.5)
     never = [coverage, undefined(precision)]
     assert headline(results_of([*decided, *never]), []) == [
-        "Asked for nine in ten, it distrusts 42 % of the answers from memory, wrong in "
-        "92 %."
+        "At a requested precision of 90 %, it distrusts 42 % of the answers from "
+        "memory, of which 92 % are wrong."
     ]
     assert headline(results_of(never), []) == []
 
@@ -237,7 +237,7 @@ def test_how_much_too_good_validation_looks_is_told_beside_the_selection(page):
     fields = dict(experiment="optimism", ci_low=-0.05, ci_high=0.09)
     gap = row("champion", "with_context", POOLED, "auroc_gap", 0.0217, **fields)
     measured_page = render_report(sample_report(rows=[*sample_rows(), gap]))
-    assert "The set searched" in measured_page and "-.050 to +.090" in measured_page
+    assert "The search&#39;s set" in measured_page and "-.050 to +.090" in measured_page
 
 
 def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():

@@ -112,7 +112,7 @@ def test_a_line_of_fewer_answers_says_so_in_both_spellings_and_others_do_not():
     results = results_of(partial_rival(-0.2))
     spelled = leads_as_markdown(results), leads_as_latex(results)
     where = "Closed-book, all in-domain, 100 of 398 answers"
-    assert all(where in x and "numbers of its line are of these" in x for x in spelled)
+    assert all(where in x and "numbers are of these n" in x for x in spelled)
     assert "| .680 | .880 | -.200† [-.230 to -.170] |" in spelled[0]
     assert cells_of(leads(results, "strongest")[0])[-1] == "–"  # seeds are of all
     results = results_of(partial_rival(0.02, n=398))
@@ -173,7 +173,8 @@ def test_an_undefined_difference_takes_no_part_in_the_correction():
 
 def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
     numbers = lead_counts(leads_of(column(POOLED, tfidf=(0.95, 0.001))))
-    assert (numbers["Sure leads (p < .05)"], numbers["Sure lags"]) == ("0", "1")
+    leads_name = "Significant leads (Holm p < .05)"
+    assert (numbers[leads_name], numbers["Significant lags"]) == ("0", "1")
 
 
 def test_single_in_domain_sets_are_no_columns_beside_their_pool():
@@ -239,13 +240,13 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     assert list(cost_tables(costs, RESULTS)) == ["Closed-book", "With context"]
     lines = closed_book_costs(costs)
     assert lines["Rival perplexity"][COST_HEADS[-1]].endswith("; one class")
-    assert lines["Rival answer_length"]["Forwards more"] == "2"
+    assert lines["Rival answer_length"]["Extra forward passes"] == "2"
     assert lines["Rival answer_length"]["Peak memory"] == "1.0 GiB"
     assert lines["Rival tfidf"]["Peak memory"] == "–"
     assert lines["Rival answer_length"]["Needs"] == "drawn answers"
     assert lines["Rival tfidf"]["Needs"] == "training labels"
     markdown = costs_as_markdown(JUDGED, RESULTS)
-    assert markdown.count("### What each costs") == 2
+    assert markdown.count("### Cost per question") == 2
     assert costs_as_markdown([], RESULTS) == ""
 
 
@@ -262,7 +263,7 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
 def test_a_cost_has_no_exponent(value, seconds, tokens):
     cost = msgspec.structs.replace(JUDGED[0], seconds=value, n_new_tokens=value)
     line = closed_book_costs([cost])[cost.title]
-    assert (line["Seconds a question"], line["Tokens more"]) == (seconds, tokens)
+    assert (line["Seconds per question"], line["Extra tokens"]) == (seconds, tokens)
 
 
 def test_a_figure_stands_where_costs_differ_and_has_every_point():
@@ -270,7 +271,7 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
     assert len(pictures) == 6
     same = [msgspec.structs.replace(x, n_forwards=1) for x in JUDGED]
     titles = [p.title for p in cost_pictures(same, RESULTS, SELECTION)]
-    assert len(titles) == 4 and not any("forwards" in title for title in titles)
+    assert len(titles) == 4 and not any("forward" in title for title in titles)
     assert cost_pictures([], RESULTS, SELECTION) == []
     for picture in pictures:
         assert "Rival tfidf" in picture.svg and "BEATRICE" in picture.svg
@@ -284,15 +285,15 @@ def test_one_pass_gives_all_signals_where_no_member_reads_a_closed_book_answer(n
     for picture in pictures:
         is_one = picture.title.startswith("Closed") or "(A)" not in names
         assert ("the pass that gave the answer" in picture.caption) == is_one
-        assert ("one generation more" in picture.caption) != is_one
-        assert ("with-context pass alone" in picture.svg) != is_one
+        assert ("one more generation" in picture.caption) != is_one
+        assert ("with-context pass only" in picture.svg) != is_one
 
 
 @pytest.mark.parametrize(
     ("field", "head", "word"),
     [
-        ("seconds", "Seconds a question", "seconds"),
-        ("n_new_tokens", "Tokens more", "tokens generated"),
+        ("seconds", "Seconds per question", "seconds"),
+        ("n_new_tokens", "Extra tokens", "tokens generated"),
     ],
 )
 def test_what_was_not_measured_has_a_dash_and_no_point(field, head, word):
