@@ -1,9 +1,9 @@
-"""What a user hands in, as checked values: the one place that accepts or rejects it.
+"""Checks and converts users' arguments: the one place that accepts or rejects them.
 
-The public names (`Scorer`, `Gate`, the adapters) and files pass what they were given
-through these functions; what lies behind them holds texts, passages and numbers. Each
-raises a ValueError of one sentence that names the argument, what was expected and what
-came.
+The public classes (`Scorer`, `Gate`, the adapters) and the readers of files pass their
+input through these functions, so that all other code can rely on texts, passages and
+numbers. Each function raises a ValueError of one sentence that names the argument, what
+was expected and what was found.
 """
 
 import functools
@@ -23,12 +23,12 @@ _PASSAGE = (
     "a text (str), a mapping with a text under 'text', 'contents' or 'page_content', "
     "or a document with 'page_content'"
 )
-# The methods by which tables return their rows: polars; pyarrow; pandas.
+# The methods that return a table's rows, in polars, pyarrow and pandas.
 _TABLES = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))
 
 
 def argument_error(name: str, expected: str, value: Any) -> ValueError:
-    """Return the error of an argument that is not what was expected."""
+    """Return the error for an argument that is not what was expected."""
     shown = type(value).__name__
     is_short = isinstance(value, str) and len(value) <= 40
     if is_short or isinstance(value, numbers.Number):
@@ -37,15 +37,15 @@ def argument_error(name: str, expected: str, value: Any) -> ValueError:
 
 
 def as_text(value: Any, name: str) -> str:
-    """Return a text; it may be empty, which only its reader can judge."""
+    """Return a text; it may be empty, since only the caller knows if that is wrong."""
     if not isinstance(value, str):
         raise argument_error(name, "a text (str)", value)
     return str(value)
 
 
 def as_list(values: Any, name: str, expected: str) -> list[Any]:
-    """Return a list; a text alone would be read letter by letter."""
-    # An array's or a tensor's own list has Python's numbers, and None where masked.
+    """Return a list; a single text is refused, as it would be read letter by letter."""
+    # `tolist` of an array or tensor gives Python numbers, and None for masked values.
     several = values.tolist() if hasattr(values, "tolist") else values
     if not _is_several(several):
         raise argument_error(name, expected, values)
@@ -55,7 +55,7 @@ def as_list(values: Any, name: str, expected: str) -> list[Any]:
 def one_each(
     values: Any, name: str, kind: str, n: int, what: str = "answer"
 ) -> list[Any]:
-    """Return a list with an entry for each of `n` answers, or of what else."""
+    """Return a list with one entry for each of `n` answers, or what `what` names."""
     entries = as_list(values, name, f"a list of {kind}, one for each {what}")
     if len(entries) != n:
         raise ValueError(
@@ -65,7 +65,7 @@ def one_each(
 
 
 def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each answer is right, and whether anybody knows, `[n_answers]`."""
+    """Return whether each answer is right, and whether that is known, `[n_answers]`."""
     kind = "True, False or None"
     labels = one_each(values, "labels", kind, n_answers)
     for number, label in enumerate(labels):
@@ -78,11 +78,11 @@ def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
 def as_groups(values: Any, n_answers: int) -> np.ndarray:
     """Return the name of each answer's group, `[n_answers]`.
 
-    A column that had gaps has 1.0 where another has 1.
+    A float such as 1.0, as in a column that had gaps, is read as 1.
     """
     names = one_each(values, "groups", "names", n_answers)
     for number, name in enumerate(names):
-        if is_missing(name):  # all of them would be one group
+        if is_missing(name):  # all missing names would form one group
             raise argument_error(f"groups[{number}]", "a name", name)
         if isinstance(name, float) and name.is_integer():
             names[number] = int(name)
@@ -90,7 +90,7 @@ def as_groups(values: Any, n_answers: int) -> np.ndarray:
 
 
 def as_splits(values: Any, n_answers: int, known: Sequence[str]) -> np.ndarray:
-    """Return the split of each answer, `[n_answers]`; empty where it is left out."""
+    """Return the split of each answer, `[n_answers]`; "" leaves an answer out."""
     kind = ", ".join(map(repr, known))
     names = [*map(str, one_each(values, "splits", kind, n_answers))]
     if odd := [name for name in names if name not in known]:
@@ -106,7 +106,7 @@ def as_texts(values: Any, name: str) -> list[str]:
 
 
 def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
-    """Return every question's passages (see `as_passages`); None is none of any."""
+    """Return every question's passages (see `as_passages`); None gives none to any."""
     if values is None:
         return [()] * n_questions
     contexts = one_each(values, "contexts", "passages", n_questions, "question")
@@ -121,10 +121,10 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
 
 
 def as_count(value: Any, name: str, least: int = 1) -> int:
-    """Return a whole number from `least` on."""
+    """Return a whole number of at least `least`."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
-        raise argument_error(name, f"a whole number from {least} on", value)
+        raise argument_error(name, f"a whole number of at least {least}", value)
     return int(value)
 
 
@@ -145,20 +145,20 @@ def as_probability(value: Any, name: str) -> float:
 
 
 def _as_float(value: Any) -> float:
-    """Return a number as a float, and NaN for what is none."""
+    """Return a number as a float, and NaN for anything else."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
 
 
 def as_path(value: Any, name: str) -> Path:
-    """Return a path; ~ is the user's home."""
+    """Return a path, with ~ replaced by the user's home."""
     if not isinstance(value, (str, os.PathLike)) or value == "":
         raise argument_error(name, "a path (str or Path)", value)
-    return Path(os.path.expanduser(value))  # Path's raises where ~x is no user
+    return Path(os.path.expanduser(value))  # Path.expanduser raises for unknown users
 
 
 def as_ids(value: Any, name: str) -> tuple[int, ...]:
-    """Return whole numbers, such as token ids; arrays and tensors are read too."""
+    """Return whole numbers, such as token ids, from a list, an array or a tensor."""
     values = value.tolist() if hasattr(value, "tolist") else value
     is_list = isinstance(values, (list, tuple)) and all(
         isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in values
@@ -169,7 +169,7 @@ def as_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def as_range(value: Any, name: str) -> tuple[int, int]:
-    """Return characters `[start, stop)`, at least one."""
+    """Return a range `[start, stop)` of at least one character."""
     ids = as_ids(value, name)
     if len(ids) != 2 or not 0 <= ids[0] < ids[1]:
         raise ValueError(
@@ -181,10 +181,10 @@ def as_range(value: Any, name: str) -> tuple[int, int]:
 def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
     """Return chat messages, at least one, each with texts `role` and `content`.
 
-    A content may also be a list of a single text part, as servers take it; several
-    parts every server joins in another way.
+    A content may also be a list of a single text part, as servers accept it. Several
+    parts are refused, since every server joins them in another way.
     """
-    # A frame that was read from Parquet has its lists as arrays.
+    # A frame read from Parquet holds lists as arrays.
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)) or not values:
         raise argument_error(name, "a list of at least one message", value)
@@ -200,7 +200,7 @@ def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _with_text(message: Any) -> Any:
-    """Return a message whose content is a single text part with the text itself."""
+    """Return a message, replacing a content of one text part with its text."""
     match message:
         case {"content": [{"type": "text", "text": text}]}:
             return {**message, "content": text}
@@ -208,7 +208,7 @@ def _with_text(message: Any) -> Any:
 
 
 def from_document(contents: str) -> Passage:
-    """Return the passage of a document: title, in quotes or not, line end, text."""
+    """Return a document's passage: the first line is its title, quoted or not."""
     first, end, rest = contents.partition("\n")
     if not end:
         return Passage(title="", text=contents)
@@ -217,12 +217,12 @@ def from_document(contents: str) -> Passage:
 
 
 def as_passage(value: Any, name: str) -> Passage:
-    """Return a passage; `name` is the argument's, for the message.
+    """Return a passage; `name` is the argument's name for error messages.
 
-    A text; a mapping with `text` and perhaps `title`, or with `contents` as FlashRAG
-    and Search-R1 write it (see `from_document`); a document or mapping with
-    `page_content` and perhaps a `title` in its `metadata`, as LangChain's; or a
-    `Passage`. A title may be a number, or missing as a table's loader writes it.
+    The value is a text; a mapping with `text` and perhaps `title`, or with `contents`
+    as FlashRAG and Search-R1 write it (see `from_document`); a document or mapping with
+    `page_content` and perhaps a `title` in its `metadata`, as in LangChain; or a
+    `Passage`. A title may be a number, or missing in any way that tables mark it.
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
@@ -250,13 +250,13 @@ def as_passage(value: Any, name: str) -> Passage:
 
 
 def is_passage(value: Any) -> bool:
-    """Return whether a value is meant as a single passage."""
+    """Return whether a value represents a single passage."""
     kinds = (str, Mapping, Passage)
     return isinstance(value, kinds) or hasattr(value, "page_content")
 
 
 def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
-    """Return the passages of a context: none of None, one of a single passage."""
+    """Return the passages of a context: a list, a single passage, or None for none."""
     if value is None:
         return ()
     if is_passage(value):
@@ -272,9 +272,9 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
 def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
     """Return the rows of a data frame (pandas, polars, pyarrow) or of any iterable.
 
-    Named tuples are rows of a frame (pandas' `itertuples`). A missing cell (NaN, NA) is
-    left out of a frame's row. A warning names columns that are not read, except an
-    `id`; what a row holds is checked row by row.
+    Named tuples count as rows of a frame (pandas' `itertuples`). Missing cells (NaN,
+    NA) are left out of a frame's rows. A warning names the columns that are not read,
+    except `id`. The contents of rows are not checked here.
     """
     if _is_table(value):
         rows: list[Any] = _table_rows(value)
@@ -315,7 +315,7 @@ def _present_cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value is None, NaN or NA, as tables write what is not known."""
+    """Return whether a value is None, NaN or NA, as tables mark missing cells."""
     if isinstance(value, numbers.Real):
         return value != value
     return value is None or type(value).__name__ in ("NAType", "NaTType")

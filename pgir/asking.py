@@ -1,8 +1,7 @@
-"""What a person asks about answers, and is told: a `Score`.
+"""The methods that score, answer and stream, and the results that they return.
 
-These signatures stand here, and nowhere else.
-A `Probe` loads its language model when it is first asked, a `Scorer` has it; both are
-asked alike. Arguments are checked before a model is loaded.
+`Probe` and `Scorer` share these methods through `AnswerScorer`; a `Probe` loads its
+language model on first use. Arguments are checked before it is loaded.
 """
 
 import abc
@@ -29,26 +28,26 @@ BATCH_SIZE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Score:
-    """What the detector says of one answer.
+    """The detector's judgement of one answer.
 
     Attributes:
-      p_correct: calibrated probability that the answer is correct, in [0, 1]; None
-        where the answer cannot be read to any use.
-      raw: the fused score before calibration, in [0, 1]; None likewise.
-      encoders: each selected encoder's own score, in [0, 1].
-      decision: "trust" from the P on where nine in ten answers are right (or the
-        precision that `load` was given), "distrust" up to the P where as many are
-        wrong, each with 90 % confidence; else "unknown", as where `p_correct` is None
-        or the detector rests on too few answers (`jaxprobe.scope.Evidence`), of which
-        a warning is too.
-      reason: why it is not trusted, in words.
-      warnings: what makes the number less reliable, in words.
-      tokens: the answer's text, a piece a token.
-      log_probs: of each token, log p in nats under the backbone, at most 0.
-      text: the answer, where the model wrote it in the pass that was scored.
-      masked: computes `effects`; None where many answers were scored at once.
-      error: what is wrong with the row, where `score_many` could not read it as an
-        answer at all; `reason` says the same.
+      p_correct: calibrated probability that the answer is correct, in [0, 1]; None if
+        the answer cannot be scored.
+      raw: the fused score before calibration, in [0, 1]; None if `p_correct` is None.
+      encoders: the score of each selected encoder, in [0, 1].
+      decision: "trust" from a threshold on, above which nine in ten answers are right
+        (or the precision given to `load`); "distrust" up to one below which as many are
+        wrong, each with 90 % confidence; otherwise "unknown", also if `p_correct` is
+        None or if the detector rests on too few answers, as a warning then says too
+        (see `jaxprobe.scope.Evidence`).
+      reason: why the answer is not trusted, in words.
+      warnings: what makes the probability less reliable, in words.
+      tokens: the answer's text, one piece per token.
+      log_probs: log-probability of each token under the backbone, in nats, at most 0.
+      text: the answer, if the model wrote it in the pass that was scored.
+      masked: computes `effects`; None if many answers were scored at once.
+      error: what is wrong with a row that `score_many` could not read as an answer;
+        `reason` says the same.
     """
 
     p_correct: float | None = None
@@ -67,14 +66,14 @@ class Score:
 
     @functools.cached_property
     def effects(self) -> tuple[float, ...]:
-        """What each token does to P: P minus P of the answer without its signals.
+        """The effect of each token on P: P minus P without the token's signals.
 
-        Of an answer that was scored alone; else empty. Computed when first asked for.
+        Empty unless the answer was scored on its own. Computed on first access.
         """
         return () if self.masked is None else self.masked()
 
     def __repr__(self) -> str:
-        """Say it in one line."""
+        """Return the score in one line."""
         return f"Score({self})"
 
     def _repr_html_(self) -> str:
@@ -84,7 +83,7 @@ class Score:
         return score_html(self.as_json(), self.effects)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; what computes `effects` holds the detector."""
+        """Return the state to pickle, with `effects` in place of the detector."""
         return {**self.__dict__, "effects": self.effects, "masked": None}
 
     def __str__(self) -> str:
@@ -96,7 +95,7 @@ class Score:
         return f"{answer!r}: P(correct) {p}, {self.decision}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON; `text` and `error` only where there is one."""
+        """Return the fields as JSON; `text` and `error` only if they are not None."""
         fields = dataclasses.asdict(dataclasses.replace(self, masked=None))
         del fields["masked"]
         for name in ("text", "error"):
@@ -110,18 +109,16 @@ class StreamedToken:
     """One token of an answer that is being written.
 
     Attributes:
-      text: what it adds to the answer, which may be nothing: one character can take
-        several tokens.
-      p: its probability under the model, before any temperature, in [0, 1].
-      entropy: of the distribution that it was chosen from, in nats.
-      is_stop: whether it ended the answer; its text is what stands before a stop
-        string.
-      p_correct: calibrated P(the answer is correct if it ends behind this token); None
-        where it was not asked for.
-      p_if_cut: the same of the answer read as one that is cut here, without a last
-        token's signals. No probability: a probe is fitted on whole answers, so it is
-        too low. It ranks answers that still go on, early, as well as `p_correct` or
-        better.
+      text: the text that the token adds to the answer; it may be empty, since one
+        character can take several tokens.
+      p: probability of the token under the model, before any temperature, in [0, 1].
+      entropy: entropy of the model's distribution at the token, in nats.
+      is_stop: whether the token ended the answer; its text ends before a stop string.
+      p_correct: calibrated probability that the answer is correct if it ends after this
+        token; None if it was not asked for.
+      p_if_cut: the same for an answer that is cut off here, read without the signals of
+        an end. It is too low as a probability, since probes are fitted on whole
+        answers. Early on it ranks unfinished answers at least as well as `p_correct`.
     """
 
     text: str
@@ -134,11 +131,11 @@ class StreamedToken:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionBatch:
-    """Questions, and how they are answered; every field is as in `answer`.
+    """Questions and how to answer them; the fields are the arguments of `answer`.
 
     Attributes:
-      texts: the questions; None where `messages` ask.
-      contexts: of each question, held as `Passage`s; none closed-book.
+      texts: the questions; None if `messages` ask.
+      contexts: the `Passage`s of each question; no passage asks closed-book.
     """
 
     texts: Any = None
@@ -150,7 +147,7 @@ class QuestionBatch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every argument, and hold what it was converted to."""
+        """Check and convert every argument."""
         texts, n, stop = None, 1, None
         if self.messages is None or self.texts is not None:
             texts = as_texts(self.texts, "questions")
@@ -174,22 +171,22 @@ class QuestionBatch:
 
     @staticmethod
     def name_of(place: int, n: int) -> str:
-        """Return what messages call one of `n` questions."""
+        """Return the name of one of `n` questions in error messages."""
         return "the question" if n == 1 else f"question {place + 1} of {n}"
 
 
 def _contexts_of_one(context: Any, name: str) -> list[Any] | None:
-    """Return the contexts of one question; None where it is shown no passage."""
+    """Return the contexts of one question; None if it has no passage."""
     passages = as_passages(context, name)
     return [passages] if passages else None
 
 
 class AnswerScorer(abc.ABC):
-    """Answers questions, and says how likely an answer is right."""
+    """Answers questions, and estimates how likely answers are to be right."""
 
     @abc.abstractmethod
     def load_scorer(self) -> Any:
-        """Return the `Scorer`: the detector beside its model, loaded now if need be."""
+        """Return the `Scorer` (the detector with its model), loading it if need be."""
 
     def score(
         self,
@@ -204,26 +201,26 @@ class AnswerScorer(abc.ABC):
         context_range: tuple[int, int] | None = None,
         question_range: tuple[int, int] | None = None,
     ) -> Score:
-        """Return P(the answer is correct) from one forward pass.
+        """Return the probability that an answer is correct, from one forward pass.
 
         Args:
-          question: as the model was asked.
+          question: the question that the model was asked.
           answer: its answer, or anybody's; it is read as if the model had written it.
           context: the passages that the model was shown: a text, a mapping with `text`
             and `title`, a document with `page_content`, or a list of these; None, or
             no passage, for closed-book.
-          prompt: the text that was really sent to be completed.
+          prompt: the text that was really sent for completion.
           messages: the chat that was really sent, each with `role` and `content`.
-          prompt_ids: the ids that the model really read.
-          answer_ids: the ids that it wrote; `answer` is not read beside them.
+          prompt_ids: the token ids that the model really read.
+          answer_ids: the token ids that the model wrote; they replace `answer`.
           context_range: characters `[start, stop)` of the context in the prompt's text.
-          question_range: likewise of the question. See `AnswerToScore` for all.
+          question_range: likewise of the question; `AnswerToScore` has more on both.
 
         Raises:
-          ValueError: an argument is of another type, a text is empty, holds control
-            tokens that the model would read as such, or is not where it is said to be;
-            the answer begins or ends with the text of a special token; or the detector
-            was trained on arrays or in another setting.
+          ValueError: an argument has the wrong type; a text is empty, is not where it
+            should be in the prompt, or has control tokens that the model would read as
+            such; the answer begins or ends with the text of a special token; or the
+            detector was trained on arrays or only in the other setting.
         """
         given = AnswerToScore(
             question=question,
@@ -241,19 +238,18 @@ class AnswerScorer(abc.ABC):
     def score_many(self, rows: Any, batch_size: int = BATCH_SIZE) -> list[Score]:
         """Return the scores of many answers, in the order of the rows.
 
-        Answers of similar length share forward passes. Numbers are those of `score`
-        up to rounding.
+        Answers of similar length share forward passes. Numbers equal `score`'s up to
+        rounding.
 
         Args:
-          rows: a list or a data frame. A row is a mapping of what `score` takes, or a
-            tuple of question, answer and perhaps context. One that `score` would refuse
-            has no P, the decision "unknown" and the reason in `error`. Other columns of
-            a data frame are not read, as a warning (`UserWarning`) says, except of
-            `id`.
+          rows: a list or a data frame. A row is a mapping of the arguments of `score`,
+            or a tuple of question, answer and perhaps context. A row that `score` would
+            refuse has no P, the decision "unknown" and the reason in `error`. Other
+            columns of a data frame are ignored; a `UserWarning` names all except `id`.
           batch_size: most answers in one forward pass.
 
         Raises:
-          ValueError: there is no list of rows, or the batch size is no such number.
+          ValueError: `rows` is no list or frame, or `batch_size` no positive integer.
         """
         read = as_rows(rows, ARGUMENTS)
         batch_size = as_count(batch_size, "batch_size")
@@ -296,37 +292,37 @@ class AnswerScorer(abc.ABC):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Any:
-        """Answer questions, and score the answers in the passes that write them.
+        """Answer questions and score the answers in the passes that write them.
 
-        The language model is asked as in the fit.
+        The prompts are those that the probe was fitted with, unless `messages` ask.
 
         Args:
-          questions: a text, or several.
-          contexts: what is shown with the question, as `score` takes it; or of several
-            questions a list of that, at least a passage for each. None, or no passage
-            of one question, asks closed-book.
-          context: of one question, the same as `contexts`.
-          messages: one chat that asks instead, each with `role` and `content`; a
-            question and its context are then looked for in it.
-          max_new_tokens: most tokens of an answer; None is as in the fit.
-          stop: texts that end an answer; None is as in the fit.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws. A draw depends on its prompt and the seed, on nothing else.
+          questions: one question, or a list of them.
+          contexts: the passages of one question, as in `score`; for a list of
+            questions, a list with at least one passage for each. None, or no passage
+            for a single question, asks closed-book.
+          context: another name for `contexts` with a single question.
+          messages: a chat to send instead, each with `role` and `content`; a question
+            and its context are then searched for in it.
+          max_new_tokens: most tokens of an answer; None takes the fit's.
+          stop: texts that end an answer; None takes the fit's.
+          temperature: sampling temperature; 0 always takes the likeliest token.
+          seed: seed of the sampling. A sample depends only on its prompt and the seed.
 
         Returns:
-          A score with the answer's `text`; of several questions a list of scores.
+          A score with the answer's `text`; for a list of questions, a list of scores.
 
         Raises:
-          ValueError: an argument is of another type, a text is empty or holds control
+          ValueError: an argument has the wrong type, a text is empty or has control
             tokens, a prompt does not fit the model's window, the model's logits are not
-            finite, or the detector was trained in another setting.
+            finite, or the detector was trained only in the other setting.
         """
         is_single = questions is None or isinstance(questions, str)
         if context is not None:
             if contexts is not None or not is_single:
                 raise ValueError(
-                    "context: expected one question without contexts beside it; of "
-                    "several give contexts, an entry a question"
+                    "context: expected a single question and no contexts argument; for "
+                    "several questions give contexts, one entry for each"
                 )
             contexts = context
         if is_single:
@@ -357,33 +353,32 @@ class AnswerScorer(abc.ABC):
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Iterator[StreamedToken | Score]:
-        """Answer a question token by token, and score the answer in the same passes.
+        """Answer a question token by token and score the answer in the same passes.
 
             ``*tokens, score = probe.stream("where was it?", every=4)``
 
         Args:
-          question: a text.
-          context: what is shown with it, as `score` takes it; None, or no passage,
-            asks closed-book.
-          every: so many tokens apart a token has `p_correct`, which is what `score`
-            gives the text that ends there, and `p_if_cut`; None is nowhere. Both are
-            mostly low until the answer is whole. As ranks of unfinished answers both
-            are worth something from the first token on, early `p_if_cut` as much or
-            more (docs/measurements.md). They cost a small part of a step, and the token
-            comes with the next one. The last token of an answer that is cut has
-            neither: there is the score.
+          question: the question.
+          context: its passages, as in `score`; None, or no passage, asks closed-book.
+          every: give every n-th token `p_correct`, the score of the text that ends
+            there, and `p_if_cut`; None gives them to no token. Both are mostly low
+            until the answer is complete, but they help to rank unfinished answers from
+            the first token on; early in an answer `p_if_cut` ranks as well or better
+            (docs/measurements.md). They cost a small part of a step, and delay the
+            token until the next one. The last token of an answer that is cut off has
+            neither, since the score follows.
           messages: as in `answer`.
-          max_new_tokens: most tokens of an answer; None is as in the fit.
-          stop: texts that end an answer; None is as in the fit.
-          temperature: of draws; 0 takes the likeliest tokens.
-          seed: of draws.
+          max_new_tokens: most tokens of an answer; None takes the fit's.
+          stop: texts that end an answer; None takes the fit's.
+          temperature: sampling temperature; 0 always takes the likeliest token.
+          seed: seed of the sampling.
 
         Returns:
-          Every token as it comes, with its text, probability and entropy, the stop
-          token too; last the score, which is that of `answer`.
+          An iterator over the tokens as they are written, with text, probability and
+          entropy, the stop token included. The last item is the score, as in `answer`.
 
         Raises:
-          ValueError: as `answer`, or the model cannot be read while it writes.
+          ValueError: as for `answer`, or the model cannot be read while it writes.
         """
         if every is not None:
             every = as_count(every, "every")

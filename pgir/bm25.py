@@ -1,7 +1,7 @@
-"""BM25 (Lucene's variant) by `bm25s`: the words of passages, indexed and searched.
+"""BM25 (Lucene's variant) by `bm25s`: indexes the words of passages and searches them.
 
-The index of a corpus lies in its folder, since making it takes long for Wikipedia, and
-loading it no time; see docs/measurements.md.
+The index of a corpus is kept in its folder: for Wikipedia it takes long to build, but
+loads at once (see docs/measurements.md).
 """
 
 import array
@@ -20,25 +20,24 @@ from beatrice.extract.run.files import replaced_folder, sha256_json, verify_chec
 from beatrice.jaxprobe.config import set_library_compiler
 from beatrice.pgir.corpus import Corpus
 
-# What `_words` takes for a word: part of a ranking's identity.
+# Identifies what `_words` takes for a word, as part of a ranking's identity.
 WORDS = "bm25, characters of scripts without blanks"
-_IDENTITY = "identity"  # a file: what an index was made of
-_PASSAGES_SPLIT = 1024  # whose words are in memory as texts
+_IDENTITY = "identity"  # the file that says what an index was made of
+_PASSAGES_SPLIT = 1024  # passages whose words are in memory as texts at once
 
 
 class Bm25Retriever:
-    """BM25 (Lucene's variant) by `bm25s`; see `_words` for what is a word."""
+    """BM25 (Lucene's variant) by `bm25s`; `_words` says what a word is."""
 
     def __init__(self, passages: Sequence[Passage], index: Any = None) -> None:
-        """Index passages, or take the index that was made of them."""
+        """Index passages, or use the index that was made of them."""
         self._n = len(passages)
         self.index = _index(passages) if index is None else index
 
     def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
-        """Return at most `depth` indices of each query, best first.
+        """Return at most `depth` indices per query, best first.
 
-        Fewer where fewer passages share a word with it: every word that they share
-        adds to the score, which is 0 without.
+        Passages that share no word with the query score 0 and are left out.
         """
         rankings, scores = self.index.retrieve(
             _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0
@@ -48,10 +47,10 @@ class Bm25Retriever:
 
 
 def open_bm25(corpus: Corpus, note: Callable[[str], None]) -> Bm25Retriever:
-    """Return the retriever of a corpus, by the index in its folder.
+    """Return the BM25 retriever of a corpus, using the index in its folder.
 
-    One is written where there is none of these passages, words and library; where it
-    cannot be, the index is in memory alone, and a note says why.
+    The index is built unless there is one of these passages, words and library version.
+    If it cannot be written, it stays in memory, and a note says why.
     """
     folder, bm25s = corpus.folder / "bm25", _library()
     identity = sha256_json([WORDS, corpus.identity, bm25s.__version__])
@@ -63,18 +62,18 @@ def open_bm25(corpus: Corpus, note: Callable[[str], None]) -> Bm25Retriever:
             retriever.index.save(work, show_progress=False)
             (work / _IDENTITY).write_text(identity)
     except OSError as error:
-        note(f"the index of words is in memory alone: {error}")
+        note(f"the index of words is kept only in memory: {error}")
     return retriever
 
 
 def _load(folder: Path, identity: str, note: Callable[[str], None]) -> Any:
-    """Return the index in a folder, its arrays mapped; None where it is no such one."""
+    """Return the index in a folder, memory-mapped; None if it is not the right one."""
     if not folder.exists():
         return None
     try:
         verify_checksums(folder)
     except ValueError as error:
-        note(f"the index of words is made again: {error}")
+        note(f"the index of words is built again: {error}")
         return None
     if (folder / _IDENTITY).read_text() != identity:
         return None
@@ -82,22 +81,22 @@ def _load(folder: Path, identity: str, note: Callable[[str], None]) -> Any:
 
 
 def _library() -> Any:
-    # It runs a JAX function when imported, which fixes JAX's options: unless a verb has
-    # set them, they are to leave room on a GPU.
+    # Importing bm25s runs a JAX function, which fixes JAX's options. Unless a verb has
+    # set them, choose some that leave room on a GPU.
     is_set = "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
     if "bm25s" not in sys.modules and not is_set:
         with contextlib.suppress(ImportError, RuntimeError):  # no JAX that works
             set_library_compiler()
     import bm25s
 
-    # It sets its logger to the lowest level when imported.
+    # Importing it sets its logger to the lowest level.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     return bm25s
 
 
 def _index(passages: Sequence[Passage]) -> Any:
     bm25s = _library()
-    # SciPy sorts by counting; the other way packs and sorts all words as int64.
+    # SciPy sorts by counting; the other backend packs and sorts all words as int64.
     index = bm25s.BM25(method="lucene", csc_backend="scipy")
     ids, numbers = _word_ids(passages)
     if not numbers:
@@ -109,7 +108,7 @@ def _index(passages: Sequence[Passage]) -> Any:
 def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
     """Return the words of passages as numbers, and the number of each word.
 
-    A passage's are an array of 4 bytes a word: as lists, of all passages at once, they
+    The numbers of a passage are an array with 4 bytes for each; lists for all passages
     would take more memory than the index.
     """
     ids: list[Any] = []
@@ -123,12 +122,11 @@ def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
 
 
 def _words(texts: Sequence[str]) -> list[list[str]]:
-    """Return the words of texts, lower-cased; no stemming.
+    """Return the words of texts in lower case, without stemming.
 
-    A word is a letter or digit and those that follow with their marks (vowel signs,
-    points, accents), in NFC; see `spaced` for scripts without blanks. It may be one
-    character, but neither the article "a" nor what an apostrophe leaves, "s" and "t";
-    there are no other stop words.
+    A word is a run of letters and digits with their marks (vowel signs, points,
+    accents), in NFC; see `spaced` for scripts without blanks. It may be one character.
+    The only stop words are the article "a" and what apostrophes leave, "s" and "t".
     """
     words = _library().tokenize(
         [spaced(text) for text in texts],

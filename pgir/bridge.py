@@ -1,10 +1,9 @@
-"""A backbone and its detector: the one answers, the other scores.
+"""A backbone with its detector: the backbone answers, the detector scores.
 
-Signals are put together as NumPy arrays; encoders and heads run in Torch on the
-backbone's device, see `TorchForward`: the second implementation of the modules that are
-trained, and what answers and signals are scored with: no compilation, any length. All
-encoders of a pass run stacked, `n_members` = `n_seeds * n_kept` of them, as batched
-products.
+Signals are assembled as NumPy arrays. Encoders and heads run in Torch on the backbone's
+device, see `TorchForward`. It is a second implementation of the modules trained in JAX
+and scores all answers, since it needs no compilation and takes any length. The encoders
+of a pass, `n_members = n_seeds * n_kept` in number, run stacked as batched products.
 """
 
 import dataclasses
@@ -42,30 +41,30 @@ from beatrice.jaxprobe.detector import (
 from beatrice.jaxprobe.families import FAMILIES, FLOATS, SPANS, Features, assemble
 from beatrice.pgir.warnings import differences
 
-MOST_ROWS = 256  # answers that are encoded together
+MOST_ROWS = 256  # most answers that are encoded together
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Signals of some answers, as rows."""
+    """The signals of some answers, one row each."""
 
     signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
 
     def rows(self, first: int, n: int) -> "Reading":
-        """Return the signals of at most `n` answers from `first` on."""
+        """Return the rows of at most `n` answers from `first` on."""
         rows = slice(first, first + n)
         return Reading(self.signals[rows], self.spans[rows])
 
     def features(self, setting: Setting) -> Features:
-        """Return the spans of a setting, padded to the longest of each."""
+        """Return the signals in a setting's spans, each padded to its longest."""
         lengths = [len(s.prob) for s in self.signals]
         firsts = np.array([s.first_token for s in self.signals])
         rows = {
             name: np.concatenate([getattr(s, name) for s in self.signals])
             for name in FAMILIES
         }
-        rows["hidden"] = rows["hidden"][:, 0]  # of one layer
+        rows["hidden"] = rows["hidden"][:, 0]  # the only layer
         starts = np.cumsum([0, *lengths[:-1]]) - firsts
         return assemble(rows, starts, self.spans, SPANS[setting])
 
@@ -79,9 +78,9 @@ def emissions(signals: AnswerSignals, n_prompt: int, n_answer: int) -> np.ndarra
 class ProbedBackbone:
     """A frozen backbone with its detector: answers questions and scores answers.
 
-    Prompts are those that the detector was trained under, and an answer's span is the
-    one of training. `most_bytes` is what encoding answers together may take; `strict`
-    refuses a backbone of another revision or type than the detector's.
+    Prompts and answer spans are those of the detector's training. `most_bytes` limits
+    the memory for encoding answers together; `strict` refuses a backbone of another
+    revision or type than the detector's.
     """
 
     def __init__(
@@ -93,16 +92,16 @@ class ProbedBackbone:
         most_bytes: int = 1 << 30,
         strict: bool = True,
     ) -> None:
-        """Check that the two belong together."""
+        """Check that backbone and detector belong together."""
         trained = detector.provenance
         if trained is None:
             raise ValueError(
                 "the detector was trained on arrays, not on a model's answers, so it "
-                f"cannot read {backbone.name}; give it arrays"
+                f"cannot be used with {backbone.name}; give it arrays"
             )
         if strict and (first := next(differences(trained, backbone), None)):
             raise ValueError(
-                f"{first}; in Python strict=False loads it, and scores warn"
+                f"{first}; in Python, strict=False loads it with a warning per score"
             )
         if backbone.attention != trained.attention_layers:
             backbone = dataclasses.replace(backbone, attention=trained.attention_layers)
@@ -120,7 +119,7 @@ class ProbedBackbone:
     def requests(
         self, setting: Setting, questions: Sequence[str], contexts: Sequence
     ) -> list[Request]:
-        """Return one request per question, named by its place."""
+        """Return one request per question, identified by its index."""
         build = functools.partial(build_prompt, self.backbone.tokenizer, self.template)
         with self.lock:
             prompts = [build(*x) for x in zip(questions, contexts, strict=True)]
@@ -132,7 +131,7 @@ class ProbedBackbone:
     def answer(
         self, requests: Sequence[Request], sampling: SamplingConfig | None = None
     ) -> list[Answer]:
-        """Return answers in the order of the requests; greedy ones without sampling."""
+        """Return the answers, in order; without `sampling` they are greedy."""
         from beatrice.extract.generate.local import generate
 
         return generate(self.backbone, requests, self.config, sampling)
@@ -148,8 +147,8 @@ class ProbedBackbone:
     ) -> tuple[list[Answer], Reading]:
         """Return answers and their signals, from the passes that write them.
 
-        Where the model cannot be read so, it reads the answers again. Without sampling
-        tokens are chosen greedily.
+        If the model cannot be read while it writes, it reads the answers in a second
+        pass. Without `sampling` they are greedy.
         """
         if self.why_read_again is not None:
             answers, signals = self.answer(requests, sampling), None
@@ -160,7 +159,7 @@ class ProbedBackbone:
                 self.config,
                 answer_span=self.answer_span,
                 sampling=sampling,
-                runs_last=False,  # it is in no span
+                runs_last=False,  # the last token is in no span
             )
         sequences = list(map(self.sequence, requests, answers))
         if signals is None:
@@ -168,18 +167,18 @@ class ProbedBackbone:
         return answers, self.reading(signals, sequences)
 
     def sequence(self, request: Request, answer: Answer) -> TokenSequence:
-        """Return an answer as the model reads it again, with the spans of training."""
+        """Return prompt and answer as one sequence, with the spans of training."""
         start = request.prompt.question_start
         return sequence_of(answer, answer_span=self.answer_span, question_start=start)
 
     def sequences(self, answers: Sequence[Answer]) -> list[TokenSequence]:
-        """Return answers as the model reads them again."""
+        """Return the sequences of answers, see `sequence`."""
         return [sequence_of(a, answer_span=self.answer_span) for a in answers]
 
     def reading(
         self, signals: Sequence[AnswerSignals], sequences: Sequence[TokenSequence]
     ) -> Reading:
-        """Return signals with their spans, rounded as those of training."""
+        """Return signals with their spans, rounded as those of the training were."""
         return Reading(
             [self._as_trained(item) for item in signals],
             np.stack([sequence.spans for sequence in sequences]),
@@ -200,14 +199,14 @@ class ProbedBackbone:
     def read_batches(
         self, reader: SignalReader, sequences: Sequence[TokenSequence]
     ) -> Iterator[tuple[list[int], list[AnswerSignals]]]:
-        """Yield the places of some sequences, and what a reader of the model reads."""
+        """Yield batches of sequences: their indices, and the signals read of them."""
         for batch in reading_batches(sequences, self.config.tokens_per_batch):
             with self.lock:
                 signals = reader.read([sequences[i] for i in batch])
             yield batch, signals
 
     def _as_trained(self, signals: AnswerSignals) -> AnswerSignals:
-        """Round signals as the store of the training does, which may keep 8 bits."""
+        """Round signals as the store of the training did, perhaps to 8 bits."""
         types = self.trained.stored_as or FLOATS
         rounded = {
             name: as_written(getattr(signals, name), kind)
@@ -216,13 +215,13 @@ class ProbedBackbone:
         return dataclasses.replace(signals, **rounded)
 
     def rows_at_once(self, setting: Setting) -> int:
-        """Return how many answers are encoded together, one at least."""
+        """Return how many answers may be encoded together, at least one."""
         bank = self.detector.banks.get(setting)
         fits = self.most_bytes // max(1, bank.row_bytes if bank else 0)
         return min(max(1, fits), MOST_ROWS)
 
     def score(self, branch: HeadName, readings: Mapping[Setting, Reading]) -> Scores:
-        """Return the scores of answers that were read, `[n]` each."""
+        """Return the scores of answers from their readings in each setting, `[n]`."""
         n = min(self.rows_at_once(setting) for setting in readings)
         n_all = len(next(iter(readings.values())).signals)
         parts = []
@@ -235,9 +234,9 @@ class ProbedBackbone:
         return Scores.joined(parts)
 
 
-_LAYER_NORM_EPSILON = 1e-6  # Flax's
+_LAYER_NORM_EPSILON = 1e-6  # as in Flax
 _GROUP_NORM_EPSILON = 1e-5
-_SUREST = 1e-6  # a probability further from 1/2 counts as this one
+_SUREST = 1e-6  # probabilities are clipped to [1e-6, 1 - 1e-6] before a logit
 Weights = dict[str, torch.Tensor]
 
 
@@ -245,7 +244,7 @@ class TorchForward:
     """Scores features with a detector's weights on one device."""
 
     def __init__(self, detector: Detector, device: torch.device | str = "cpu") -> None:
-        """Stack the weights; numbers are float32 whatever the backbone computes in."""
+        """Stack the weights, as float32 even if the backbone uses another type."""
         self.detector = detector
         needs_pooled = any(
             np.any(head.params["params"][name])
@@ -275,9 +274,9 @@ class TorchForward:
         """Fuse encoders, see `jaxprobe.fusion.FusionHead`.
 
         Args:
-          head: of `n_slots` slots; the first `n_selected` are filled.
-          logits: per encoder `[n_seeds, n_examples]`.
-          pooled: per encoder `[n_seeds, n_examples, d_pooled]`.
+          head: a head with `n_slots` slots, of which the first `n_selected` are filled.
+          logits: for each encoder, `[n_seeds, n_examples]`.
+          pooled: for each encoder, `[n_seeds, n_examples, d_pooled]`.
         """
         weights, n = self._heads[id(head)], len(logits)
         p_correct = torch.sigmoid(torch.stack(logits, dim=1))
@@ -304,12 +303,12 @@ class _StackedEncoders:
     def __init__(
         self, bank: EncoderBank, device: torch.device | str, needs_pooled: bool
     ) -> None:
-        """Take the encoders of a bank.
+        """Stack the encoders of a bank.
 
         Args:
-          bank: leaves `[n_seeds, n_kept, …]`.
-          device: of the weights.
-          needs_pooled: a head reads the pooled vectors. Where none does, a network
+          bank: encoders with parameter leaves `[n_seeds, n_kept, …]`.
+          device: device for the weights.
+          needs_pooled: whether a head reads the pooled vectors. If none does, a network
             that adds nothing to its linear part is not run.
         """
         self.bank, self.device = bank, device
@@ -342,7 +341,7 @@ class _StackedEncoders:
         """Return logits `[n_seeds, n_kept, n_examples]` and pooled `[…, 2 * hidden]`.
 
         Args:
-          features: of `n_examples` answers, as they are read.
+          features: signals of `n_examples` answers, not yet standardised.
         """
         masks = [torch.as_tensor(m, device=self.device) for m in features.masks]
         spans = [
@@ -363,7 +362,7 @@ class _StackedEncoders:
     def _standardized(
         self, x: torch.Tensor, mask: torch.Tensor, span: int
     ) -> torch.Tensor:
-        """Standardise one span; padding, and what is not read there, become zero."""
+        """Standardise one span; padding and families not read there become zero."""
         x = torch.where(mask[..., None], (x - self.mean) * self.inverse, 0.0)
         is_answer = span == len(self.bank.spans) - 1
         for family in () if is_answer else self.bank.dims.of_answers:
@@ -409,7 +408,7 @@ class _StackedEncoders:
         Args:
           projected: `[n_members, n_examples, n_tokens, n_families * projection]`.
           real: `[n_examples, n_tokens]`, 1 on real tokens and 0 on padding.
-          weights: of this span.
+          weights: the weights of this span.
         """
         config, mask = self.bank.config, real[..., None]
 
@@ -490,7 +489,7 @@ def _group_norm(
 
 
 def _mean_over_seeds(p_correct: torch.Tensor) -> np.ndarray:
-    """Average over the first axis; float32 as in JAX, then float64."""
+    """Average over the first axis in float32, as JAX does; return float64."""
     return p_correct.mean(dim=0).cpu().numpy().astype(np.float64)
 
 
@@ -501,6 +500,6 @@ def _tensors(tree: Mapping[str, Any], device: torch.device | str) -> Weights:
 
 
 def _below(prefix: str, weights: Weights) -> Weights:
-    """Return the weights whose paths begin so, by the rest of the path."""
+    """Return the weights whose paths begin with a prefix, by the rest of the path."""
     n = len(prefix)
     return {path[n:]: x for path, x in weights.items() if path.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The verbs that search and that act on the score: corpus, control."""
+"""The verbs `corpus` and `control`, which search and act on the score."""
 
 import contextlib
 import dataclasses
@@ -34,13 +34,13 @@ Form = Literal["flat", "sq8", "ivf_pq"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """How a text encoder reads; None is the encoder's own way."""
+    """How a text encoder reads; None takes the encoder's own setting."""
 
-    query_prefix: str | None = option("Of questions.", rare=True, type=click.STRING)
-    passage_prefix: str | None = option("Of passages.", rare=True, type=click.STRING)
-    max_tokens: int | None = option("Of a text, else 256.", rare=True, min=8)
+    query_prefix: str | None = option("For questions.", rare=True, type=click.STRING)
+    passage_prefix: str | None = option("For passages.", rare=True, type=click.STRING)
+    max_tokens: int | None = option("Per text, else 256.", rare=True, min=8)
     encoder_dtype: Literal["float32", "bfloat16"] | None = option(
-        "Of the encoder's weights, else float32.", rare=True
+        "Type of the encoder's weights, else float32.", rare=True
     )
 
     def settings(self) -> dict[str, Any]:
@@ -53,38 +53,36 @@ class EncoderSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(EncoderSettings):
-    """Where a run's questions find passages."""
+    """Where to search passages for a run's questions."""
 
-    corpus: Path | None = option(
-        "A corpus, as `beatrice corpus` built it.", type=FOLDER
-    )
+    corpus: Path | None = option("A corpus built by `beatrice corpus`.", type=FOLDER)
     retriever: str | None = option(
-        "With --corpus bm25, dense or fused; or one's own, as MODULE:NAME or an entry "
-        "point.  [default: bm25]"
+        "bm25; with --corpus also dense or fused; without it also your own retriever, "
+        "as MODULE:NAME or an entry point.  [default: bm25]"
     )
     index: Form | None = option("Form of the dense index.  [default: flat]")
-    url: str | None = option("A retrieval server's, up to /retrieve or /batch_search.")
+    url: str | None = option("URL of a server, ending in /retrieve or /batch_search.")
     retriever_encoder: Path | None = option(
         "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
     )
 
     def __post_init__(self) -> None:
-        """Check that every option has an effect."""
+        """Check that every option given has an effect."""
         is_dense = self.retriever in ("dense", "fused")
         of_corpus = (self.corpus, self.retriever, self.index, self.retriever_encoder)
         if self.url is not None and any(of_corpus):
             raise click.UsageError(
-                "--url searches by a server; leave --corpus, --retriever, --index and "
-                "--retriever-encoder out"
+                "--url searches a server; leave out --corpus, --retriever, --index and "
+                "--retriever-encoder"
             )
         if not is_dense and (self.index or self.retriever_encoder or self.settings()):
             raise click.UsageError(
-                "--index, --retriever-encoder and the settings of an encoder are of "
-                "vectors; give --retriever dense or fused too"
+                "--index, --retriever-encoder and encoder settings need vectors; give "
+                "--retriever dense or fused too"
             )
 
     def write(self, run_dir: Path, section: "Searches" = "retrieval") -> None:
-        """Write down in a run where it searches, if any of these was given."""
+        """Record in a run where it searches, if any of these options was given."""
         if not given(self):
             return
         from beatrice.extract.run.directory import RunDir
@@ -101,7 +99,7 @@ class RetrievalOptions(EncoderSettings):
         )
         is_plug = chosen.retriever not in KINDS
         flag = "--url" if self.url else "--retriever" if is_plug else None
-        # What is missing is not written down.
+        # A choice is recorded only after it was found to exist.
         with checking(flag) if flag else contextlib.nullcontext():
             check_retrieval(chosen)
         with RunDir.open(run_dir) as run:
@@ -109,16 +107,17 @@ class RetrievalOptions(EncoderSettings):
 
 
 def _absolute(path: Path | str | None) -> str | None:
-    # A link keeps its name, by which E5 is known.
+    # Links are not resolved: E5 is recognised by the name of its folder.
     return None if path is None else os.path.abspath(path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusOptions(EncoderSettings):
-    """What a corpus is built of, and what is done with it."""
+    """What to build a corpus from, and what to do with it."""
 
     source: tuple[Path, ...] = option(
-        "Passages or questions with passages; a folder for all below it; repeatable.",
+        "File of passages or of questions with passages, or a folder of them; "
+        "repeatable.",
         (),
         type=click.Path(exists=True, path_type=Path),
     )
@@ -126,48 +125,47 @@ class CorpusOptions(EncoderSettings):
         "Directory of a text encoder, such as E5 or MiniLM.", type=FOLDER
     )
     index: tuple[Form, ...] = option(
-        "Form of the dense index; repeatable in building.  [default: flat]", ()
+        "Form of the dense index; repeatable when building.  [default: flat]", ()
     )
     search: tuple[str, ...] = option("Find passages for this question; repeatable.", ())
     recall: bool = option(
-        "Measure on the corpus's own questions: BM25, and with --encoder dense, fused "
-        "and what a lossy --index loses.",
+        "Measure recall on the corpus's own questions: of BM25, and with --encoder of "
+        "dense and fused retrieval and the loss of a lossy --index.",
         False,
     )
-    serve: bool = option("Answer over HTTP, until stopped.", False)
+    serve: bool = option("Serve searches over HTTP until stopped.", False)
     retriever: Literal["bm25", "dense", "fused"] = option(
-        "Search by words, by vectors, or both fused by reciprocal rank.", "bm25"
+        "Search by words, by vectors, or by both, fused by reciprocal rank.", "bm25"
     )
-    depth: int = option("How many passages are found.", 3, flag="-k", min=1)
-    host: str = option("With --serve.", "127.0.0.1", rare=True)
-    port: int = option("With --serve.", 8000, rare=True, min=0, max=65535)
+    depth: int = option("Number of passages to find.", 3, flag="-k", min=1)
+    host: str = option("Address that --serve listens on.", "127.0.0.1", rare=True)
+    port: int = option("Port of --serve.", 8000, rare=True, min=0, max=65535)
 
     def __post_init__(self) -> None:
-        """Check that every option has an effect."""
+        """Check that every option given has an effect."""
         if blank := [text for text in self.search if not any(map(str.isalnum, text))]:
             raise click.UsageError(
-                f"--search: expected a question, found {blank[0]!r}; give a word that "
-                "is looked for"
+                f"--search: expected a question, found {blank[0]!r}; give at least one "
+                "word to search for"
             )
         uses = sum((bool(self.search), self.recall, self.serve))
         if uses > 1 or (uses and (self.source or len(self.index) > 1)):
             raise click.UsageError(
-                "give one of --source, --search, --recall and --serve, and one --index "
-                "to search"
+                "give only one of --source, --search, --recall and --serve, and only "
+                "one --index to search"
             )
         if self.encoder is None and (self.index or self.settings()):
             raise click.UsageError(
-                "--index and the settings of an encoder are of vectors; give --encoder "
-                "too"
+                "--index and encoder settings need vectors; give --encoder too"
             )
         if self.encoder and self.retriever == "bm25" and (self.search or self.serve):
             raise click.UsageError(
-                "--retriever bm25 reads no vectors; give dense or fused, or leave "
-                "--encoder out"
+                "--retriever bm25 uses no encoder; give dense or fused, or leave out "
+                "--encoder"
             )
 
     def load_encoder(self) -> "TextEncoder | None":
-        """Return the encoder that is named, or None."""
+        """Return the encoder named by --encoder, or None."""
         if self.encoder is None:
             return None
         from beatrice.pgir.index import TextEncoder, read_encoder_config
@@ -183,13 +181,13 @@ class CorpusOptions(EncoderSettings):
 def corpus(folder: Path, as_json: bool, how: CorpusOptions) -> None:
     """Gather passages into a corpus, index it for dense retrieval, or search it.
 
-    psgs_w100.tsv, JSON lines of wiki18 and HippoRAG's lists are read as published, also
-    texts without a title, and the contexts of question sets, whose gold passages are
-    then known; each passage is kept once. FOLDER holds everything; the same line again
-    continues, after any kill. An index is of one encoder, whose folder's name it has,
-    and of this corpus. --search, --recall and --serve search what is there; --serve
-    speaks the protocols of Search-R1 (POST /retrieve) and FlashRAG (POST /search and
-    /batch_search), for whoever has the index elsewhere.
+    psgs_w100.tsv, JSON lines of wiki18 and HippoRAG's lists are read as published, and
+    so are texts without a title and question sets, whose contexts become passages and
+    whose gold passages are recorded. Each passage is kept once. FOLDER holds
+    everything; after a kill, the same command continues. An index belongs to this
+    corpus and one encoder, and is named after the encoder's folder. --search, --recall
+    and --serve use a finished corpus; --serve speaks the protocols of Search-R1 (POST
+    /retrieve) and FlashRAG (POST /search and /batch_search), for other machines.
 
     Example: beatrice corpus corpora/wiki --source psgs_w100.tsv --encoder e5-base-v2
     --index ivf_pq
@@ -241,7 +239,7 @@ def _search(
             shown = [{"title": p.title, "text": p.text} for p in passages]
             click.echo(json.dumps({"question": text, "passages": shown}))
         else:
-            click.echo(text if passages else f"{text}\n  no passage has a word of it")
+            click.echo(text if passages else f"{text}\n  no passage shares a word")
             for rank, passage in enumerate(passages, start=1):
                 click.echo(printable(f"  {rank}. {passage.title}: {passage.text}"))
 
@@ -260,7 +258,7 @@ def _index(
         index_folder,
     )
 
-    import_faiss()  # hours of encoding would be in vain without it
+    import_faiss()  # fail before the hours of encoding, not after
     folder = index_folder(corpus, encoder.config.path.name)
     with progress.stage("encode") as update:
         vectors = build_vectors(folder, corpus, encoder, update)
@@ -285,8 +283,8 @@ def _recall(
     golds = corpus.golds()
     if not golds:
         raise ValueError(
-            f"{corpus.folder} has no question with gold passages: build it with a "
-            "--source of questions too"
+            f"{corpus.folder} has no question with gold passages; build the corpus "
+            "with a --source of questions too"
         )
     questions = [gold.question for gold in golds]
     rankings = {"BM25": open_bm25(corpus, note).search(questions, LEAST_DEPTH)}
@@ -315,21 +313,21 @@ def _recall(
         return
     click.echo(recall_table(measured, counts))
     if lost:
-        parts = ", ".join(f"{value:.4f} of its {k}" for k, value in lost.items())
-        click.echo(f"{form} finds of what flat finds first: {parts}")
+        parts = ", ".join(f"{value:.4f} of the top {k}" for k, value in lost.items())
+        click.echo(f"share of flat's passages that {form} finds: {parts}")
 
 
 def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> None:
     from beatrice.pgir.retrieval_server import RetrievalServer
 
-    def stop(*_: Any) -> None:  # as service managers ask; Ctrl-C does the same
+    def stop(*_: Any) -> None:  # service managers send SIGTERM; Ctrl-C does the same
         raise SystemExit
 
     signal.signal(signal.SIGTERM, stop)
     with RetrievalServer(search, corpus, host=host, port=port, depth=depth) as server:
         click.echo(
             f"{len(corpus):,} passages at http://{host}:{server.server_port}/retrieve "
-            "and /batch_search; Ctrl-C stops"
+            "and /batch_search; press Ctrl-C to stop"
         )
         server.serve_forever()
 
@@ -339,39 +337,39 @@ class ControlOptions:
     """Fields of `ControlConfig`; None leaves a field as it is."""
 
     max_generations: float | None = option(
-        "Cap on their mean, in choosing settings on validation.  [default: 4]", min=1
+        "Cap on mean generations when choosing settings.  [default: 4]", min=1
     )
     rivals: tuple[str, ...] = option(
-        "A rival to run, or none or all; repeatable.", (), flag="--only"
+        "Rival to run, or none or all; repeatable.", (), flag="--only"
     )
     n_questions: int | None = option(
         "Most questions of each set.", flag="--limit", min=1
     )
     n_training: int | None = option(
-        "Training questions that trained rivals learn from.", flag="--n-train", min=1
+        "Number of training questions for rivals that learn.", flag="--n-train", min=1
     )
     encoder: str | None = option(
-        "A sentence encoder's folder, for rivals that read questions alone.",
+        "Folder of a sentence encoder, for rivals that read only the question.",
         type=click.Path(exists=True, file_okay=False),
     )
     judge: tuple[str, ...] = option(
-        "A judge of drafts of one's own, to run PGIR's loop with; repeatable.",
+        "Your own judge of drafts, to run PGIR's loop with; repeatable.",
         (),
         metavar="MODULE:NAME",
     )
     cross_fit: bool | None = option(
-        "Also choose PGIR's settings on probabilities from maps fitted on other "
-        "questions (true or false).",
+        "Also choose PGIR's settings on probabilities from calibration maps fitted on "
+        "other questions (true or false).",
         rare=True,
     )
     queries: Literal["paper", "choose", "all"] | None = option(
-        "Search as the paper, also as is best on validation, or in all ways (paper, "
-        "choose, all).",
+        "Search with the paper's query, also with the best one on validation, or with "
+        "every one (paper, choose, all).",
         rare=True,
     )
 
     def change(self, config: "ControlConfig") -> "ControlConfig":
-        """Return how the controllers are run."""
+        """Return a run's configuration with the options given applied to it."""
         from beatrice.pgir.controllers.stage import EVERY_RIVAL, OWN_JUDGE
 
         fields = given(self)
@@ -391,8 +389,8 @@ class ControlOptions:
 def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
-    Until --corpus, --url or --retriever is given, the passages that came with the
-    questions are searched; then what was given last.
+    By default the passages that came with the questions are searched. The run keeps
+    the last --corpus, --url or --retriever that was given.
 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
@@ -407,7 +405,7 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
     retrieval.write(run_dir)
-    # What is missing is not written down.
+    # A choice is recorded only after it was found to exist.
     with checking("--judge"):
         for spec in how.judge:
             as_judge(load_plug(spec, JUDGES), spec)

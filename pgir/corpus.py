@@ -1,9 +1,9 @@
-"""A corpus: the passages of any files, each once, on disk and read by line.
+"""A corpus: the passages of any files, each stored once, on disk, and read one by one.
 
 Corpora are read as they are published (DPR's `psgs_w100.tsv`, the JSON lines of
 FlashRAG and Search-R1, HippoRAG's lists of titles and texts), and so are the contexts
-of question sets; what a question marks as gold is written down beside, so that
-retrieval can be judged: by gold passages and gold answers among the first of a ranking.
+of question sets. Their gold passages are recorded too, so that retrieval can be
+measured by the gold passages and gold answers among the first of a ranking.
 """
 
 import collections
@@ -42,11 +42,11 @@ from beatrice.extract.run.files import (
 )
 from beatrice.pgir.arguments import as_passage
 
-# A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
-# nothing says which paragraph holds the answer.
+# A passage must fit into a prompt. TriviaQA's evidence is whole pages, and nothing says
+# which paragraph holds the answer.
 MOST_WORDS = 1000
-DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is judged
-# In what two wordings of one passage may differ, beside case: blanks, quotes, brackets;
+DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is measured
+# In what two wordings of a passage may differ, besides case: blanks, quotes, brackets;
 # sentence marks that end a word (those of "3.5" and "!=" count); dashes, unless a word
 # begins with one ("-5"). All else counts: "C++" is not "C#", a vowel sign is a letter.
 _BLANKS = r"""\s"'`´‘’‚“”„«»‹›()\[\]{}"""
@@ -54,12 +54,12 @@ _BETWEEN = re.compile(
     rf"[{_BLANKS}]|[.,;:!?…]+(?=[{_BLANKS}]|$)|(?<=\w)[-‐‑–—]+|[-‐‑–—]+(?![-‐‑–—\w])"
 )
 _NO_SOURCE = (
-    "left out, neither questions nor passages (records with 'text', 'contents' or "
-    "'page_content')"
+    "left out, as it has neither questions nor passages (records with 'text', "
+    "'contents' or 'page_content')"
 )
 _AGAIN = "build the corpus again in another folder"
 _FILES = ("passages.jsonl", "gold.jsonl", "lines.npy")
-# What is counted of a file, and in words.
+# What is counted for a file, and the words for it.
 _COUNTED = {
     "n_found": "passages",
     "n_new": "of them new",
@@ -67,12 +67,12 @@ _COUNTED = {
     "n_empty": "left out without a word",
 }
 Note = Callable[[str], None]
-# By (question set, measure): the mean at each depth.
+# The mean at each depth, by (question set, measure).
 Measured = dict[tuple[str, str], dict[int, float]]
 
 
 class Gold(Record, frozen=True, kw_only=True):
-    """A question, and the places in the corpus of the passages marked as gold."""
+    """A question, and the indices in the corpus of its gold passages."""
 
     dataset: str
     id: str
@@ -84,13 +84,13 @@ class Gold(Record, frozen=True, kw_only=True):
 class Corpus(Sequence[Passage]):
     """The passages of a finished corpus, read from disk one by one.
 
-    Passages are one where they differ in case, blanks, quotes, brackets, dashes and the
-    marks that end sentences alone; the first wording stays.
+    Passages that differ only in case, blanks, quotes, brackets, dashes and the marks
+    that end sentences are one; the first wording is kept.
 
-    `sources` of its facts, `corpus.json`, counts the passages of every file, those that
-    no earlier file had, and those left out for more than `MOST_WORDS` words or without
-    any. The identity is the SHA-256 of the passages; an index names the one that it was
-    built on.
+    `facts`, from `corpus.json`, has `sources` with the counts of every file: its
+    passages, those that no earlier file had, and those left out for having more than
+    `MOST_WORDS` words or none. `identity` is the SHA-256 of the passages; an index
+    records the one that it was built on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,7 +119,7 @@ class Corpus(Sequence[Passage]):
     @overload
     def __getitem__(self, index: slice) -> list[Passage]: ...
     def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
-        """Return the passage at a place, or those of a slice."""
+        """Return the passage at an index, or those of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
@@ -128,22 +128,22 @@ class Corpus(Sequence[Passage]):
         return self._decode(self._bytes[start:stop])
 
     def golds(self) -> list[Gold]:
-        """Return the questions whose gold passages are known."""
+        """Return the questions with known gold passages."""
         return list(read_records(self.folder / "gold.jsonl", Gold))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the facts of a finished corpus; none of its other files is read."""
+    """Return the facts of a finished corpus without reading its other files."""
     if not (folder / "corpus.json").is_file():
         line = shell_line("corpus", folder, "--source", "FILE")
-        raise ValueError(f"{folder} holds no finished corpus: build one with `{line}`")
+        raise ValueError(f"{folder} has no finished corpus; build one with `{line}`")
     return read_sealed(folder / "corpus.json", _AGAIN)
 
 
 def as_document(passage: Passage) -> str:
     """Return a passage as FlashRAG and Search-R1 write it, and as encoders read it.
 
-    The title in double quotes, a line end, the text; the text alone without a title.
+    The title in double quotes, a line break and the text; without a title, the text.
     """
     return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
 
@@ -151,8 +151,8 @@ def as_document(passage: Passage) -> str:
 def as_served(passage: Passage) -> str:
     """Return the document that `from_document` reads as this passage.
 
-    As `as_document` does, but that a title is one line, and a text of several lines has
-    one above it though there is no title.
+    It is that of `as_document`, except that the title becomes a single line, and a text
+    of several lines without a title is preceded by an empty one.
     """
     if not passage.title and "\n" in passage.text:
         return f'""\n{passage.text}'
@@ -161,7 +161,7 @@ def as_served(passage: Passage) -> str:
 
 
 def _key(passage: Passage) -> int:
-    """Return eight bytes of the bare wording: one clash in 21e6 is 1.2e-5."""
+    """Hash the bare wording to 8 bytes; P(any clash in 21e6 passages) is 1.2e-5."""
     text = unicodedata.normalize("NFC", f"{passage.title} {passage.text}").casefold()
     words = " ".join(_BETWEEN.sub(" ", text).split())
     digest = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).digest()
@@ -169,7 +169,7 @@ def _key(passage: Passage) -> int:
 
 
 def _has_passages(path: Path, error: FileRefused) -> bool:
-    """Return whether a file without questions is one of passages, by its records."""
+    """Return whether a file without questions has records that are passages."""
     if error.format is not None:
         return error.format.startswith("passages")
     try:
@@ -182,7 +182,7 @@ def _has_passages(path: Path, error: FileRefused) -> bool:
 def read_source(
     path: Path, note: Note
 ) -> Iterator[tuple[Question | None, Sequence[Passage]]]:
-    """Yield the passages of a file, or its questions with theirs."""
+    """Yield the passages of a file, or its questions with their passages."""
     try:
         questions = open_dataset(path)
     except FileRefused as error:
@@ -208,13 +208,13 @@ def read_source(
     if refused:
         first = refused[0]
         note(
-            f"{path.name}: {len(refused)} records left out that cannot be used; the "
-            f"first, record {first.number} ({first.at}): {first.reason}"
+            f"{path.name}: unusable records left out: {len(refused)}; the first is "
+            f"record {first.number} ({first.at}): {first.reason}"
         )
 
 
 class _Writer:
-    """Writes passages and gold passages, each once, and counts those of a file."""
+    """Writes passages and gold passages, each once, and counts them for a file."""
 
     def __init__(self) -> None:
         self.places: dict[int, int] = {}
@@ -223,7 +223,7 @@ class _Writer:
         self.counts: collections.Counter[str] = collections.Counter()
 
     def add(self, passage: Passage, stream: IO[bytes]) -> int | None:
-        """Write a passage unless it is there; return its place."""
+        """Write a passage unless it is there; return its index, None if left out."""
         self.counts["n_found"] += 1
         n_words = len(spaced(passage.text).split())
         if not 0 < n_words <= MOST_WORDS:
@@ -241,7 +241,7 @@ class _Writer:
     def add_golds(
         self, question: Question, places: Sequence[int | None], stream: IO[bytes]
     ) -> None:
-        """Write a question's gold passages, unless it has none or was there before."""
+        """Write a question's gold passages, unless it has none or was seen before."""
         pairs = zip(question.passages, places, strict=True)
         golds = [i for passage, i in pairs if passage.is_supporting and i is not None]
         name = question.dataset or "unknown"
@@ -270,7 +270,7 @@ def _source_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
-    """Build a corpus, or open the one that is there if it is of the same files.
+    """Build a corpus, or open an existing one if it was built from the same files.
 
     Memory grows with the number of passages (some 150 bytes each), not with the files.
     """
@@ -280,7 +280,7 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
         corpus = Corpus(folder)
         if corpus.facts["asked"] != hashes:
             raise ValueError(
-                f"{folder} holds a corpus of other files; choose another folder"
+                f"{folder} has a corpus of other files; choose another folder"
             )
         return corpus
     with held_alone(folder):
@@ -299,7 +299,7 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
 
 @contextlib.contextmanager
 def held_alone(folder: Path) -> Iterator[None]:
-    """Make a folder and keep others out (`InUse`); after an error it goes if empty."""
+    """Create and lock a folder (`InUse` for others); if left empty, remove it again."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
     with acquire_lock(lock) as stream:
@@ -332,7 +332,7 @@ def _write_passages(
                 counts = (f"{n} {_COUNTED[x]}" for x, n in writer.counts.items() if n)
                 note(f"{name}: {', '.join(counts)}")
         if not writer.places:
-            raise ValueError("none of the files holds a passage")
+            raise ValueError("none of the files has a passage; give other files")
     return writer, reports
 
 
@@ -343,8 +343,8 @@ def gold_recall(
 
     Args:
       ranking: `[n]` indices, best first.
-      golds: at least one index.
-      depths: how many count as the first.
+      golds: indices of the gold passages, at least one.
+      depths: how many passages count as the first.
     """
     return {
         depth: len(set(golds) & set(ranking[:depth].tolist())) / len(golds)
@@ -358,10 +358,10 @@ def has_answer(
     golds: Sequence[str],
     depths: Sequence[int] = DEPTHS,
 ) -> dict[int, float]:
-    """Return 1 where one of the first passages contains a gold answer, else 0.
+    """Return, by depth, 1 if one of the first passages contains a gold answer, else 0.
 
-    Words of the normalised answer, in order, as whole words of the normalised passage
-    (DPR's "has answer", under SQuAD's normalisation; see `spaced`).
+    The words of the normalised answer must occur in order, as whole words of the
+    normalised passage (DPR's "has answer" with SQuAD's normalisation; see `spaced`).
     """
     answers = [f" {words} " for gold in golds if (words := spaced(normalise(gold)))]
     is_held = []
@@ -380,8 +380,8 @@ def measure(
     """Return recall and has-answer per question set, and how many questions each has.
 
     Args:
-      rankings: of each question, `[n]` indices, best first.
-      passages: what the indices mean.
+      rankings: `[n]` indices for each question, best first.
+      passages: the passages that the indices refer to.
       golds: the questions, with their gold passages.
     """
     of_set: dict[tuple[str, str], list[dict[int, float]]] = {}
@@ -400,11 +400,11 @@ def measure(
 
 
 def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
-    """Return the share of the exact ranking's first passages that another one has.
+    """Return, by depth, the share of an exact ranking's first passages that are found.
 
     Args:
-      rankings: `[n_queries, n]` of a lossy index.
-      exact: `[n_queries, n]` of the flat one.
+      rankings: `[n_queries, n]` indices, from a lossy index.
+      exact: `[n_queries, n]` indices, from the flat index.
     """
     pairs = list(zip(rankings, exact, strict=True))
     shares = {d: [gold_recall(a, b[:d], (d,))[d] for a, b in pairs] for d in DEPTHS}
@@ -412,7 +412,7 @@ def agreement(rankings: np.ndarray, exact: np.ndarray) -> dict[int, float]:
 
 
 def recall_table(measured: Mapping[str, Measured], counts: Mapping[str, int]) -> str:
-    """Return a Markdown table: a line per set and retriever, recall then has-answer."""
+    """Return a Markdown table of recall and has-answer, a row per set and retriever."""
     at = [(kind, depth) for kind in ("recall", "answer") for depth in DEPTHS]
     lines = [table_head(["set", "n", "retriever", *(f"{x}@{d}" for x, d in at)])]
     for dataset, n in counts.items():

@@ -1,9 +1,9 @@
-"""The score as a gate: whether to retrieve, and which answer to keep; and PGIR itself.
+"""The score as a gate: whether to retrieve and which answer to keep; and PGIR itself.
 
-An answer may stand where the probe trusts it, at the precision that it was loaded with,
-or from a threshold on: a run's is PGIR's tau where `beatrice control` has chosen one,
-the same that its tables were made with. `run_pgir` runs the whole loop, without a run
-directory, over a person's own retriever.
+A gate accepts an answer if the probe trusts it at the precision it was loaded with or,
+if the gate has a threshold, if its P reaches that. The threshold of a run is PGIR's
+tau, as chosen by `beatrice control` and used in its tables. `run_pgir` runs the whole
+loop with a user's retriever, without a run directory.
 """
 
 import asyncio
@@ -63,17 +63,17 @@ from beatrice.pgir.warnings import REASONS, WARNINGS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A closed-book answer, and whether it may stand.
+    """A closed-book answer, and whether it is trusted.
 
     Attributes:
-      question: as it was asked.
-      answer: of the run's backbone.
-      p_correct: in [0, 1]; None where the detector cannot read the answer.
+      question: the question as it was asked.
+      answer: the answer of the run's backbone; empty if the question cannot be asked.
+      p_correct: probability that it is correct, in [0, 1]; None if it cannot be scored.
       decision: "trust" from the gate's threshold on, "distrust" below it, "unknown"
-        without a probability; that of the score where the gate has no threshold.
-      reason: why there is no P: the answer could not be read, or the model cannot be
-        asked the question (see `Gate.draft`) and it has none; else None.
-      warnings: of the answer's score.
+        without a probability; if the gate has no threshold, the score's decision.
+      reason: why there is no P: the answer could not be scored, or the model could not
+        be asked the question (see `Gate.draft`); None if there is one.
+      warnings: the warnings of the answer's score.
     """
 
     question: str
@@ -85,7 +85,7 @@ class Draft:
 
     @property
     def retrieve(self) -> bool:
-        """Whether passages are wanted: the answer is not trusted."""
+        """Whether to retrieve passages, since the answer is not trusted."""
         return self.decision != "trust"
 
 
@@ -95,14 +95,13 @@ class Kept:
 
     Attributes:
       answer: its text.
-      p_correct: in [0, 1]; None where the detector can read neither.
-      is_grounded: whether it is the one written with passages.
-      decision: as of a `Draft`; where it is not "trust", the answer is only the better
-        of two.
-      reason: why the grounded answer could not be read, as of its `Score`, whichever is
-        kept; None where it has a P, and is kept or not for that.
-      warnings: of the grounded answer's score; the first counts passages that no
-        prompt can hold as they are, if there are any.
+      p_correct: probability that it is correct, in [0, 1]; None if it has none.
+      is_grounded: whether it is the answer written with passages.
+      decision: as in `Draft`; unless "trust", the answer is only the better of the two.
+      reason: why the grounded answer has no probability (see `Score.reason`), even if
+        the draft is kept; None if it has one.
+      warnings: the warnings of the grounded answer's score, preceded by one that
+        counts the passages that had to be changed or left out, if any.
     """
 
     answer: str
@@ -119,7 +118,7 @@ class Kept:
 
 
 class _Policy(msgspec.Struct):
-    """What is read of control.json."""
+    """The fields of `control.json` used here."""
 
     tau: float
 
@@ -131,16 +130,16 @@ def _checked(scorer: Any) -> AnswerScorer:
 
 
 class Gate:
-    """Decides by a scorer; may be called from several threads.
+    """Decides from scores when to retrieve; may be called from several threads.
 
     Args:
-      scorer: a probe, or a run's, see `Scorer.load`.
-      threshold: least probability of an answer that may stand, in (0, 1]; None takes
-        the scorer's decisions, and is refused where it trusts no closed-book answer.
+      scorer: a probe, or the scorer of a run, see `Scorer.load`.
+      threshold: lowest probability at which an answer is trusted, in (0, 1]; None takes
+        the scorer's decisions, and is refused if it can trust no closed-book answer.
     """
 
     def __init__(self, scorer: AnswerScorer, threshold: float | None = None) -> None:
-        """Take the detector and its threshold."""
+        """Check the scorer and its threshold."""
         self.scorer = _checked(scorer)
         self.threshold = threshold
         if threshold is not None:
@@ -164,10 +163,10 @@ class Gate:
 
         Args:
           path: the run's folder.
-          threshold: None takes PGIR's, which `beatrice control` chose.
-          model: as of `Scorer.load`, and so are the others.
-          device: where the backbone computes.
-          dtype: of its weights.
+          threshold: as for `Gate`; None takes PGIR's, chosen by `beatrice control`.
+          model: as for `Scorer.load`, like the remaining arguments.
+          device: device of the backbone.
+          dtype: type of its weights.
         """
         path = as_path(path, "path")
         if threshold is None:
@@ -176,7 +175,7 @@ class Gate:
             threshold = read_json(run.control / "control.json", _Policy, again).tau
             if (gap := run.stage_gap("control")) is not None:
                 raise ValueError(
-                    f"{path} has a threshold that was not chosen for what is there now "
+                    f"the threshold of {path} does not fit the run's contents "
                     f"({gap}); run `beatrice control` again, or give a threshold"
                 )
         threshold = as_probability(threshold, "threshold")  # before weights are loaded
@@ -184,10 +183,10 @@ class Gate:
         return cls(scorer, threshold)
 
     def draft(self, questions: Sequence[str]) -> list[Draft]:
-        """Answer questions closed-book, and say of each whether to retrieve.
+        """Answer questions closed-book and decide for each whether to retrieve.
 
-        One that the model cannot be asked (it is empty, too long for the window or the
-        memory, or holds a control token) has no answer, and is to be retrieved for.
+        A question that the model cannot be asked (it is empty, too long for the window
+        or the memory, or has a control token) gets no answer, and needs retrieval.
         """
         questions = as_texts(questions, "questions")
         if not questions:
@@ -212,34 +211,34 @@ class Gate:
         ]
 
     def _answer(self, questions: Sequence[str]) -> list[Score]:
-        """Answer questions; one that the device cannot hold has no answer."""
+        """Answer questions; one that does not fit in memory gets no answer."""
         try:
             return self.scorer.answer(questions)
         except DoesNotFit as error:
             if len(questions) == 1:
                 return [Score(reason=str(error))]
-        middle = len(questions) // 2  # most are written together, as without that one
+        middle = len(questions) // 2  # halves keep most answers in large batches
         return self._answer(questions[:middle]) + self._answer(questions[middle:])
 
     def should_retrieve(self, question: str) -> bool:
-        """Return whether the closed-book answer to a question may not stand."""
+        """Return whether the closed-book answer to a question is not trusted."""
         return self.draft([as_text(question, "question")])[0].retrieve
 
     def keep(self, draft: Draft, grounded: str, passages: Any = ()) -> Kept:
-        """Return the draft or the grounded answer: the first that may stand.
+        """Return the draft if it is trusted, else the grounded answer if that one is.
 
-        If neither does, the one with the higher score, the draft at a tie; an answer
-        that the detector cannot read has none. A draft without a word is not kept.
+        If neither is trusted, return the one with the higher P; a tie keeps the draft,
+        and an answer without P counts as 0. A blank draft is replaced unless the
+        grounded answer is blank too.
 
         Args:
-          draft: of the same question, see `draft`.
-          grounded: an answer that somebody's model wrote with passages; without a word
-            it has no score.
-          passages: those, see `Scorer.score`; without any the answer is read as a
-            closed-book one.
+          draft: the draft of the same question, see `draft`.
+          grounded: an answer that any model wrote with passages; a blank one has no P.
+          passages: those passages, as in `Scorer.score`; without any, the answer is
+            scored as a closed-book one.
         """
         if not isinstance(draft, Draft):
-            raise argument_error("draft", "a Draft, which `draft` makes", draft)
+            raise argument_error("draft", "a Draft, as returned by `draft`", draft)
         context = as_passages(passages, "passages")
         score = Score(reason="the grounded answer is empty; give at least one word")
         changes: list[str] = []
@@ -248,15 +247,15 @@ class Gate:
             score = Score(
                 reason="every passage is empty; give one with a word, or none"
             )
-            if shown or not context:  # else it would be read as a closed-book answer
+            if shown or not context:  # else it would be scored as a closed-book answer
                 setting = "with_context" if shown else "closed_book"
                 self.scorer.load_scorer().require_head(setting)
-                # `score` raises where an answer cannot be read; the draft can stand.
+                # `score` would raise for a bad answer, and the draft would be lost.
                 row = (draft.question, grounded, shown)
                 (score,) = self.scorer.score_many([row])
         decision = self._decide(score, grounded)
         is_better = (score.p_correct or 0.0) > (draft.p_correct or 0.0)
-        if not draft.answer.strip():  # not written, or without a word
+        if not draft.answer.strip():
             is_better = bool(grounded.strip())
         is_grounded = draft.decision != "trust" and (decision == "trust" or is_better)
         return Kept(
@@ -271,9 +270,9 @@ class Gate:
     def _readable(
         self, question: str, passages: Sequence[Passage]
     ) -> tuple[list[Passage], list[str]]:
-        """Return passages as a prompt can hold them, and a warning where they differ.
+        """Return passages as a prompt can hold them, and a warning if any was changed.
 
-        An answer that is paid for shall not be lost to a passage of a search.
+        An error here would waste an answer that was already paid for.
         """
         probed = self.scorer.load_scorer().probed
         filled = [passage for passage in passages if passage.text.strip()]
@@ -287,7 +286,7 @@ class Gate:
 
     def _decide(self, score: Score, answer: str) -> Decision:
         if score.p_correct is not None and not answer.strip():
-            return "distrust"  # whatever its P, it would stand for no answer
+            return "distrust"  # a blank answer is useless, whatever its P
         if self.threshold is None:
             return score.decision
         if score.p_correct is None:
@@ -296,32 +295,32 @@ class Gate:
 
 
 def _check_trusts_any(scorer: Scorer) -> None:
-    """Check that a closed-book answer can be trusted by the probe's own decisions."""
+    """Check that the probe's own decisions can trust any closed-book answer."""
     thresholds = scorer.thresholds("closed_book")
     if thresholds is None or thresholds.trust.p_correct is None:
-        why = "at the precision that it was loaded with"
+        why = "at the precision it was loaded with"
         what = "load it with a lower precision"
         if thresholds is not None and thresholds.trust.doubt is not None:
             why, what = f"({thresholds.trust.doubt})", "fit it on more answers"
         raise ValueError(
-            f"the probe trusts no closed-book answer {why}, so that each would be "
-            f"retrieved for; {what}, or give a threshold"
+            f"the probe trusts no closed-book answer {why}, so every question would "
+            f"need retrieval; {what}, or give a threshold"
         )
 
 
 class FlashRagJudger:
-    """A judger of FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 099da14).
+    """A judger for FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 099da14).
 
-    The pipeline makes its judger itself, so name the class before the pipeline is made:
-    `flashrag.pipeline.pipeline.get_judger = FlashRagJudger`. `config["judger_config"]`
-    has the `run`, and may have a `threshold`. The run's backbone should be the
-    pipeline's generator: it is its knowledge that is judged. The pipeline's `run` ends
-    with a KeyError where all verdicts are alike: there call its `sequential_pipeline`,
-    `run` if all are to be retrieved for, else `naive_run`.
+    The pipeline creates its judger itself, so set
+    `flashrag.pipeline.pipeline.get_judger = FlashRagJudger` before creating one.
+    `config["judger_config"]` needs a `run`, and may have a `threshold`. The run's
+    backbone should be the pipeline's generator, since its knowledge is judged. The
+    pipeline's `run` raises a KeyError if all verdicts are equal: then call the `run` of
+    its `sequential_pipeline` if all need retrieval, and that one's `naive_run` if none.
 
     Args:
-      config: FlashRAG's, or any mapping like it.
-      gate: an open one, in the place of the one that the config names.
+      config: FlashRAG's config, or a similar mapping.
+      gate: an open gate to use instead of the one that the config names.
     """
 
     def __init__(self, config: Mapping[str, Any], gate: Gate | None = None) -> None:
@@ -341,7 +340,7 @@ class FlashRagJudger:
         self.gate = gate
 
     def judge(self, dataset: Any) -> list[bool]:
-        """Return of every question whether to retrieve.
+        """Return for every question whether to retrieve.
 
         Args:
           dataset: FlashRAG's Dataset, a list of questions, or one question.
@@ -353,7 +352,7 @@ class FlashRagJudger:
 
 
 class _GraphState(TypedDict, total=False):
-    """What the nodes of the graph hand on."""
+    """The state that the nodes of the graph share."""
 
     question: str
     draft: Draft
@@ -365,7 +364,7 @@ class _GraphState(TypedDict, total=False):
 
 @contextlib.contextmanager
 def _pipelines() -> Iterator[None]:
-    """Say how to get a package of the extra `pipelines` where it is missing."""
+    """Say how to install a missing package of the extra `pipelines`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -378,16 +377,16 @@ def langgraph_app(
     retrieve: Callable[[str], Sequence[Any]],
     generate: Callable[[str, Sequence[Any]], str],
 ) -> Any:
-    """Return a compiled LangGraph graph: draft, and only if need be retrieve and keep.
+    """Return a compiled LangGraph graph that retrieves unless the draft is trusted.
 
     Args:
-      gate: an open one.
-      retrieve: passages for a question.
-      generate: an answer to a question with passages.
+      gate: an open gate.
+      retrieve: returns passages for a question.
+      generate: returns an answer to a question with passages.
 
     Returns:
-      `app.invoke({"question": ...})` gives `answer`, `p_correct`, and where it was
-      retrieved for `passages` and the `reason` of `Kept`.
+      A graph whose `app.invoke({"question": ...})` gives `answer` and `p_correct`, and
+      after a retrieval also `passages` and the `reason` of `Kept`.
     """
     with _pipelines():
         from langgraph.graph import END, START, StateGraph
@@ -415,13 +414,12 @@ def langgraph_app(
 
 
 def llama_index_engine(gate: Gate, engine: Any) -> Any:
-    """Return a LlamaIndex query engine that asks another only if need be.
+    """Return a LlamaIndex query engine that asks `engine` unless the draft is trusted.
 
     Args:
-      gate: an open one.
-      engine: any query engine; its answer is kept if it scores better, and rests on a
-        source node at least. Where it could not be read, the metadata has the `reason`
-        of `Kept`; that of an answer that is kept has the engine's too.
+      gate: an open gate.
+      engine: any query engine. Its answer is kept if it scores better and has a source
+        node; then so is its metadata. The metadata's `reason` is that of `Kept`.
     """
     with _pipelines():
         from llama_index.core.base.response.schema import (
@@ -438,9 +436,8 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
     def kept_response(draft: Draft, reply: Any) -> Response:
         mode = MetadataMode.LLM  # a node as the engine's model reads it
         passages = [node.get_content(metadata_mode=mode) for node in reply.source_nodes]
-        text = str(reply)  # which reads a stream to its end
-        # The text of a reply without words is "None", of one without nodes
-        # "Empty Response".
+        text = str(reply)  # this reads a stream to its end
+        # A reply without words has the text "None", one without nodes "Empty Response".
         words = getattr(reply, "response", getattr(reply, "response_txt", None))
         grounded = text if words and passages else ""
         best = gate.keep(draft, grounded, passages)
@@ -476,20 +473,19 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RagAnswer:
-    """What PGIR answers a question.
+    """PGIR's answer to one question.
 
     Attributes:
-      question: as it was asked.
-      answer: of the draft that is returned; None where nothing was written.
-      p_correct: in [0, 1], of that draft; None likewise, or where its judge failed or
-        the detector cannot read it, as no other draft either.
-      is_trusted: whether it reaches the threshold; else it is the best of all drafts.
-      passages: that the model was shown; none for a closed-book draft.
-      n_generations: drafts that were written.
-      reason: why the detector cannot read the draft, as of a `Draft`.
-      error: why no further draft was written or judged: a search or a judge failed, or
-        a prompt does not fit the model's window or memory, or no prompt can hold the
-        question.
+      question: the question as it was asked.
+      answer: the draft that is returned; None if nothing was written.
+      p_correct: its probability of being correct, in [0, 1]; None if nothing was
+        written, if its judge failed, or if no draft could be scored.
+      is_trusted: whether `p_correct` reaches the threshold; else it is the highest.
+      passages: the passages that the model was shown; none for a closed-book draft.
+      n_generations: number of drafts written.
+      reason: why the detector cannot score the draft, as in `Draft`.
+      error: why no further draft was written or judged: a search or a judge failed, a
+        prompt does not fit the model's window or memory, or none can hold the question.
     """
 
     question: str
@@ -513,30 +509,30 @@ def run_pgir(
     query: Query = "draft",
     judge: DraftJudge | None = None,
 ) -> list[RagAnswer]:
-    """Answer questions as PGIR does, in batches (see `pgir.controllers.loop`).
+    """Answer questions with PGIR, in batches (see `pgir.controllers.loop`).
 
     Args:
       scorer: a probe, such as `beatrice.load(run)`.
-      questions: not empty.
-      retriever: one's own, see `OwnRetriever`.
-      threshold: least P of a draft that is returned at once, in (0, 1].
-      budget: most retrievals of a question.
-      n_passages: shown after each retrieval.
-      query: with what is searched, see `ControllerConfig`.
-      judge: of drafts, in the place of the detector: a callable of question, answer
-        and passages that returns P(correct) in [0, 1].
+      questions: texts that are not empty.
+      retriever: your retriever, see `OwnRetriever`.
+      threshold: lowest P at which a draft is returned at once, in (0, 1].
+      budget: most retrievals for a question.
+      n_passages: passages shown after each retrieval.
+      query: what to search with, see `ControllerConfig`.
+      judge: replaces the detector: a callable of question, answer and passages that
+        returns P(correct) in [0, 1].
 
     Raises:
-      ValueError: an argument is of another type, the probe was fitted on one setting
-        alone, or the retriever or judge fails.
+      ValueError: an argument has the wrong type, a probe of one setting has no `judge`,
+        or the retriever or judge gives a wrong value or any error except an OSError.
     """
     loaded = _checked(scorer).load_scorer()
     probed = loaded.probed
     fitted = [x for x in SETTINGS if x in probed.detector.heads]
     if judge is None and len(fitted) < len(SETTINGS):
         raise ValueError(
-            f"scorer: the probe was fitted on {' and '.join(fitted)} answers alone, "
-            "and drafts are written without passages and with them; fit one on both "
+            f"scorer: the probe was fitted only on {' and '.join(fitted)} answers, but "
+            "drafts are written without passages and with them; fit a probe on both "
             "settings, or give a judge"
         )
     texts = as_texts(questions, "questions")
@@ -580,7 +576,7 @@ def _shown(
 
 
 class _DetectorJudge:
-    """Judges drafts by the detector; the P of one that it cannot read is NaN.
+    """Judges drafts by the detector; P is NaN for a draft that it cannot score.
 
     `reasons` says why, by question and the passages that were shown.
     """
@@ -605,7 +601,7 @@ class _DetectorJudge:
 
 
 def _recording(trace: list[TracedDraft], accept: Accept) -> Accept:
-    """Add each draft to a trace, of which a failed question returns the best."""
+    """Add each draft to a trace, so that a failed question can return its best one."""
 
     def accept_and_record(draft: TracedDraft) -> bool:
         trace.append(draft)
@@ -617,9 +613,9 @@ def _recording(trace: list[TracedDraft], accept: Accept) -> Accept:
 def _answer_of(
     question: str, trace: Trace, policy: Policy, detector: _DetectorJudge
 ) -> RagAnswer:
-    """Return what a policy takes of a question's drafts."""
+    """Return the answer that a policy chooses among a question's drafts."""
     answering = detector.answering
-    if not trace:  # the first was not judged, or not written
+    if not trace:  # the first draft was not judged, or not written
         first = answering.journal.find(Call("answer", question))
         return RagAnswer(question=question, answer=first and first.value.text)
     decision = decide(trace, policy)

@@ -1,7 +1,7 @@
-"""An answer that exists, however it is described, as one sequence with its spans.
+"""Turns an existing answer, however it is described, into one sequence with its spans.
 
-A score reads what the model had read. Either the run's own template asked, or the
-prompt that was really used is given; both end in the same ids and spans.
+An answer is scored in the context in which it was written. That is either the run's own
+prompt template, or a prompt that the caller gives; both yield token ids and spans.
 """
 
 import contextlib
@@ -38,37 +38,36 @@ from beatrice.pgir.arguments import (
 
 Range = tuple[int, int]
 _PROMPTS = ("prompt", "messages", "prompt_ids")
-# Of texts as ids; until 2 an answer began with a blank whatever stands before it.
+# Version of how texts become ids. In version 1 every answer began with a blank.
 READING = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerToScore:
-    """An answer, and what the model had been asked.
+    """An answer, and the prompt that the model was asked with.
 
-    Without `prompt`, `messages` and `prompt_ids` the run's own template asks
-    `question`, with the passages in `context`. With one of them that is the prompt, as
-    it was really used; `question` and `context` are then looked for in its text, or
-    `question_range` and `context_range` say where they lie.
+    Without `prompt`, `messages` and `prompt_ids`, the run's own template asks
+    `question` with the passages in `context`. At most one of the three may be given: it
+    is the prompt that was really used. `question` and `context` are then searched for
+    in its text, unless `question_range` and `context_range` say where they are.
 
     Attributes:
-      question: as the model was asked.
-      answer: its answer, or anybody's; under a prompt, its exact text, with the white
-        space that it began with. Not read where `answer_ids` are given.
-      context: passages that the model was shown, see `as_passages`; held as `Passage`s,
-        none for closed-book.
-      prompt: text that was sent to be completed. Control tokens in it are read as
-        such; the tokenizer's own come before it unless it begins with them.
-      messages: `{"role", "content"}`, put through the model's chat template, thinking
-        switched off.
+      question: the question that the model was asked.
+      answer: its answer, or anybody's. After a given prompt it is the exact text,
+        including the white space at its beginning. Ignored if `answer_ids` are given.
+      context: the passages that the model was shown, see `as_passages`; stored as
+        `Passage`s. None, or no passage, is closed-book.
+      prompt: text that was sent for completion. Its control tokens are read as such;
+        the tokenizer's own are put in front unless it begins with them.
+      messages: mappings with `role` and `content`, put through the model's chat
+        template with thinking switched off.
       prompt_ids: the ids that the model read.
       answer_ids: the ids that it wrote; a special one at the end is the stop token.
-        `()` where the model is yet to answer. Without them `answer` is tokenised, and
+        `()` if the model has yet to answer. Without them `answer` is tokenised, and
         taken as ended by the stop token.
       context_range: characters `[start, stop)` of the context in the prompt's text,
-        which for `messages` is what `Scorer.render` returns and for `prompt_ids` what
-        they decode to.
-      question_range: likewise; behind the context.
+        which is `prompt`, `Scorer.render(messages)` or the decoded `prompt_ids`.
+      question_range: likewise of the question, which must follow the context.
     """
 
     question: str | None = None
@@ -82,7 +81,7 @@ class AnswerToScore:
     question_range: Range | None = None
 
     def __post_init__(self) -> None:
-        """Check every argument, and hold what it was converted to."""
+        """Check and convert every argument."""
         prompts = [name for name in _PROMPTS if getattr(self, name) is not None]
         if len(prompts) > 1:
             raise ValueError(f"expected one prompt, found {' and '.join(prompts)}")
@@ -94,8 +93,8 @@ class AnswerToScore:
         for name in ("context_range", "question_range"):
             if not prompts and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} lies in the text of a prompt; give prompt, messages or "
-                    "prompt_ids"
+                    f"{name} refers to the text of a prompt; give prompt, messages or "
+                    "prompt_ids too"
                 )
         needed = ["answer"] if self.answer_ids is None else []
         for name in [*needed, *([] if prompts else ["question"])]:
@@ -104,7 +103,7 @@ class AnswerToScore:
 
     @property
     def uses_template(self) -> bool:
-        """Whether the run's own template asks."""
+        """Whether the prompt is made by the run's own template."""
         return all(getattr(self, name) is None for name in _PROMPTS)
 
 
@@ -122,13 +121,13 @@ ARGUMENTS = tuple(field.name for field in dataclasses.fields(AnswerToScore))
 
 
 def as_answer(row: Any) -> AnswerToScore:
-    """Return a row of many: a mapping of what `score` takes, or a tuple in order."""
+    """Return a row's answer: a mapping of `score`'s arguments, or a tuple in order."""
     if isinstance(row, AnswerToScore):
         return row
     if isinstance(row, Mapping):
         if unknown := sorted(map(str, row.keys() - set(ARGUMENTS))):
             raise ValueError(
-                f"unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}"
+                f"unknown argument {unknown[0]!r}; expected {', '.join(ARGUMENTS)}"
             )
         return AnswerToScore(**row)
     if isinstance(row, (tuple, list)) and 2 <= len(row) <= 3:
@@ -151,47 +150,47 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTokens(Prompt):
-    """What the model had read when it began to answer."""
+    """The prompt that the model had read when it began to answer."""
 
     is_templates: bool  # whether the run's own template makes the same ids
-    parts: list[Part]  # without the template's words where that asked
+    parts: list[Part]  # question and passages, or the whole of another prompt
 
     @property
     def words(self) -> str:
-        """What was asked."""
+        """The texts of all parts, joined."""
         return " ".join(part.text for part in self.parts)
 
     @property
     def setting(self) -> Setting:
-        """Closed-book where no token is context."""
+        """The setting: closed-book if no token belongs to a context."""
         has_context = self.context_span[0] < self.context_span[1]
         return "with_context" if has_context else "closed_book"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoringInput:
-    """An answer ready to be read."""
+    """An answer prepared for scoring."""
 
-    prompt: PromptTokens  # what was asked
+    prompt: PromptTokens
     answer: Answer
-    pieces: tuple[str, ...]  # the answer's text, a piece a token
+    pieces: tuple[str, ...]  # the answer's text, one piece per token
     sequence: TokenSequence  # prompt and answer with their spans
 
     @property
     def parts(self) -> list[Part]:
-        """The texts in prompt and answer; the answer is the last."""
+        """The texts in the prompt, followed by the answer."""
         answer = Part("the answer", self.answer.text, self.answer.token_ids)
         return [*self.prompt.parts, answer]
 
 
 @dataclasses.dataclass(frozen=True)
 class _PromptText:
-    """A prompt as text and ids; offsets are None where the text makes other ids."""
+    """A prompt as text and ids; offsets are None if the text has other ids."""
 
     text: str
     ids: tuple[int, ...]
     offsets: Sequence[Range] | None
-    begin: int  # character at which the question begins where no range is known
+    begin: int  # character at which the question begins if its range is not known
     end: int | None = None  # character at which a chat's last message ends
 
 
@@ -221,12 +220,12 @@ def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
 def _last_message(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str
 ) -> Range:
-    """Return where the last message lies in the text of all.
+    """Return the characters of the last message in the text of all messages.
 
-    Its words may stand in what the template writes behind it, as "a" does. The whole
-    text where the template writes other words around another message.
+    Searching for it is not enough, since the template's own words after it may contain
+    a message such as "a". If those words depend on the message, return the whole text.
     """
-    mark = "BEATRICE-MESSAGE"  # as of `render_message`
+    mark = "BEATRICE-MESSAGE"  # as in `render_message`
     marked = [*messages[:-1], {**messages[-1], "content": mark}]
     before, _, after = apply_template(tokenizer, marked).partition(mark)
     start, stop = len(before), len(text) - len(after)
@@ -244,7 +243,7 @@ def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
 
 
 def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
-    """Find passages one after another; from the first one's begin to the last's end."""
+    """Return the range from the first passage to the last, found one after another."""
     edges: list[int] = []
     for number, passage in enumerate(passages, start=1):
         check_text(passage.text, f"passage {number}")
@@ -252,7 +251,7 @@ def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
         at = text.find(words, after)
         if at < 0:
             raise ValueError(
-                f"passage {number} is not in the prompt's text behind the one before; "
+                f"passage {number} is not in the prompt's text after the one before; "
                 "give its exact words in the prompt's order, or a context_range"
             )
         if not edges and text.find(words, at + 1) >= 0:
@@ -264,13 +263,13 @@ def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
 
 
 def _find_question(text: str, question: str, after: int, end: int | None) -> Range:
-    """Find the last place of the question behind the context, as it is or trimmed."""
+    """Return the last range of the question after the context, as given or trimmed."""
     check_text(question, "the question")
     for words in (question, question.strip()):
         if (at := text.rfind(words, after, end)) >= 0:
             return at, at + len(words)
     raise ValueError(
-        "the question is not in the prompt's text behind the context, where the "
+        "the question is not in the prompt's text after the context, where the "
         "detector reads it; give its exact words, or a question_range"
     )
 
@@ -278,7 +277,7 @@ def _find_question(text: str, question: str, after: int, end: int | None) -> Ran
 def _ranges(
     prompt: _PromptText, given: AnswerToScore
 ) -> tuple[Range | None, Range | None]:
-    """Return the characters of context and question, as given or where they are."""
+    """Return the ranges of context and question, as given or as found in the text."""
     context = given.context_range or _find_context(prompt.text, given.context)
     after = context[1] if context else 0
     question = given.question_range
@@ -293,12 +292,12 @@ def _ranges(
     if question is not None and question[0] < after:
         raise ValueError(
             f"question_range begins at {question[0]}, before the context's end at "
-            f"{after}; the detector reads a question behind its context"
+            f"{after}; the detector reads a question after its context"
         )
     if prompt.offsets is None and (context or question):
         raise ValueError(
-            "prompt_ids are not those that the tokenizer makes of their own text, so "
-            "no character of it can be placed in them; give the prompt's text instead"
+            "prompt_ids differ from those that the tokenizer makes of their own text, "
+            "so question and context cannot be placed in them; give prompt instead"
         )
     return context, question
 
@@ -306,13 +305,13 @@ def _ranges(
 def _prompt_as_given(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore
 ) -> PromptTokens:
-    """Return the prompt that was really used; its spans are found, or as trained."""
+    """Return a prompt given by the caller, with its spans."""
     prompt = _prompt_text(tokenizer, given)
     context, question = _ranges(prompt, given)
     if question is not None:
         cut = [Passage(title="", text=prompt.text[slice(*context)])] if context else []
         words, passages = prompt.text[slice(*question)], given.context or cut
-        # Where the template cannot make it, it is not the template's.
+        # A prompt that the template cannot make is not the template's.
         with contextlib.suppress(ValueError):
             of_template = _prompt_from_template(tokenizer, template, words, passages)
             if of_template.ids == prompt.ids:
@@ -330,8 +329,8 @@ def _prompt_as_given(
     last = len(prompt.ids) - 1
     if span[1] > last or (start or 0) > last:
         raise ValueError(
-            "context and question lie before the last token of the prompt, at which "
-            "the answer begins; give the whole prompt, with what follows the question"
+            "context and question must lie before the last token of the prompt, at "
+            "which the answer begins; give what follows the question too"
         )
     return PromptTokens(
         ids=prompt.ids,
@@ -363,17 +362,17 @@ def _prompt_from_template(
     )
 
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # a character whose other bytes are to come
+HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character with bytes still to come
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
-    """Return what each token adds to the text that ids decode to.
+    """Return the text that each token adds to what the ids decode to.
 
-    A character of several tokens comes with the last of them. Each is decoded behind
-    those of the text before: alone some tokenizers leave out the space it begins with.
+    A character of several tokens comes with the last of them. Every token is decoded
+    together with some before it, since some tokenizers drop a first token's space.
     """
     texts: list[str] = []
-    first = done = 0  # ids behind which, and of which, the text is known
+    first = done = 0  # `ids[first:done]` are decoded before the next token
     for n in range(1, len(ids) + 1):
         before = decode_ids(tokenizer, ids[first:done])
         text = decode_ids(tokenizer, ids[first:n])
@@ -388,15 +387,15 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
 def _check_ends(tokenizer: Any, answer: str) -> None:
     """Check that an answer neither begins nor ends with the text of a special token.
 
-    The model would read its letters, which it never writes, and P would mean nothing.
+    The model would read it as letters, which it never writes, so P would mean nothing.
     """
     words, texts = answer.strip(), special_texts(tokenizer, len(tokenizer))
     for verb, meets in (("begins", words.startswith), ("ends", words.endswith)):
         if meets(texts):
             token = max(filter(meets, texts), key=len)
             raise ValueError(
-                f"the answer {verb} with {token!r}, a special token of the model; take "
-                "it off, as decoding with skip_special_tokens=True does"
+                f"the answer {verb} with {token!r}, a special token of the model; "
+                "remove it, as decoding with skip_special_tokens=True does"
             )
 
 
@@ -412,7 +411,7 @@ def _answer_tokens(
         text = str(given.answer)
         check_text(text, "the answer")
         _check_ends(tokenizer, text)
-        if given.uses_template:  # as the run's own begin
+        if given.uses_template:  # begin as the run's own answers do
             blank = blank_before_answer(tokenizer, prompt, chat=template.chat)
             text = blank + text.strip()
         encoded = encode_behind(tokenizer, prompt, text)
@@ -428,7 +427,7 @@ def _answer_tokens(
 def prompt_tokens(
     tokenizer: Any, template: PromptTemplate, given: AnswerToScore
 ) -> PromptTokens:
-    """Return what the model has read, or is to read, before it answers."""
+    """Return the prompt that the model has read, or will read, before it answers."""
     if not given.uses_template:
         return _prompt_as_given(tokenizer, template, given)
     question = str(given.question)
@@ -444,10 +443,10 @@ def prepare(
     stop_id: int | None = None,
     example_id: str = "given",
 ) -> ScoringInput:
-    """Make the sequence of an answer that exists, for the model of a fast tokenizer.
+    """Return an existing answer as a sequence to score; needs a fast tokenizer.
 
-    `template` and `answer_span` are the run's own; None takes the tokenizer's stop
-    token.
+    `template` and `answer_span` are those of the run; a `stop_id` of None takes the
+    tokenizer's end-of-sequence token.
     """
     prompt = prompt_tokens(tokenizer, template, given)
     usual = tokenizer.eos_token_id if stop_id is None else stop_id

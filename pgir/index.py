@@ -1,12 +1,12 @@
-"""Dense retrieval: texts to vectors, vectors to an index on disk, an index searched.
+"""Dense retrieval: encodes texts as vectors, builds an index on disk, and searches it.
 
-An encoder is run as E5 and the sentence transformers are: mean (or first-token) pooling
-of the last hidden states, then L2 norm, so that an inner product is a cosine. E5 was
-trained with "query: " and "passage: " before every text.
+Encoders are run like E5 and the sentence transformers: mean (or first-token) pooling
+of the last hidden states, then L2 normalisation, so that an inner product is a cosine.
+E5 was trained with "query: " and "passage: " before every text.
 
-Encoding takes hours for Wikipedia, so it is done in shards that each appear whole or
-not at all: a killed build continues with the first one missing, to the same files.
-Vectors are float16, as FlashRAG encodes them.
+Encoding takes hours for Wikipedia. It is done in shards, each of which is written whole
+or not at all, so a killed build continues with the first missing shard and ends with
+the same files. Vectors are float16, as FlashRAG encodes them.
 """
 
 import dataclasses
@@ -36,34 +36,34 @@ from beatrice.pgir.corpus import Corpus, as_document, held_alone
 
 Pooling = Literal["mean", "cls"]
 Form = Literal["flat", "sq8", "ivf_pq"]
-ROWS_PER_SHARD = 16_384  # passages encoded between two files
-# Modules of sentence-transformers that are run here too.
+ROWS_PER_SHARD = 16_384  # passages in a file of vectors
+# Modules of sentence-transformers that are supported here.
 _MODULES = re.compile(r"sentence_transformers\.(\w+\.)*(Transformer|Pooling|Normalize)")
 _E5 = re.compile(r"(?<![a-z0-9])e5(?![a-z0-9])", re.IGNORECASE)
 _TOKENS_PER_BATCH = 8192  # padding included
-# What an encoder's vectors depend on, beside its weights.
+# What an encoder's vectors depend on, besides its weights.
 _ENCODER_FILES = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
-_N_RESCORED = 200  # candidates of a lossy index whose exact score decides
-_LISTS_PROBED = 0.1  # share of an inverted file's lists that a query looks into
+_N_RESCORED = 200  # candidates of a lossy index that are ranked by exact scores
+_LISTS_PROBED = 0.1  # share of an inverted file's lists that a query searches
 _N_TRAIN = 500_000  # vectors that quantisers are trained on, spread over the corpus
-_PER_LIST = 39  # faiss: fewer training vectors per centroid make poor ones
+_PER_LIST = 39  # training vectors per centroid; faiss: fewer give poor centroids
 _CODES = 256  # values of a product-quantised byte
 _AGAIN = "delete the folder and build it again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageEncoderConfig:
-    """How an encoder of texts is run."""
+    """How a text encoder is run."""
 
     path: Path  # a directory written by `save_pretrained`, weights as safetensors
     query_prefix: str = ""  # put before a question
     passage_prefix: str = ""  # put before a passage
-    # Which last hidden states are averaged: all, or the first token's.
+    # Which last hidden states are averaged: all, or only the first token's.
     pooling: Pooling = "mean"
-    # Of a text, special tokens included; the rest is cut. Passages of 100 words have
-    # 130 to 180 tokens, so 256 lose nothing of them.
+    # Longer texts are cut; special tokens count. Passages of 100 words have 130 to 180
+    # tokens, so 256 are enough for them.
     max_tokens: int = 256
-    # Of weights and hidden states; pooling is always in float32.
+    # Type of weights and hidden states; pooling is always in float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -75,23 +75,23 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path) -> None:
-    """Check that an encoder has no layers behind the pooling, nor others before it."""
+    """Check that an encoder has only a Transformer, pooling and normalisation."""
     file = path / "modules.json"
     modules = read_json(file, list[dict[str, Any]], _COPY) if file.is_file() else []
     for name in (str(module.get("type")) for module in modules):
         if not _MODULES.fullmatch(name):
             raise ValueError(
                 f"{file}: expected Transformer, Pooling and Normalize of "
-                f"sentence-transformers, found {name!r}, which is not run here; take "
+                f"sentence-transformers, found {name!r}, which is not supported; use "
                 "another encoder"
             )
 
 
 def _read_pooling(path: Path) -> Pooling:
-    """Return the pooling in an encoder's files; the mean where they name none."""
+    """Return the pooling named in an encoder's files; the mean if they name none."""
     _check_modules(path)
     file = _read_json(path / "1_Pooling" / "config.json")
-    # Sentence-transformers 5.4 writes a name or several, before it a flag of each.
+    # Sentence-transformers 5.4 writes one name or several, older ones a flag for each.
     flags = [name for name in file if name.startswith("pooling_mode_")]
     modes = file.get("pooling_mode", [x for x in flags if file[x]] if flags else "mean")
     if modes in ("mean", ["mean"], ["pooling_mode_mean_tokens"]):
@@ -100,12 +100,12 @@ def _read_pooling(path: Path) -> Pooling:
         return "cls"
     raise ValueError(
         f"{path}: expected a pooling by mean or first token, found {modes!r} in "
-        "1_Pooling/config.json; take another encoder"
+        "1_Pooling/config.json; use another encoder"
     )
 
 
 def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
-    """Return how an encoder is run, by its files, by its name (E5), or as chosen."""
+    """Return how to run an encoder: as chosen, else by its files or its name (E5)."""
     given = Path(os.path.expanduser(path))
     path = given.resolve()
     if not (path / "config.json").is_file():
@@ -116,11 +116,11 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     model = _read_json(path / "config.json")
     of_library = _read_json(path / "config_sentence_transformers.json")
     prompts = of_library.get("prompts") or {}
-    # In the Hub's cache a folder is named by its commit, one above it by the model.
+    # In the Hub's cache the folder is named after the commit, a parent after the model.
     of_hub = (part for part in path.parts if part.startswith("models--"))
     names = (given.name, path.name, *of_hub, str(model.get("_name_or_path", "")))
     is_e5 = any(_E5.search(name) for name in names)
-    # Sentence-transformers 5 writes empty prompts for models that it knows none of.
+    # Sentence-transformers 5 writes empty prompts for models without known ones.
     of_passages = prompts.get("passage") or prompts.get("document")
     fields = {
         "query_prefix": prompts.get("query") or ("query: " if is_e5 else ""),
@@ -133,7 +133,7 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     if has_prefix and pooling.get("include_prompt") is False:
         raise ValueError(
             f"{path}: expected a pooling over the prefix too, found include_prompt "
-            "false in 1_Pooling/config.json; take another encoder"
+            "false in 1_Pooling/config.json; use another encoder"
         )
     return PassageEncoderConfig(path=path, **fields)
 
@@ -142,7 +142,7 @@ def encoder_identity(config: PassageEncoderConfig) -> str:
     """Return the SHA-256 of all that an encoder's vectors depend on, but its path."""
     files = [*sorted(config.path.glob("*.safetensors"))]
     if not files:
-        raise ValueError(f"{config.path} has no weights as safetensors")
+        raise ValueError(f"{config.path} has no weights as safetensors; convert them")
     files += [path for n in _ENCODER_FILES if (path := config.path / n).is_file()]
     settings = dataclasses.asdict(config)
     del settings["path"]
@@ -150,9 +150,9 @@ def encoder_identity(config: PassageEncoderConfig) -> str:
 
 
 class TextEncoder:
-    """An encoder in memory, on a GPU if there is one; see `encoder_identity`.
+    """A text encoder in memory, on a GPU if there is one; vectors are `d_model` wide.
 
-    Its vectors are `d_model` wide.
+    `identity` is what `encoder_identity` returns.
     """
 
     def __init__(self, config: PassageEncoderConfig) -> None:
@@ -163,7 +163,7 @@ class TextEncoder:
         self.config, self.identity = config, encoder_identity(config)
         about = _read_json(config.path / "config.json")
         check_weights(str(config.path), config.path, about)
-        # Without a word about it Transformers asks whoever sits there.
+        # If trust_remote_code is not given, Transformers may prompt for it.
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.path, trust_remote_code=False
         )
@@ -180,8 +180,8 @@ class TextEncoder:
         n_positions = getattr(model.config, "max_position_embeddings", None)
         if n_positions is not None and config.max_tokens > n_positions:
             raise ValueError(
-                f"{config.path} reads texts of at most {n_positions} tokens, and is to "
-                f"read {config.max_tokens}; give --set max_tokens={n_positions} or less"
+                f"{config.path} reads texts of at most {n_positions} tokens, not "
+                f"{config.max_tokens}; give --set max_tokens={n_positions} or less"
             )
 
     def encode(
@@ -189,8 +189,8 @@ class TextEncoder:
     ) -> np.ndarray:
         """Return unit vectors `[n_texts, d_model]` float32.
 
-        Texts of similar length share a batch; batches depend on the texts alone, so
-        the same list gives the same bytes on the same machine.
+        Texts of similar length share a batch. Batches depend only on the texts, so the
+        same list gives the same bytes on the same machine.
         """
         config = self.config
         prefix = config.query_prefix if kind == "query" else config.passage_prefix
@@ -229,7 +229,7 @@ class TextEncoder:
 
 
 def import_faiss() -> Any:
-    """Return faiss; without it the ValueError says how to install it."""
+    """Return faiss, or raise a ValueError that says how to install it."""
     try:
         import faiss
     except ImportError:
@@ -240,17 +240,17 @@ def import_faiss() -> Any:
 
 
 class Vectors:
-    """The vectors of a corpus, `(n_passages, d_model)`, memory-mapped.
+    """The vectors of a corpus, `[n_passages, d_model]`, memory-mapped.
 
-    `facts` are what they were made of, as sealed in `vectors.json`.
+    `facts`, sealed in `vectors.json`, says from what they were made.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open finished vectors; every shard is checked against its SHA-256."""
         if not (folder / "vectors.json").is_file():
             raise ValueError(
-                f"{folder} holds no finished vectors: run `beatrice corpus` with this "
-                "--encoder, which makes them or continues"
+                f"{folder} has no finished vectors; run `beatrice corpus` with this "
+                "--encoder to make or complete them"
             )
         self.folder = folder
         self.facts = read_sealed(folder / "vectors.json", _AGAIN)
@@ -263,7 +263,7 @@ class Vectors:
         self.shape = (int(self._starts[-1]), shapes[0][1])
 
     def _shard(self, number: int) -> np.ndarray:
-        """Map a shard as it is read: each that stays open costs a descriptor."""
+        """Map a shard anew on each use: one that stays open costs a file descriptor."""
         return np.load(self._paths[number], mmap_mode="r")
 
     def shards(self) -> Iterator[np.ndarray]:
@@ -280,7 +280,7 @@ class Vectors:
         return vectors
 
     def take(self, places: np.ndarray) -> np.ndarray:
-        """Return some vectors, `[n, d_model]` float32."""
+        """Return the vectors at some indices, `[n, d_model]` float32."""
         vectors = np.empty((len(places), self.shape[1]), np.float32)
         owner = np.searchsorted(self._starts, places, side="right") - 1
         for number in np.unique(owner):
@@ -294,12 +294,12 @@ def _check_file(path: Path, sha256: str, about: str) -> None:
     if not path.is_file() or sha256_file(path) != sha256:
         raise ValueError(
             f"{path} is damaged: it does not match its SHA-256; delete it and "
-            f"{about}, and the same `beatrice corpus` makes it again"
+            f"{about}, and run the same `beatrice corpus` again"
         )
 
 
 def index_folder(corpus: Corpus, encoder_name: str) -> Path:
-    """Return where the vectors and indexes of an encoder lie, by its folder's name."""
+    """Return the folder of vectors and indexes, named after the encoder's folder."""
     return corpus.folder / "index" / encoder_name
 
 
@@ -308,15 +308,15 @@ def _check_origin(
 ) -> None:
     if facts["corpus"] != corpus.identity:
         raise ValueError(
-            f"{folder} was built on another corpus ({facts['corpus'][:12]}…, this one "
+            f"{folder} was built on another corpus ({facts['corpus'][:12]}…; this one "
             f"is {corpus.identity[:12]}…); {_AGAIN}"
         )
     if facts["encoder"] != encoder.identity:
         raise ValueError(
             f"{folder} was built by another encoder ({facts['encoder_name']}, "
             f"{facts['encoder'][:12]}…; this one is {encoder.config.path.name}, "
-            f"{encoder.identity[:12]}…: weights, prefixes, pooling and types); "
-            f"use that one, or {_AGAIN}"
+            f"{encoder.identity[:12]}…, a hash of weights, prefixes, pooling and "
+            f"types); use that one, or {_AGAIN}"
         )
 
 
@@ -327,7 +327,7 @@ def build_vectors(
     update: Update,
     rows_per_shard: int = ROWS_PER_SHARD,
 ) -> Vectors:
-    """Encode a corpus, shard by shard; shards that are there stay."""
+    """Encode a corpus, shard by shard, keeping the shards that exist."""
     plan = folder / "plan.json"
     facts: dict[str, Any] = {
         "corpus": corpus.identity,
@@ -358,11 +358,11 @@ def build_vectors(
 
 
 def index_recipe(form: Form, n_passages: int, d_model: int) -> str:
-    """Return faiss's `index_factory` string of a form.
+    """Return the `index_factory` string of faiss for a form.
 
-    "flat" keeps float32 vectors in memory and is exact; "sq8" a byte per channel;
-    "ivf_pq" a byte for 8 channels, in as many lists as the root of the number of
-    passages, as Atlas does, and no more than training can fill.
+    "flat" keeps float32 vectors in memory and is exact. "sq8" keeps a byte per channel.
+    "ivf_pq" keeps a byte for 8 channels, in as many lists as the square root of the
+    number of passages, as in Atlas, but no more than training can fill.
     """
     if form == "flat":
         return "Flat"
@@ -370,19 +370,19 @@ def index_recipe(form: Form, n_passages: int, d_model: int) -> str:
         return "SQ8"
     if n_passages < _CODES:
         raise ValueError(
-            f"an ivf_pq index learns {_CODES} codes and needs as many passages, "
-            f"found {n_passages}; use --index flat"
+            f"an ivf_pq index learns {_CODES} codes and needs at least as many "
+            f"passages, found {n_passages}; use --index flat"
         )
     n_lists = min(math.isqrt(n_passages), min(n_passages, _N_TRAIN) // _PER_LIST)
     return f"IVF{max(1, n_lists)},PQ{max(1, d_model // 8)}"
 
 
 def build_index(vectors: Vectors, form: Form) -> Path | None:
-    """Write the faiss index of one form; return its file, or None for `flat`.
+    """Write the faiss index of one form; return its file, or None for "flat".
 
-    A flat index is the vectors themselves and is filled from them when it is opened. A
-    lossy one is written in one piece: it takes minutes where encoding takes hours, so
-    a build that is killed here begins it again, with the same result.
+    A flat index is the vectors themselves, and is filled from them when it is opened. A
+    lossy one is written in one piece. That takes minutes, not hours like encoding, so a
+    killed build starts it again, with the same result.
     """
     if form == "flat":
         return None
@@ -401,7 +401,7 @@ def build_index(vectors: Vectors, form: Form) -> Path | None:
         index = faiss.index_factory(d_model, recipe, metric)
         if form == "ivf_pq":
             index.verbose = index.pq.cp.verbose = index.cp.verbose = False
-            # Few passages are warned of on stdout; who builds so small an index knows.
+            # Else faiss warns on stdout of few passages, which the user knows.
             index.cp.min_points_per_centroid = index.pq.cp.min_points_per_centroid = 1
         trained_on = np.linspace(0, n - 1, min(n, _N_TRAIN)).astype(np.int64)
         index.train(vectors.take(trained_on))
@@ -414,19 +414,19 @@ def build_index(vectors: Vectors, form: Form) -> Path | None:
 
 
 def check_index(vectors: Vectors, form: Form) -> None:
-    """Check that an index of a form was built over vectors; "flat" needs none."""
+    """Check that an index of a form was built on the vectors; "flat" needs none."""
     if form != "flat" and not (vectors.folder / f"{form}.json").is_file():
         raise ValueError(
-            f"{vectors.folder} has no {form} index: run `beatrice corpus` with "
+            f"{vectors.folder} has no {form} index; run `beatrice corpus` with "
             f"--index {form}"
         )
 
 
 def open_index(vectors: Vectors, form: Form) -> Any:
-    """Return the faiss index of a form over vectors; of "flat" a search `(queries, k)`.
+    """Return the faiss index of vectors; for "flat" a search function `(queries, k)`.
 
-    An index that shards are added to grows by doubling, and would hold up to three
-    times its vectors meanwhile: an array that faiss searches as exactly does not.
+    A flat index of faiss grows by doubling as shards are added, and takes up to three
+    times the memory of its vectors. Searching one array is as exact, and does not.
     """
     faiss = import_faiss()
     if form == "flat":
@@ -436,7 +436,7 @@ def open_index(vectors: Vectors, form: Form) -> Any:
     check_index(vectors, form)
     facts = read_sealed(folder / f"{form}.json", _AGAIN)
     if facts["vectors"] != sha256_file(folder / "vectors.json"):
-        raise ValueError(f"{path} was built of other vectors; build it again")
+        raise ValueError(f"{path} was built from other vectors; build it again")
     _check_file(path, facts["file"], f"{form}.json")
     index = faiss.read_index(str(path))
     if form == "ivf_pq":
@@ -458,14 +458,14 @@ class DenseRetriever:
         self._encoder, self._form = encoder, form
 
     def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
-        """Return `[n_queries, min(depth, n_passages)]` places, best first."""
+        """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
         return self.search_vectors(self._encoder.encode(queries, "query"), depth)
 
     def search_vectors(self, queries: np.ndarray, depth: int) -> np.ndarray:
         """Return the same for encoded questions, `[n_queries, d_model]` float32.
 
-        A lossy index gives candidates, whose exact scores decide, of equal ones the
-        first place.
+        The candidates of a lossy index are ranked by exact scores; the lower index
+        comes first at equal scores.
         """
         n_passages = self._vectors.shape[0]
         depth = min(depth, n_passages)
@@ -476,7 +476,7 @@ class DenseRetriever:
         best = np.empty((len(queries), depth), np.int64)
         for i, query in enumerate(queries):
             places = candidates[i][candidates[i] >= 0]
-            if len(places) < depth:  # the lists nearby hold fewer
+            if len(places) < depth:  # the nearest lists have fewer: search them all
                 n_probed, self._index.nprobe = self._index.nprobe, self._index.nlist
                 places = self._index.search(query[None], n)[1][0]
                 self._index.nprobe = n_probed

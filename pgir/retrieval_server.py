@@ -1,8 +1,8 @@
-"""A server of one retriever, for other programs.
+"""An HTTP server that lets other programs search with a retriever.
 
-It speaks both protocols of `pgir.retrievers`, has `/search` for FlashRAG's single
-questions, and `GET /health`; there is no authentication, and by default only this
-machine is listened to.
+It speaks both protocols of `pgir.retrievers`, with `/search` for FlashRAG's single
+questions, and `GET /health`. It has no authentication, and by default listens only to
+this machine.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from beatrice.pgir.corpus import as_served
 from beatrice.pgir.retrievers import Retriever
 
 _MOST_REQUEST_BYTES = 16 << 20
-_MOST_DROPPED_BYTES = 1 << 30  # of a body that is not wanted
+_MOST_DROPPED_BYTES = 1 << 30  # read and dropped of an unwanted body
 _MOST_DEPTH = 1000  # passages for a question
 _MOST_PASSAGES = 100_000  # of a reply, some 100 MB
-_PATHS = "there are POST /retrieve, /batch_search, /search, and GET /health"
+_PATHS = "use POST /retrieve, /batch_search or /search, or GET /health"
 
 
 class _SearchFailed(Exception):
-    """A retriever that is served has raised an error; the text says which."""
+    """The retriever has raised an error, which the message names."""
 
 
 class _Closed(Exception):
-    """The server searches no more; its text says so."""
+    """The server is being closed and searches no more."""
 
 
 class RetrievalServer(ThreadingHTTPServer):
-    """Serves one retriever; one search at a time, requests in the order they come.
+    """Serves one retriever, one search at a time, in the order of the requests.
 
-    Port 0 takes a free one, see `server_port`. `depth` is of a request that does not
-    say how many, `timeout` the seconds that a client may be silent before it is left.
+    Port 0 takes a free one, see `server_port`. `depth` is the number of passages if a
+    request names none; a client that is silent for `timeout` seconds is disconnected.
     """
 
-    daemon_threads = False  # closing waits until whoever is answered has the reply
-    # Connections that wait to be served: of a longer row than 5 some were reset.
+    daemon_threads = False  # closing waits until running searches are replied to
+    # Connections that may wait; with the default of 5, some are reset.
     request_queue_size = 128
 
     def __init__(
@@ -54,33 +54,33 @@ class RetrievalServer(ThreadingHTTPServer):
         depth: int = 3,
         timeout: float = 60.0,
     ) -> None:
-        """Bind the address; `serve_forever` answers."""
+        """Bind the address; `serve_forever` starts answering."""
         self._retriever, self.passages = retriever, passages
         self.client_timeout, self._is_closed = timeout, False
         self._depth, self._lock = depth, threading.Lock()
-        self._connections: set[Any] = set()  # that are open
+        self._connections: set[Any] = set()  # the open ones
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise ValueError(
-                f"nothing can be served at {host}:{port}: {error.strerror}; give "
-                "another host or port (--set port=0 takes a free one)"
+                f"cannot listen on {host}:{port}: {error.strerror}; give another host "
+                "or port (--set port=0 takes a free one)"
             ) from error
 
     def server_close(self) -> None:
-        """Close the address and every connection, whoever is answered last.
+        """Close the address and every connection.
 
-        A search that runs ends and is replied to; none begins, and none is waited for
-        that has not been sent.
+        A running search is finished and replied to; no other one is started, and no
+        further request is waited for.
         """
         self._is_closed = True
         for connection in [*self._connections]:
-            with contextlib.suppress(OSError):  # the client was faster
+            with contextlib.suppress(OSError):  # the client has closed it already
                 connection.shutdown(socket.SHUT_RD)
         super().server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own."""
+        """Serve a connection in its own thread."""
         self._connections.add(request)
         super().process_request(request, client_address)
 
@@ -90,7 +90,7 @@ class RetrievalServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what went wrong, unless a client is gone."""
+        """Print the error, unless a client has just disconnected."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -103,17 +103,17 @@ class RetrievalServer(ThreadingHTTPServer):
             )
         is_list = isinstance(queries, list)
         if not is_list or not all(isinstance(query, str) for query in queries):
-            raise ValueError("expected a list of questions that are texts")
+            raise ValueError("expected a list of questions, each a text")
         if len(queries) * depth > _MOST_PASSAGES:
             raise ValueError(
                 f"expected at most {_MOST_PASSAGES} passages in a reply, found "
-                f"{len(queries)} questions for {depth} each; ask for fewer at a time"
+                f"{len(queries)} questions with {depth} each; ask for fewer at a time"
             )
-        # Search-R1 sends what its model wrote: no question, or blank ones among others.
+        # Search-R1 sends what its model wrote: perhaps no question, or blank ones.
         written = [query for query in queries if query.strip()]
         with self._lock:
             if self._is_closed:
-                raise _Closed("the server is being closed; ask another one")
+                raise _Closed("the server is shutting down; ask another one")
             try:
                 rankings = self._retriever.search(written, depth) if written else []
                 ranked = dict(zip(written, rankings, strict=True))
@@ -127,11 +127,11 @@ class RetrievalServer(ThreadingHTTPServer):
         return {"id": str(index), "contents": contents}
 
     def answer(self, path: str, request: Mapping[str, Any]) -> Any:
-        """Return the reply to a request, of either protocol.
+        """Return the reply to a request of either protocol.
 
-        A score is the reciprocal of the rank: retrievers give an order, and what their
-        own scores mean differs. Nothing under the path is a KeyError, what is not of
-        the protocol a ValueError; a `_Closed` or a `_SearchFailed` may be raised.
+        Scores are reciprocal ranks, since the retrievers' own scores differ in meaning.
+        A KeyError means an unknown path, a ValueError a request that breaks the
+        protocol; `_Closed` and `_SearchFailed` may be raised too.
         """
         if path == "/retrieve":
             rankings = self._rank(request.get("queries"), request.get("topk"))
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Reads requests and writes replies as JSON."""
 
     protocol_version = "HTTP/1.1"
-    # Else the body waits until the client has acknowledged the head, 40 ms.
+    # Else the body waits about 40 ms for the client to acknowledge the header.
     disable_nagle_algorithm = True
 
     @property
@@ -164,21 +164,21 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server
 
     def setup(self) -> None:
-        """Set how long a client may be silent."""
+        """Set the time-out after which a silent client is disconnected."""
         super().setup()
         self.connection.settimeout(self._retrieval.client_timeout)
 
     def _n_bytes(self) -> int:
-        """Return how long a request's body is; 0 where it does not say."""
+        """Return the length of a request's body; 0 if the request does not say."""
         size = self.headers.get("Content-Length", "")
         if "Transfer-Encoding" in self.headers or not size.isdecimal():
             return 0
-        return int(size[:20])  # more digits are too many in any case
+        return int(size[:20])  # 20 digits are too many bytes in any case
 
     def do_GET(self) -> None:
         size = self.headers.get("Content-Length", "0")
         if size != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # or a body would be read as the next request
+            self.close_connection = True  # else a body would be the next request
         if self.path == "/health":
             n_passages = len(self._retrieval.passages)
             self._reply(200, {"status": "ok", "n_passages": n_passages})
@@ -203,20 +203,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, self._retrieval.answer(self.path, request))
         except KeyError:
             self._refuse(404, f"nothing is served at {self.path}")
-        except (ValueError, RecursionError) as error:  # the latter of nested JSON
+        except (ValueError, RecursionError) as error:  # RecursionError: deep JSON
             self._refuse(400, str(error))
         except _Closed as error:
             self._refuse(503, str(error))
         except _SearchFailed as error:
             self._refuse(500, str(error))
-            raise  # whoever serves sees where
+            raise  # show the traceback on the server
 
     def _drop(self) -> None:
-        """Read a body: a client that is still sending would not read the reply.
+        """Read and drop a body, since a client that still sends reads no reply.
 
-        To where the client closes, since a body in chunks does not say how long it is.
+        It is read until the client closes, as a chunked body does not give its length.
         """
-        with contextlib.suppress(OSError):  # the client was faster
+        with contextlib.suppress(OSError):  # the client has closed it already
             self.connection.shutdown(socket.SHUT_WR)
         n_left = _MOST_DROPPED_BYTES
         while n_left > 0 and (part := self.rfile.read(min(n_left, 1 << 16))):
@@ -225,8 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
-        """Reply as JSON where a request is none, or of another method."""
-        self._refuse(code, f"{message or explain or 'no request'}; {_PATHS}")
+        """Reply in JSON to malformed requests and unsupported methods."""
+        self._refuse(code, f"{message or explain or 'bad request'}; {_PATHS}")
         self._drop()
 
     def _refuse(self, status: int, reason: str) -> None:
@@ -245,4 +245,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a line per search would bury everything else."""
+        """Log nothing, since a line per search would bury everything else."""

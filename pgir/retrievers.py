@@ -1,12 +1,12 @@
-"""Retrievers: rankings fused, a server, a person's own; which a run has chosen.
+"""Retrievers: fused, remote and user-written ones, and the choice that a run records.
 
 A retriever behind HTTP speaks one of two protocols, told apart by the path of its URL.
-Search-R1: `POST /retrieve {"queries", "topk", "return_scores"}` answers `{"result":
-[[{"document": {"contents"}, "score"}, …], …]}`, or bare documents. FlashRAG's
-(ReSearch and others): `POST /batch_search {"query": […], "top_n", "return_score"}`
-answers `[[{"id", "contents"}, …], …]`.
+Search-R1: `POST /retrieve {"queries", "topk", "return_scores"}` returns `{"result":
+[[{"document": {"contents"}, "score"}, …], …]}`, or bare documents. FlashRAG (ReSearch
+and others): `POST /batch_search {"query": […], "top_n", "return_score"}` returns
+`[[{"id", "contents"}, …], …]`.
 
-What a server or a person's own retriever returned is kept on disk, so that a passage
+The results of a server or of a user's retriever are kept on disk, so that a passage
 keeps its index over restarts and nothing is searched twice.
 """
 
@@ -59,13 +59,13 @@ from beatrice.pgir.index import (
 Kind = Literal["bm25", "dense", "fused", "served"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PLUGS = "beatrice.retrievers"  # the group of entry points
-# Cormack, Clarke and Büttcher (SIGIR 2009): keeps the first ranks from deciding alone.
-# Their value; it was not tuned.
+# Value of Cormack, Clarke and Büttcher (SIGIR 2009), not tuned here. It keeps the first
+# ranks from deciding alone.
 RANK_CONSTANT = 60
 LEAST_DEPTH = 100  # of each ranking that is fused
 _PROTOCOLS = {"retrieve": "search-r1", "batch_search": "flashrag"}
 _URL = re.compile(rf"https?://.*/({'|'.join(_PROTOCOLS)})/*", re.DOTALL)
-_KEY = "BEATRICE_RETRIEVAL_KEY"  # variable of the environment, sent as a bearer token
+_KEY = "BEATRICE_RETRIEVAL_KEY"  # environment variable, sent as a bearer token
 _BATCH = 32  # questions in a request
 _N_TRIED = 3  # questions of a batch that failed; if these fail too, no more are asked
 _MOST_REPLY_BYTES = 64 << 20
@@ -81,22 +81,22 @@ class Retriever(Protocol):
     def search(
         self, queries: Sequence[str], depth: int
     ) -> Sequence[Sequence[int] | np.ndarray] | np.ndarray:
-        """Return the indices of at most `depth` passages of each query, best first."""
+        """Return the indices of at most `depth` passages per query, best first."""
         ...
 
 
 class FusedRetriever:
     """Ranks passages by the sum over retrievers of `1 / (60 + rank)`, rank from 1.
 
-    Counted are a retriever's first hundred passages, or twice as many as are asked for.
+    Each retriever contributes its first 100 passages, or `2 * depth` if that is more.
     """
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
-        """Take at least two."""
+        """Take at least two retrievers."""
         self._retrievers = tuple(retrievers)
 
     def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
-        """Return at most `depth` indices of each query, best first."""
+        """Return at most `depth` indices per query, best first."""
         deeper = max(LEAST_DEPTH, 2 * depth)
         rankings = [each.search(queries, deeper) for each in self._retrievers]
         return fuse_all(rankings, depth)
@@ -105,23 +105,23 @@ class FusedRetriever:
 def fuse_all(
     rankings: Sequence[Sequence[Sequence[int] | np.ndarray] | np.ndarray], depth: int
 ) -> list[np.ndarray]:
-    """Return the fused rankings of some queries, each of at most `depth` indices.
+    """Return the fused ranking of each query, at most `depth` indices long.
 
     Args:
-      rankings: of each retriever, of each query, `[n]` indices, best first.
-      depth: most passages of a query.
+      rankings: for each retriever, for each query, `[n]` indices, best first.
+      depth: most passages per query.
     """
     return [fuse(of_query)[:depth] for of_query in zip(*rankings, strict=True)]
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Return the passages of some rankings in the order of their fused scores.
+    """Return the passages of several rankings in the order of their fused scores.
 
     Args:
-      rankings: of one query, `[n]` indices each, best first.
+      rankings: the rankings of one query, `[n]` indices each, best first.
 
     Returns:
-      `[n_distinct]` indices; of equal scores the lower index first.
+      `[n_distinct]` indices; the lower index comes first at equal scores.
     """
     ranked = np.concatenate([np.asarray(each, np.int64) for each in rankings])
     indices, inverse = np.unique(ranked, return_inverse=True)
@@ -131,7 +131,7 @@ def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 
 
 class RetrievalFailed(OSError):
-    """Some questions got no passages, for reasons by place; others have rankings."""
+    """Some searches failed; has their reasons and the other rankings, by index."""
 
     def __init__(
         self,
@@ -143,22 +143,22 @@ class RetrievalFailed(OSError):
         first = next(iter(reasons.values()))
         super().__init__(
             f"{name} gave no passages for {len(reasons)} of "
-            f"{len(reasons) + len(rankings)} questions, the first since {first}; what "
-            "it gave is kept, and the same line again asks for the rest"
+            f"{len(reasons) + len(rankings)} questions (the first because {first}); "
+            "the others are kept, and the same command asks for the rest"
         )
         self.reasons, self.rankings = dict(reasons), dict(rankings)
 
 
 class _ServerFails(Exception):
-    """The server cannot be reached, or answers nothing; the rest is not asked."""
+    """The server cannot be reached or answers nothing, so it is sent no more."""
 
 
 class _RequestFailed(Exception):
-    """A request has failed; its text is the reason."""
+    """A request has failed for the reason in the message."""
 
 
 class _CachedRanking(msgspec.Struct, frozen=True):
-    """A question's ranking; `new` are documents that had no index before."""
+    """A question's ranking; `new` has the documents that had no index before."""
 
     query: str
     depth: int
@@ -167,18 +167,17 @@ class _CachedRanking(msgspec.Struct, frozen=True):
 
 
 class CachedRetriever:
-    """Ranks documents of somebody else's search, which get indices that stay.
+    """Ranks the documents of an external search, and gives them lasting indices.
 
-    A passage is ranked once, where it came first. One without a word is never ranked,
-    but counted: no prompt can hold it.
+    A document that comes twice keeps its first rank. One without a word is counted but
+    not ranked, since no prompt can hold it.
 
     Args:
-      name: of the searcher, for messages.
+      name: name of the search, for messages.
       fetch: returns the documents of some queries, best first, at most as many as
         asked for; raises `_RequestFailed` or `_ServerFails`.
-      cache: file of earlier rankings; None keeps them in memory alone.
-      note: called with what became of a last line that a killed process left
-        unfinished.
+      cache: file of earlier rankings; None keeps them only in memory.
+      note: called with a text if a killed process has left an unfinished last line.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class CachedRetriever:
                 note(text)
             for row in self._journal.read(self._journal):
                 self._add(row)
-        # Any question; until then a server without documents is taken for a broken one.
+        # Until any question has had documents, replies without any count as failures.
         self._has_answered = any(self._rankings.values())
 
     def _add(self, row: _CachedRanking) -> None:
@@ -211,21 +210,21 @@ class CachedRetriever:
             self.passages.append(from_document(contents))
             self.n_empty += not self.passages[-1].text.strip()
         readable = (p for p in row.places if self.passages[p].text.strip())
-        # A document that came twice would be shown twice, and count twice when fused.
+        # Else a document that came twice would be shown twice, and count twice.
         self._rankings[row.query, row.depth] = tuple(dict.fromkeys(readable))
 
     def search(self, queries: Sequence[str], depth: int) -> list[tuple[int, ...]]:
-        """Return at most `depth` indices into `passages` of each query, best first.
+        """Return at most `depth` indices into `passages` per query, best first.
 
         Raises:
-          RetrievalFailed: some questions failed; it holds the others.
+          RetrievalFailed: some questions failed; it holds the other rankings.
         """
         missing = [
             q for q in dict.fromkeys(queries) if (q, depth) not in self._rankings
         ]
         reasons: dict[str, str] = {}
         try:
-            # What an earlier run failed at stands first: each batch gets a share.
+            # Earlier failures come first in `missing`: spread them over the batches.
             n_batches = math.ceil(len(missing) / _BATCH)
             for first in range(n_batches):
                 self._search_batch(missing[first::n_batches], depth, reasons)
@@ -245,9 +244,9 @@ class CachedRetriever:
     def _search_batch(
         self, queries: list[str], depth: int, reasons: dict[str, str]
     ) -> None:
-        """Search for some questions; those of a request that fails, one by one.
+        """Search for some questions, one by one if the request for all of them fails.
 
-        Unless the first few of these fail too: a server may end after it has answered.
+        If the first few of these fail too, give up: the server may have stopped.
         """
         try:
             self._save(queries, depth, self._fetch(queries, depth))
@@ -255,15 +254,15 @@ class CachedRetriever:
             if len(queries) == 1:
                 reasons[queries[0]] = str(error)
                 return
-            # Some may be what the server stumbles over, those of an earlier run side by
-            # side; first, middle and last are rarely all of that kind.
+            # Some questions may make the server fail, and those of an earlier run are
+            # adjacent; first, middle and last are rarely all of that kind.
             places = (n * (len(queries) - 1) // (_N_TRIED - 1) for n in range(_N_TRIED))
             order = [*dict.fromkeys([*(queries[i] for i in places), *queries])]
             for n_asked, query in enumerate(order, start=1):
                 self._search_batch([query], depth, reasons)
                 if n_asked == _N_TRIED and reasons.keys() >= set(order[:n_asked]):
                     nothing = f"none of {1 + n_asked} requests in a row was answered"
-                    reason = f"{reasons[query]}; {nothing}, no more is sent"
+                    reason = f"{reasons[query]}; {nothing}, so no more are sent"
                     raise _ServerFails(reason) from None
 
     def _save(self, queries: list[str], depth: int, replies: list[list[str]]) -> None:
@@ -282,15 +281,15 @@ class CachedRetriever:
 
 
 class ServedRetriever(CachedRetriever):
-    """Searches by a retrieval server.
+    """Searches with a retrieval server.
 
     Args:
-      url: with the path `/retrieve` or `/batch_search`.
-      cache: file of the server's replies.
-      timeout: seconds until a request counts as failed, its reply included.
-      n_attempts: of each request.
-      pause: seconds before the second attempt, doubled before each other.
-      note: as of `CachedRetriever`.
+      url: URL that ends in `/retrieve` or `/batch_search`.
+      cache: file of the server's replies, as for `CachedRetriever`.
+      timeout: seconds within which a request must be answered completely.
+      n_attempts: attempts for each request.
+      pause: seconds before the second attempt, doubled before each further one.
+      note: as for `CachedRetriever`.
     """
 
     def __init__(
@@ -305,12 +304,12 @@ class ServedRetriever(CachedRetriever):
     ) -> None:
         """Read the cache; the server is not asked yet."""
         if "@" in url.partition("//")[2].partition("/")[0]:
-            # Which no request would send, and every error print.
+            # No request would send them, and every error would print them.
             raise ValueError("expected a URL without a name or password")
-        if re.search("[?#]", url):  # which the run and every error would hold
+        if re.search("[?#]", url):  # the run and every error would show it
             raise ValueError(
-                f"expected a URL without a query, which may hold a key; put the key of "
-                f"the server into {_KEY}, and give what stands before the query"
+                "expected a URL without a query, which may hold a key; put the key in "
+                f"the environment variable {_KEY}, and give the URL without the query"
             )
         if (named := _URL.fullmatch(url)) is None:
             raise ValueError(
@@ -320,8 +319,8 @@ class ServedRetriever(CachedRetriever):
         if not _can_be_sent_to(url):
             raise ValueError(
                 f"{url}: no request can be sent there; expected a host, a port from 1 "
-                "to 65535 if any, and a path in ASCII, where other characters are "
-                "written as %C3%A9"
+                "to 65535 if any, and a path in ASCII, with other characters written "
+                "like %C3%A9"
             )
         self._url, self._protocol = url, _PROTOCOLS[named[1]]
         self._headers = _headers()
@@ -341,7 +340,7 @@ class ServedRetriever(CachedRetriever):
                 if not (self._has_answered or any(documents)):
                     raise ValueError("expected documents for a question, found none")
                 return documents
-            except (ValueError, RecursionError) as reason:  # the latter of nested JSON
+            except (ValueError, RecursionError) as reason:  # RecursionError: deep JSON
                 error: Exception = _RequestFailed(f"its reply is no ranking: {reason}")
             except (_RequestFailed, _ServerFails) as failure:
                 error = failure
@@ -365,37 +364,38 @@ def _headers() -> dict[str, str]:
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"{_KEY}: expected a key of printable ASCII characters, found another "
-            "among them; copy the key again into that environment variable"
+            f"{_KEY}: expected a key of only printable ASCII characters, found others; "
+            "copy the key again into that environment variable"
         )
     authorization = {"Authorization": f"Bearer {key}"} if key else {}
     return {"Content-Type": "application/json"} | authorization
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes a reply that names another place for an error of the server.
+    """Treats a redirect as an error of the server.
 
-    It could send questions, and a key, to whatever this machine alone can reach.
+    A redirect could send questions and the key to hosts that only this machine reaches.
     """
 
     def redirect_request(
         self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> None:
-        """Return no request to go on with."""
+        """Return no further request."""
 
 
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
-    """Return what sends every request: from Python 3.12 each reads all certificates."""
+    """Return the opener of all requests; a new one would load all certificates."""
     return urllib.request.build_opener(_NoRedirects)
 
 
 def _post_within(
     seconds: float, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> bytes:
-    """Return the reply to a JSON request, if it is there in full after some seconds.
+    """Return the reply to a JSON request, if it is complete within some seconds.
 
-    A socket's own time-out begins anew with every byte: a thread reads, and is left.
+    A socket's own time-out restarts with every byte, so the reply is read in a thread
+    that is abandoned when the time is up.
     """
     reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
@@ -405,7 +405,7 @@ def _post_within(
         try:
             with _opener().open(request, timeout=seconds) as stream:
                 reply.set_result(stream.read(_MOST_REPLY_BYTES))
-        except Exception as error:  # whatever it is, somebody waits for it
+        except Exception as error:  # any error must reach the waiting thread
             if isinstance(error, urllib.error.HTTPError):
                 error.close()  # it holds the connection
             reply.set_exception(error)
@@ -417,7 +417,7 @@ def _post_within(
         raise _RequestFailed(f"it answered with status {error.code}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):  # of the socket, or of the wait for it
+        if isinstance(reason, TimeoutError):  # of the socket, or of `result`
             late = f"no reply came in {seconds:g} seconds"
             raise _RequestFailed(late) from None
         if isinstance(error, urllib.error.URLError):
@@ -426,7 +426,7 @@ def _post_within(
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
-    """Return the documents in a reply, of each question at most `depth`."""
+    """Return the documents in a reply, at most `depth` for each question."""
     if isinstance(reply, dict):
         reply = reply.get("result")
     if not isinstance(reply, list):
@@ -438,7 +438,7 @@ def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:
         if not isinstance(ranking, list):
             raise ValueError("expected documents for a question, found no list")
         documents.append([_contents(document) for document in ranking[:depth]])
-        "".join(documents[-1]).encode()  # half of a surrogate pair is no text
+        "".join(documents[-1]).encode()  # raises for half of a surrogate pair
     return documents
 
 
@@ -458,15 +458,15 @@ def _contents(document: Any) -> str:
 
 
 class OwnRetriever(CachedRetriever):
-    """A person's retriever: an object that finds passages, however it holds them.
+    """A retriever written by the user: any object that finds passages.
 
     Args:
-      retriever: has `search(queries, depth)`, which returns for each query at most
-        `depth` passages, best first, each as `as_passage` reads it; and a text
-        `identity` of all that they depend on, under which they are kept. An OSError of
-        it fails the queries concerned, which the next run asks again.
-      cache: file of its rankings; None keeps them in memory alone.
-      note: as of `CachedRetriever`.
+      retriever: has a method `search(queries, depth)`, which returns for each query at
+        most `depth` passages, best first, in any form that `as_passage` reads; and a
+        text `identity` of all that the rankings depend on, under which they are kept.
+        If it raises an OSError, the queries fail, and the next run asks them again.
+      cache: file of its rankings; None keeps them only in memory.
+      note: as for `CachedRetriever`.
     """
 
     def __init__(
@@ -480,7 +480,7 @@ class OwnRetriever(CachedRetriever):
     def _call(self, queries: list[str], depth: int) -> list[list[str]]:
         try:
             result = self._retriever.search(queries, depth)
-            rankings = as_list(result, "passages", "a list of passages a query")
+            rankings = as_list(result, "passages", "a list of passages for each query")
             if len(rankings) != len(queries):
                 raise ValueError(
                     f"expected {len(queries)} lists of passages, found {len(rankings)}"
@@ -489,25 +489,25 @@ class OwnRetriever(CachedRetriever):
             return [_documents(x, f"passages[{i}]")[:depth] for i, x in pairs]
         except OSError as error:
             raise _RequestFailed(str(error)) from error
-        # Whatever a person's own code raises is a mistake in that code.
+        # Any other error is a mistake in the user's code.
         except Exception as error:
             raise ValueError(
-                f"the retriever {self._name} fails ({type(error).__name__}): {error}"
+                f"the retriever {self._name} failed ({type(error).__name__}): {error}"
             ) from error
 
 
 def _documents(ranking: Any, name: str) -> list[str]:
-    """Return a person's passages for one query, as `from_document` reads them."""
-    if is_passage(ranking):  # which `as_passages` reads as a context by itself
+    """Return a user's passages for one query, as `from_document` reads them."""
+    if is_passage(ranking):  # `as_passages` would accept it as a whole context
         raise argument_error(name, "a list of passages", ranking)
     return [
-        f'"{" ".join(passage.title.split())}"\n{passage.text}'  # without a title too
+        f'"{" ".join(passage.title.split())}"\n{passage.text}'  # even without a title
         for passage in as_passages(ranking, name)
     ]
 
 
 def identity_of(retriever: Any) -> str:
-    """Return the text that names what a person's retriever depends on."""
+    """Check a user's retriever, and return its `identity` (see `OwnRetriever`)."""
     identity = getattr(retriever, "identity", None)
     is_retriever = callable(getattr(retriever, "search", None))
     if not is_retriever or not isinstance(identity, str):
@@ -524,14 +524,14 @@ def identity_of(retriever: Any) -> str:
     return identity
 
 
-_opened: dict[str, tuple[Any, Any]] = {}  # by name: a plug, and its retriever
+_opened: dict[str, tuple[Any, Any]] = {}  # by name: the code, and its retriever
 
 
 def load_retriever(spec: str, *, option: str | None = None) -> Any:
-    """Return the retriever of `module:NAME` or an entry point; a class is called.
+    """Return the retriever named by `module:NAME` or an entry point, calling a class.
 
-    `option` is given where the run names it, see `load_plug`; the object is then the
-    one that was made before in this process, since its corpus may be large.
+    `option` is given if the name comes from the run, see `load_plug`. The object made
+    earlier in this process is then used again, since its corpus may be large.
     """
     plug = code = load_plug(spec, PLUGS, option=option)
     if option is not None and spec in _opened and _opened[spec][0] is code:
@@ -541,7 +541,7 @@ def load_retriever(spec: str, *, option: str | None = None) -> Any:
             plug = plug()
         except Exception as error:
             raise ValueError(
-                f"{spec}: calling it without arguments ends in "
+                f"{spec}: calling it without arguments raised "
                 f"{type(error).__name__}: {error}"
             ) from error
     identity_of(plug)
@@ -553,15 +553,15 @@ def load_retriever(spec: str, *, option: str | None = None) -> Any:
 class RetrievalConfig:
     """The run's section `retrieval`."""
 
-    # "bm25"; "dense"; "fused", which is both; "served", a server's; or a person's own,
-    # as `module:NAME` or by the name of an entry point.
+    # "bm25"; "dense"; "fused", which is both; "served", by a server; or a user's own,
+    # as `module:NAME` or the name of an entry point.
     retriever: str = "bm25"
-    # Folder of a corpus that `beatrice corpus` built; None searches the passages that
-    # came with the run's questions, by BM25 alone.
+    # Folder of a corpus built by `beatrice corpus`; None searches the passages that
+    # came with the run's questions, with BM25 only.
     corpus: str | None = None
     # Directory of the encoder that the corpus was indexed with.
     encoder: str | None = None
-    # Fields of its `PassageEncoderConfig` that a person chose then.
+    # Fields of its `PassageEncoderConfig` that the user chose for the index.
     encoder_options: dict[str, str | int] = dataclasses.field(default_factory=dict)
     form: Form = "flat"  # of the dense index
     url: str | None = None  # of a server, with the path of its protocol
@@ -570,8 +570,8 @@ class RetrievalConfig:
         """Check that the retriever has what it needs, and nothing else."""
         if self.retriever not in KINDS and self.corpus is not None:
             raise ValueError(
-                f"retriever: {self.retriever!r} finds its own passages, and searches "
-                "no corpus; leave --corpus out, or take one of bm25, dense and fused"
+                f"retriever: {self.retriever!r} finds its own passages and searches "
+                "no corpus; leave out --corpus, or use one of bm25, dense and fused"
             )
         is_dense = self.retriever in ("dense", "fused")
         if is_dense and (self.corpus is None or self.encoder is None):
@@ -580,11 +580,11 @@ class RetrievalConfig:
                 "it was indexed with (--corpus, --retriever-encoder)"
             )
         if (self.retriever == "served") != (self.url is not None):
-            raise ValueError("a URL goes with the served retriever, and with no other")
+            raise ValueError("the served retriever needs a URL, and no other takes one")
 
     @property
     def searches_own_passages(self) -> bool:
-        """Whether the passages are those that came with the run's questions."""
+        """Whether the passages that came with the run's questions are searched."""
         return self.retriever == "bm25" and self.corpus is None
 
 
@@ -597,9 +597,9 @@ class Retrieval(NamedTuple):
     """A retriever with what its indices mean."""
 
     retriever: Retriever  # ranks `passages`
-    # Those of a server or of a person's own retriever grow with searches.
+    # For a server or a user's retriever, this list grows with searches.
     passages: Sequence[Passage]
-    identity: str  # SHA-256 of all that its rankings depend on; of a server, its URL
+    identity: str  # SHA-256 of all that its rankings depend on; for a server, its URL
 
 
 def open_corpus_retrieval(
@@ -621,7 +621,7 @@ def open_corpus_retrieval(
 
 
 def check_retrieval(config: RetrievalConfig) -> None:
-    """Check that what a choice names is there; loads no index and asks no server."""
+    """Check that everything a choice names exists; load no index, ask no server."""
     if config.retriever not in KINDS:
         load_retriever(config.retriever)
     if config.url is not None:
@@ -634,7 +634,7 @@ def check_retrieval(config: RetrievalConfig) -> None:
 
 
 def _encoder_config(config: RetrievalConfig) -> PassageEncoderConfig | None:
-    """Return how the chosen encoder is run, or None where words alone are searched."""
+    """Return how the chosen encoder is run, or None if only words are searched."""
     if config.encoder is None or config.retriever == "bm25":
         return None
     options: dict[str, Any] = config.encoder_options
@@ -642,9 +642,9 @@ def _encoder_config(config: RetrievalConfig) -> PassageEncoderConfig | None:
 
 
 def retrieval_identity(config: RetrievalConfig, passages: Path) -> str:
-    """Return the identity of a `Retrieval`; loads no index and asks no server.
+    """Return the identity of a `Retrieval`; load no index, ask no server.
 
-    `passages` is the file of those that came with a run's questions.
+    `passages` is the file of passages that came with a run's questions.
     """
     if config.retriever not in KINDS:
         plug = load_retriever(config.retriever, option="--retriever")
@@ -667,8 +667,8 @@ def open_retrieval(
 ) -> Retrieval:
     """Return the retriever that a run has chosen, with its passages.
 
-    `passages` is the file of those that came with its questions, `searches` the folder
-    in which rankings of a server or of a person's own retriever are kept.
+    `passages` is the file of passages that came with its questions, `searches` the
+    folder in which rankings of a server or of a user's retriever are kept.
     """
     identity = retrieval_identity(config, passages)
     cache = searches / f"{identity[:16]}.jsonl"

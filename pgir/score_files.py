@@ -1,10 +1,9 @@
-"""A file of answers: read whatever its layout, scored in order, shown as a page.
+"""Reads a file of answers in any known layout, scores it in order, makes its page.
 
-Read are our own rows (the fields of `AnswerToScore`, and an id), lm-eval's
-`samples_*.jsonl` and FlashRAG's records, in any container that questions are read from.
-Where a log holds the prompt that was really used, that prompt is read. On the page a
-token is tinted by its own probability under the backbone, the simplest quantity that is
-exact for a token.
+The layouts are our own rows (the fields of `AnswerToScore`, and an id), lm-eval's
+`samples_*.jsonl` and FlashRAG's records, in any container that question files may have.
+If a log has the prompt that was really used, that prompt is read. The page tints tokens
+by their probability under the backbone, the simplest quantity exact for a token.
 """
 
 import collections
@@ -38,8 +37,8 @@ from beatrice.pgir.given import ARGUMENTS, READING, AnswerToScore, token_texts
 if TYPE_CHECKING:
     from beatrice.pgir.asking import Score
 
-ROWS_TOGETHER = 64  # read, sorted by length and written: what a kill can lose
-# Where question files alone have the text of a passage.
+ROWS_TOGETHER = 64  # read, scored by length and written together; a kill loses these
+# Keys that hold a passage's text in question files only.
 _OF_QUESTIONS = {"paragraph_text", "content"}
 
 
@@ -47,16 +46,16 @@ _OF_QUESTIONS = {"paragraph_text", "content"}
 class Row:
     """One record of a file of answers."""
 
-    line: int  # on which it begins, or where records lie on no lines its number
-    at: str  # where it lies, in words
-    id: str | float | None  # its own, or None
-    given: AnswerToScore | str  # what is scored, or why the record tells no answer
+    line: int  # on which it begins; the record's number if records are not on lines
+    at: str  # its position, in words
+    id: str | float | None
+    given: AnswerToScore | str  # what to score, or why the record has no answer
     unread: tuple[str, ...]  # fields of the record that are not read
-    digest: str  # of the whole record
+    digest: str  # hash of the whole record
 
 
 def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
-    """Return the prompt in a log, with those of the passages that are in it."""
+    """Return the prompt in a log, with the passages that it contains."""
     prompt: Any = record.get("arguments", record.get("prompt"))
     while isinstance(prompt, (list, dict)) and prompt and not _is_messages(prompt):
         prompt = next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0]
@@ -84,14 +83,14 @@ def _text_of(messages: Iterable[Mapping[str, str]]) -> str:
 
 
 def _of_log(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read lm-eval's record: the first response as generated, under its prompt."""
+    """Read a record of lm-eval: the first response as generated, with its prompt."""
     question = read_lm_eval(record, needs_golds=False)
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         if str(response[-1]) in ("True", "False") and len(response) == 2:
             raise ValueError(
-                "its responses are log-likelihoods, as of a task with multiple choice, "
-                "and no answer was written; log a task that generates"
+                "its responses are log-likelihoods, as in a multiple-choice task, so "
+                "no answer was written; log a task that generates"
             )
         response = response[0]
     arguments = _prompt_of(record, question.passages)
@@ -104,9 +103,9 @@ def _of_log(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _shown_fields(document: Record, text: str) -> tuple[str, ...]:
-    """Return the fields of a log's document whose texts stand in a text, longest first.
+    """Return the fields of a log's document whose texts occur in a text, longest first.
 
-    A single word stands in many a prompt by chance.
+    Single words are ignored, since they occur in many prompts by chance.
     """
     texts = {f"doc.{k}": v.strip() for k, v in document.items() if isinstance(v, str)}
     names = []
@@ -118,7 +117,7 @@ def _shown_fields(document: Record, text: str) -> tuple[str, ...]:
 
 
 def _of_flashrag(record: Record) -> dict[str, Any]:
-    """Read FlashRAG's record: the prediction, its prompt, and what was retrieved."""
+    """Read a record of FlashRAG: the prediction, its prompt, and what was retrieved."""
     output = record.get("output")
     output = {**record, **output} if isinstance(output, dict) else record
     answer = as_text(output.get("pred", output.get("answer")), "output.pred")
@@ -134,9 +133,9 @@ def _of_flashrag(record: Record) -> dict[str, Any]:
 
 
 def record_context(record: Record) -> tuple[str | None, list[Passage]]:
-    """Return under which name a record has passages, and those that are not blank.
+    """Return the field in which a record has passages, and those that are not blank.
 
-    `context` goes before the other names. A cell of a table has its list as a text.
+    `context` takes precedence. Tables may hold the list as a text in a cell.
     """
     field, context = "context", record.get("context")
     if not context or (isinstance(context, str) and not context.strip()):
@@ -167,14 +166,14 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     unread = tuple(name for name in record if name not in known_fields)
     if arguments.keys() <= {"question", "context"}:
         raise ValueError(
-            f"no 'answer'; expected the fields {', '.join(ARGUMENTS[:3])} (or prompt, "
+            f"no 'answer': expected the fields {', '.join(ARGUMENTS[:3])} (or prompt, "
             f"messages, …), found {', '.join(map(repr, record)) or 'none'}"
         )
     return arguments, unread
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file; what is no row says why."""
+    """Yield the rows of a file; a record without an answer says why."""
     for raw in read_raw(path, recognise(path)):
         given: AnswerToScore | str = raw.problem or "no record"
         unread: tuple[str, ...] = ()
@@ -188,7 +187,7 @@ def read_rows(path: Path) -> Iterator[Row]:
                 given = AnswerToScore(**arguments)
             except ValueError as error:
                 given = str(error)
-        # Columns that are not read may hold what is no JSON: bytes, decimals.
+        # Columns that are not read may hold values unknown to JSON: bytes, decimals.
         record = msgspec.to_builtins([raw.value, raw.problem], enc_hook=str)
         yield Row(
             line=raw.number if raw.line is None else raw.line,
@@ -201,33 +200,33 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a file has, one with an answer at least."""
+    """Return how many rows a file has, checking that at least one has an answer."""
     n = sum(1 for _ in read_raw(path, recognise(path)))
     if not n:
-        raise ValueError(f"{path} holds no records; expected an answer a row")
+        raise ValueError(f"{path} holds no records; expected rows with an answer each")
     rows = read_rows(path)
     first = next(rows)
     if all(isinstance(row.given, str) for row in itertools.chain([first], rows)):
         raise ValueError(
             f"{path}: none of its {n} rows holds an answer that can be scored (the "
-            f"first, {first.at}: {first.given}); expected records with an answer each; "
-            "the model answers itself with --question, or with Probe.answer in Python"
+            f"first, {first.at}: {first.given}); expected records with an answer each. "
+            "To let the model answer, use --question, or Probe.answer in Python"
         )
     return n
 
 
 @dataclasses.dataclass
 class Tally:
-    """What became of a file's rows."""
+    """Counts of the results for a file's rows."""
 
-    n_done: int = 0  # rows with a result, those of an earlier call included
-    # How many rows have each decision, bad ones apart.
+    n_done: int = 0  # rows with a result, including those of an earlier call
+    # How many rows have each decision, not counting bad ones.
     decisions: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
-    # For each row without a score, where it lies and why.
+    # For each row without a score, where it is and why.
     bad: list[str] = dataclasses.field(default_factory=list)
-    # How many rows have a field that is not read, by its name.
+    # For each field that is not read, how many rows have it.
     unread: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, row: Row, result: Mapping[str, Any]) -> None:
@@ -241,13 +240,13 @@ class Tally:
             self.unread[name] = self.unread.get(name, 0) + 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return what became of the rows."""
+        """Return the counts as JSON values."""
         counts = {"n_rows": self.n_done}
         counts |= {name: self.decisions[name] for name in SIGNS if name != "bad"}
         return {**counts, "bad": len(self.bad), "unread": self.unread}
 
     def in_words(self) -> str:
-        """Say what became of the rows."""
+        """Return the counts as a sentence."""
         text = (
             f"{self.n_done} rows: {self.decisions['trust']} trusted, "
             f"{self.decisions['distrust']} distrusted, {self.decisions['unknown']} "
@@ -266,11 +265,12 @@ def score_rows(
     each: Callable[[Row, Mapping[str, Any]], None],
     batch_size: int = ROWS_TOGETHER,
 ) -> None:
-    """Score rows in order; those that `out` has already are not scored again.
+    """Score rows in order; those that `out` already has are not scored again.
 
-    The detector's identity keeps two detectors' numbers from one file. `score` takes
-    as many rows as `write` takes JSON lines: `batch_size`, if that is more than 64.
-    `each` is called with every row and its result, in order.
+    The detector's `identity` keeps results of two detectors out of one file. `score` is
+    called with a batch of answers, then `write` with the JSON lines of the results; a
+    batch has `batch_size` rows, but at least 64. `each` is called with every row and
+    its result, in order.
     """
     stream = iter(rows)
     rows_done = out.rows() if out else ()
@@ -279,9 +279,8 @@ def score_rows(
         row = next(stream, None)
         if row is None or result.get("key") != _key(row, identity):
             raise ValueError(
-                f"{where}, line {number}: is of another row, detector or precision, or "
-                "of an earlier version; give a new --out, or delete it to score all "
-                "again"
+                f"{where}, line {number}: belongs to another row, detector, precision "
+                "or version; give a new --out, or delete the file to score all again"
             )
         if result.pop("check", None) != _check(result):
             raise ValueError(
@@ -307,24 +306,24 @@ def score_rows(
 
 
 def _key(row: Row, identity: str) -> str:
-    """Identity of a result: the record, the detector, and how texts are read."""
+    """Return a result's key, of the record, the detector and how texts are read."""
     return sha256_json([row.digest, identity, READING])[:16]
 
 
 def _check(result: Mapping[str, Any]) -> str:
-    """Return what a result's line is checked by when it is read again."""
+    """Return the checksum of a result, without its own field."""
     return sha256_json(result)[:16]
 
 
-P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
+P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of a token's tints, by its p
 
-MOST_SHOWN = 2000  # rows of the page; results hold all
+MOST_SHOWN = 2000  # rows on the page; the results have all
 N_BARS = 20
 SIGNS = {"trust": "✓", "distrust": "✗", "unknown": "?", "bad": "!"}
 
 
 def _token(text: str, log_p: float | None) -> dict[str, Any]:
-    """Return a token with its tint; without a probability it has none."""
+    """Return a token with its tint; a token without a probability has none."""
     if log_p is None:
         return {"text": text, "tint": None, "log_p": None}
     tints = (i for i, step in enumerate(P_STEPS) if math.exp(log_p) < step)
@@ -332,7 +331,7 @@ def _token(text: str, log_p: float | None) -> dict[str, Any]:
 
 
 def _entry(shown: "Shown") -> dict[str, Any]:
-    """Return what the page shows of one result."""
+    """Return what the page shows for one result."""
     question, context, result = shown
     tokens = result.get("tokens", [])
     log_probs = result.get("log_probs") or [None] * len(tokens)
@@ -356,11 +355,11 @@ def _entry(shown: "Shown") -> dict[str, Any]:
 
 
 _RAISES, _LOWERS = "31, 104, 173", "179, 78, 12"  # red, green, blue
-_LEAST_EFFECT = 0.001  # on P: what is below reads as zero, and may be rounding
+_LEAST_EFFECT = 0.001  # on P; smaller ones may be rounding, and are not tinted
 
 
 def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
-    """Return one score (`Score.as_json`) for a notebook, tinted by effects if any."""
+    """Return a score (`Score.as_json`) as notebook HTML, tinted by effects, if any."""
     entry = _entry((None, (), result))
     most = max(map(abs, effects), default=0.0) or 1.0
     spans = []
@@ -391,7 +390,7 @@ def score_html(result: Mapping[str, Any], effects: Sequence[float]) -> str:
 def _bars(
     counts: collections.Counter[tuple[int, str]],
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the rectangles of a histogram of P, and the tallest bar's number."""
+    """Return the rectangles of a histogram of P, and the count of its tallest bar."""
     heights = collections.Counter(bar for bar, _ in counts.elements())
     most, bars = max(heights.values(), default=0), []
     tops = collections.Counter[int]()
@@ -411,17 +410,17 @@ def _bars(
     return bars, most
 
 
-_OFTEN = 3  # rows from which on a note is written once, and named by its number
+_OFTEN = 3  # a note of this many rows or more is written once, and has a number
 
-# What was asked, the passages that were shown with it, and the score as JSON values.
+# The question, the passages that were shown with it, and the score as JSON values.
 Shown = tuple[str | None, Sequence[str], Mapping[str, Any]]
 
 
 class PageRows:
-    """What a page shows and counts; rows beyond `MOST_SHOWN` are not kept."""
+    """The rows that a page shows and counts; those after `MOST_SHOWN` are not kept."""
 
     def __init__(self, rows: Iterable[Shown] = ()) -> None:
-        """Begin with some rows."""
+        """Start with some rows."""
         self.shown: list[Shown] = []
         self.kinds = collections.Counter[str]()
         # By bar of the histogram of P, and decision.
@@ -430,7 +429,7 @@ class PageRows:
             self.add(row)
 
     def add(self, row: Shown) -> None:
-        """Count a row, and keep one of the first."""
+        """Count a row, and keep it if it is among the first."""
         result = row[2]
         self.kinds["bad" if "error" in result else result["decision"]] += 1
         if (p := result.get("p_correct")) is not None:
@@ -440,7 +439,7 @@ class PageRows:
 
 
 def page(title: str, summary: str, results: Iterable[Shown] | PageRows) -> str:
-    """Return the page of scored answers; beyond `MOST_SHOWN` they are counted alone."""
+    """Return the page of scored answers; those after `MOST_SHOWN` are only counted."""
     rows = results if isinstance(results, PageRows) else PageRows(results)
     kinds = rows.kinds
     entries = [_entry(each) for each in rows.shown]
@@ -479,13 +478,13 @@ def shown_tokens(
 ) -> list[dict[str, Any]]:
     """Return the tokens of a sequence as the report shows them.
 
-    Rows `[n_tokens, 5]` of the prob family begin at `first_token`; each token is shown
-    with the numbers of the position that emitted it. A token whose position has none
-    (the first of all) is left out.
+    `prob` has the rows `[n_tokens, 5]` of the prob family from `first_token` on. Each
+    token is shown with the numbers of the position that emitted it; one without such a
+    position (the very first) is left out.
     """
     from beatrice.jaxprobe.families import SPAN_NAMES  # the report needs no JAX
 
-    # Whose text a token is, whichever positions the run reads as the answer.
+    # The span of a token's text, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
     rows = []
     texts = token_texts(tokenizer, [*answer.prompt_ids, *answer.token_ids])

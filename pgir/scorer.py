@@ -1,7 +1,7 @@
-"""Scoring answers that exist: the calls for a user who has question and answer.
+"""The `Scorer`, which answers questions, scores answers and streams both.
 
-A stop string may be several tokens: those that could begin one are held back in a
-stream until they do not, or until the answer has ended before them.
+A stop string may span several tokens. A stream holds back tokens that could begin one
+until they turn out not to, or until the answer has ended before them.
 """
 
 import dataclasses
@@ -58,26 +58,25 @@ from beatrice.pgir.warnings import (
     why_unreadable,
 )
 
-_TOGETHER = 256  # questions whose answers' signals are in memory at once
+_TOGETHER = 256  # questions whose answers have their signals in memory at once
 
 
 class Scorer(AnswerScorer):
-    """A backbone and its detector; may be called from several threads.
+    """A backbone with its detector; may be called from several threads.
 
-    Calls from several threads take turns, a batch at a time: the model is read through
-    hooks, and uses all cores anyway. Many answers are fastest in one `score_many`.
+    Threads take turns, one batch at a time: signals are read through hooks on the
+    model, which uses all cores anyway. One `score_many` is fastest for many answers.
 
     Attributes:
-      probed: the two together, as the controllers use them.
+      probed: backbone and detector together, as the controllers use them.
 
     Args:
       model: a `Backbone`, or an object that has one as its `backbone`.
-      detector: trained on this model's signals.
+      detector: a detector trained on this model's signals.
       generation: how `answer` writes.
-      strict: refuse a model of another revision or type than the detector's; else
-        every score warns.
-      precision: share of decisions that shall be right, in (0, 1); None takes the
-        detector's.
+      strict: refuse a model of another revision or type than the detector's; if False,
+        every score warns instead.
+      precision: share of decisions to be right, in (0, 1); None takes the detector's.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Scorer(AnswerScorer):
         strict: bool = True,
         precision: float | None = None,
     ) -> None:
-        """Check that the two belong together; see `load` for those of a run."""
+        """Check that model and detector belong together."""
         if precision is not None:
             as_probability(precision, "precision")
         self.probed = ProbedBackbone(
@@ -114,22 +113,21 @@ class Scorer(AnswerScorer):
 
         Args:
           path: run directory.
-          model: where the backbone lies, if not where the run found it; or a
-            `Backbone` that is in memory, or an object that has one as its `backbone`.
-          device: of the backbone, such as "cpu" or "cuda:0"; None takes the run's, or
-            the processor where the run's GPU is not there.
-          dtype: of its weights; None takes the run's, in which the detector was
-            trained.
-          strict: as of the class.
-          precision: likewise.
+          model: path of the backbone, if it is not where the run found it; or a
+            `Backbone` in memory, or an object that has one as its `backbone`.
+          device: device of the backbone, such as "cpu" or "cuda:0"; None takes the
+            run's, or the CPU if the run used a GPU and there is none here.
+          dtype: type of its weights; None takes the run's, as in the training.
+          strict: as for the class.
+          precision: as for the class.
 
         Raises:
-          ValueError: no detector there yet, or the backbone is another one.
+          ValueError: the run has no detector yet, or the backbone is a different one.
         """
         from beatrice.extract.run.directory import RunDir, read_manifest
 
         path = as_path(path, "path")
-        read_manifest(path)  # an error where it is no run
+        read_manifest(path)  # raises if it is no run
         run = RunDir(path)
         detector = Detector.load(run.require(run.detector))
         generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
@@ -145,29 +143,29 @@ class Scorer(AnswerScorer):
             )
         elif device is not None or dtype is not None:
             raise ValueError(
-                "device and dtype are those of the model in memory; give a path to "
-                "choose them"
+                "device and dtype are those of the model in memory; give its path to "
+                "choose others"
             )
         return cls(model, detector, generation, strict=strict, precision=precision)
 
     def thresholds(self, setting: Setting) -> Thresholds | None:
-        """Return at which P decisions on answers of a setting begin, and how sure."""
+        """Return the P at which decisions in a setting begin, and how sure, or None."""
         if setting not in SETTINGS:
             raise argument_error("setting", f"one of {', '.join(SETTINGS)}", setting)
         return self._thresholds.get(OWN_PASS_HEADS[setting])
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return messages as the text that the model reads, in which ranges count."""
+        """Return messages as the text that the model reads; ranges refer to it."""
         checked = as_messages(messages, "messages")
         with self.probed.lock:
             return apply_template(self.probed.backbone.tokenizer, checked)
 
     def load_scorer(self) -> "Scorer":
-        """Return this one: its model is loaded."""
+        """Return this scorer, whose model is loaded."""
         return self
 
     def answer_batch(self, questions: QuestionBatch) -> list[Score]:
-        """Answer questions and score the answers, each with its `text`."""
+        """Answer questions and return the answers' scores, each with its `text`."""
         prompts, requests = self._requests(questions)
         if not requests:
             return []
@@ -187,7 +185,7 @@ class Scorer(AnswerScorer):
         sampling: SamplingConfig,
         is_alone: bool,
     ) -> list[Score]:
-        """Answer questions of one setting whose signals are in memory together."""
+        """Answer questions of one setting, keeping all their signals in memory."""
         probed, setting = self.probed, pairs[0][1].setting
         answers, reading = probed.answer_and_read([r for _, r in pairs], sampling)
         with probed.lock:
@@ -206,8 +204,8 @@ class Scorer(AnswerScorer):
         ]
 
     def why_unasked(self, questions: Sequence[str]) -> dict[int, str]:
-        """Return of questions, by place, why the model cannot be asked them alone."""
-        self._requests(QuestionBatch(texts=["?"]))  # raises where none can be
+        """Return, by index, why some questions cannot be asked without passages."""
+        self._requests(QuestionBatch(texts=["?"]))  # raises if it can be asked nothing
         reasons: dict[int, str] = {}
         for i, text in enumerate(questions):
             try:
@@ -227,14 +225,14 @@ class Scorer(AnswerScorer):
     def stream_question(
         self, questions: QuestionBatch, every: int | None
     ) -> Iterator[StreamedToken | Score]:
-        """Answer one question token by token, see `stream`."""
+        """Answer one question token by token; see `stream`."""
         (prompt,), (request,) = self._requests(questions)
         for reason in self._overlong(questions, [request]).values():
             raise ValueError(f"the question {reason}")
         if self.probed.why_read_again is not None:
             raise ValueError(
-                f"{self.probed.why_read_again}; ask for the whole answer, which is "
-                "read again"
+                f"{self.probed.why_read_again}; use `answer`, which reads the whole "
+                "answer in a second pass"
             )
         return self._stream(prompt, request, self._sampling(questions), every)
 
@@ -269,7 +267,7 @@ class Scorer(AnswerScorer):
         yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
 
     def _sampling(self, questions: QuestionBatch) -> SamplingConfig:
-        """Return how tokens are chosen; None is as in training."""
+        """Return how tokens are chosen; what is not given is as in training."""
         config = self.probed.config
         return SamplingConfig(
             max_new_tokens=questions.max_new_tokens or config.max_new_tokens,
@@ -312,7 +310,7 @@ class Scorer(AnswerScorer):
     def _written(
         self, prompt: PromptTokens, request: Request, answer: Answer
     ) -> ScoringInput:
-        """Return an answer that the model has just written, ready to be scored."""
+        """Return an answer that the model has just written, prepared for scoring."""
         return ScoringInput(
             prompt=prompt,
             answer=answer,
@@ -333,7 +331,7 @@ class Scorer(AnswerScorer):
         return why_unreadable(self.probed.backbone, prepared)
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
-        """Return the score of an answer whose signals would mean nothing, or None."""
+        """Return a score without P if the answer cannot be scored, else None."""
         reason = why_unreadable(self.probed.backbone, prepared)
         if reason is None:
             return None
@@ -349,7 +347,7 @@ class Scorer(AnswerScorer):
         return self._score_inputs([self.prepare(given)], 1, is_alone=True)[0]
 
     def score_rows(self, rows: Sequence[Any], batch_size: int) -> list[Score]:
-        """Return the scores of rows; one that cannot be read says why."""
+        """Return the scores of rows; a row that cannot be read gets an `error`."""
         self.probed.backbone.require_unchanged()
         inputs: dict[int, ScoringInput] = {}
         scores: dict[int, Score] = {}
@@ -363,7 +361,7 @@ class Scorer(AnswerScorer):
         return [scores[i] for i in range(len(rows))]
 
     def prepare(self, given: AnswerToScore) -> ScoringInput:
-        """Make the sequence of an answer; the model is not asked."""
+        """Return the token sequence to score, without running the model."""
         probed = self.probed
         with probed.lock:
             prepared = prepare(
@@ -382,8 +380,8 @@ class Scorer(AnswerScorer):
         if OWN_PASS_HEADS[setting] not in heads:
             known = next(name for name, head in OWN_PASS_HEADS.items() if head in heads)
             raise ValueError(
-                f"an answer is {setting}, and the probe was fitted on {known} answers "
-                "alone: score one of those, or fit a probe on both settings"
+                f"the answer is {setting}, but the probe was fitted only on {known} "
+                "answers: score one of those, or fit a probe on both settings"
             )
 
     def _score_inputs(
@@ -414,7 +412,7 @@ class Scorer(AnswerScorer):
     def _score_fitting(
         self, setting: Setting, inputs: Sequence[ScoringInput], is_alone: bool
     ) -> list[Score]:
-        """Score a batch; an answer that the device cannot hold has no P."""
+        """Score a batch; an answer that does not fit in memory gets no P."""
         try:
             return [*self._score_batch(setting, inputs, is_alone=is_alone)]
         except DoesNotFit as error:
@@ -431,9 +429,9 @@ class Scorer(AnswerScorer):
         *,
         is_alone: bool,
     ) -> Iterator[Score]:
-        """Score answers of one setting, which one forward pass reads if none has.
+        """Score answers of one setting, in a forward pass unless `reading` is given.
 
-        One that the caller scores alone keeps its signals, for its effects.
+        An answer that the caller scores on its own keeps its signals, for `effects`.
         """
         probed, detector = self.probed, self.probed.detector
         if reading is None:
@@ -473,12 +471,12 @@ class Scorer(AnswerScorer):
     def _masked(
         self, setting: Setting, features: Features, score: Score
     ) -> Callable[[], tuple[float, ...]]:
-        """Return what computes `Score.effects` of one answer."""
+        """Return a function that computes `Score.effects` of one answer."""
 
         def effects() -> tuple[float, ...]:
             n_tokens, places = len(score.tokens), np.flatnonzero(features.masks[-1][0])
-            # A token's signals are those of the place that emits it. A literal span
-            # begins one place later: P does not read that of the first token.
+            # A token's signals are those of the position that emits it. A literal span
+            # begins one position later, so the first token has no effect on P.
             is_literal = self.probed.answer_span == "literal"
             values = [0.0][:n_tokens] if is_literal else []
             for position in places[: n_tokens - len(values)]:
@@ -498,21 +496,21 @@ class Scorer(AnswerScorer):
 
 
 def _loaded(model: Any) -> Backbone:
-    """Return the backbone that an object is or has."""
+    """Return a backbone, given itself or an object with a `backbone`."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, Backbone):
         raise argument_error(
             "model",
             "a path or Hub id, a Backbone (`Backbone.from_model(model, tokenizer)` "
-            "makes one of a Transformers model), or an object that has one as its "
-            "backbone",
+            "makes one from a Transformers model), or an object with one as its "
+            "`backbone`",
             model,
         )
     return backbone
 
 
 def _device(device: Any, config: BackboneConfig) -> str:
-    """Return where a run's model computes here: as asked, else as in the run."""
+    """Return the device for a run's model: the one asked for, else the run's own."""
     if device is not None:
         if not isinstance(device, (str, torch.device)):
             raise argument_error(
@@ -525,7 +523,7 @@ def _device(device: Any, config: BackboneConfig) -> str:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Return the name of a dtype; Torch's own are known by theirs."""
+    """Return the name of a Torch dtype, and anything else as it is."""
     if isinstance(dtype, torch.dtype):
         return str(dtype).removeprefix("torch.")
     return dtype
@@ -542,28 +540,28 @@ def stream_tokens(
     every: int | None,
     p_correct: Callable[[Answer, AnswerSignals], float | None],
 ) -> Generator[StreamedToken, None, tuple[Answer, AnswerSignals]]:
-    """Yield an answer's tokens as they are chosen; return it with its signals.
+    """Yield an answer's tokens as they are chosen; return the answer and its signals.
 
     Args:
-      probed: the model; between two tokens others may use it.
+      probed: the model; other threads may use it between two tokens.
       request: the prompt.
       sampling: how tokens are chosen.
-      every: so many tokens apart is P of the answer so far; None is nowhere. Such a
-        token comes with the next one's step, which tells how likely its end is.
-      p_correct: P of an answer, by what was read of it.
+      every: give P of the answer so far to every n-th token; None gives it to none.
+        Such a token waits for the next step, which tells how likely an end is there.
+      p_correct: returns P of an answer from the answer and its signals.
     """
     tokenizer, stop = probed.backbone.tokenizer, sampling.stop
     stops, n_most = stop_ids(probed.backbone), sampling.max_new_tokens
-    usual = probed.trained.stop_id  # as where the answer is scored as a text
+    usual = probed.trained.stop_id  # the one used when the answer is scored as a text
     stop_id = stops[0] if usual is None else usual
     steps = read_stepwise(
         probed.reader, request, sampling, answer_span=probed.answer_span
     )
-    waiting: list[tuple[StreamedToken, str]] = []  # with the text that ends in each
+    waiting: list[tuple[StreamedToken, str]] = []  # each with the text up to its end
     ids: tuple[int, ...] = ()
     n_shown = 0
     step: WrittenToken | None = None
-    is_due = False  # whether P is wanted behind the last token
+    is_due = False  # whether P is wanted after the last token
     written: tuple[Answer, AnswerSignals] | None = None
     while True:
         with probed.lock:
@@ -578,13 +576,13 @@ def stream_tokens(
                 waiting[-1] = dataclasses.replace(token, p_correct=p_if_ended), text
             if written is not None:
                 break
-            assert step is not None  # a token came
+            assert step is not None  # there is a new token
             ids = (*ids, step.id)
-            # A stop token is of no text, though some are plain words.
+            # A stop token belongs to no text, though some decode to plain words.
             is_end = step.id in stops
             text = decode_ids(tokenizer, ids[:-1] if is_end else ids)
             is_end |= find_stop(text, stop) is not None
-            # The last token of an answer that is cut has no next; there is the score.
+            # After the last token of an answer that is cut off, only the score follows.
             is_due = bool(every) and len(ids) % every == 0 and not is_end
             is_due &= len(ids) < n_most
             p_if_cut = p_correct(*step.so_far(None)) if is_due else None
@@ -600,7 +598,7 @@ def stream_tokens(
             yield dataclasses.replace(token, text=shown[n_shown:])
             n_shown = max(n_shown, len(shown))
     answer, signals = written
-    _, text = waiting[-1]  # of an end nothing was shown
+    _, text = waiting[-1]  # nothing of an end has been shown yet
     text = text[: find_stop(text, stop)]
     n_left = len(answer.token_ids) - (len(ids) - len(waiting))
     yield from _last_tokens(waiting, text, n_shown, n_left)
@@ -610,7 +608,7 @@ def stream_tokens(
 def _last_tokens(
     waiting: list[tuple[StreamedToken, str]], answer: str, n_shown: int, n_left: int
 ) -> Iterator[StreamedToken]:
-    """Yield what waited for the end: `n_left` tokens, behind `n_shown` characters."""
+    """Yield the last `n_left` tokens and any stop token, after `n_shown` characters."""
     for index, (token, text) in enumerate(waiting[: n_left + 1]):
         is_last = index in (n_left, len(waiting) - 1)
         shown = answer if is_last else answer[: len(text)]
@@ -621,6 +619,6 @@ def _last_tokens(
 
 
 def _may_begin(text: str, stop: Sequence[str]) -> bool:
-    """Return whether one of the strings may have begun at the end of a text."""
+    """Return whether a text may end with the beginning of a stop string."""
     begins = (s[:n] for s in stop for n in range(1, len(s)))
     return bool(stop) and text.endswith((HALF, *begins))

@@ -1,7 +1,7 @@
-"""What makes a P less reliable, or impossible: every warning and reason, in one place.
+"""Every warning of a P that is less reliable, and every reason for having none.
 
-`docs/warnings.md` says of each what it means, where it comes from and what to do; a
-test holds the two together.
+`docs/warnings.md` explains what each means, where it comes from and what to do; a test
+checks that it quotes every text here.
 """
 
 import dataclasses
@@ -26,47 +26,47 @@ from beatrice.pgir.given import ScoringInput
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
 MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
 _LESS = "P may be less reliable"
-# They leave P as it is.
+# Warnings leave P as it is.
 WARNINGS = {
-    "other_model": "another model: the probe belongs to {trained} of revision "
-    f"{{revision}}, but {{model}} is {{here}}; {_LESS}: load the probe's model, or fit "
-    "a probe for this one",
+    "other_model": "another model: the probe was fitted on the model {trained}, "
+    f"revision {{revision}}, but {{model}} has revision {{here}}; {_LESS}: load the "
+    "probe's model, or fit a probe for this one",
     "other_hash": "another {what}: the probe was fitted with the {what} of SHA-256 "
-    f"{{trained}}, but {{model}} has {{here}}; {_LESS}: put the probe's {{what}} "
-    "beside the model, or fit a probe for this one",
+    f"{{trained}}, but {{model}} has {{here}}; {_LESS}: load the model with "
+    "the probe's {what}, or fit a probe for this one",
     "other_dtype": "another precision: the probe was fitted on signals in {trained}, "
     f"but {{model}} computes in {{here}}; {_LESS}: load the model in {{trained}}",
     "other_prompt": "another prompt than the probe's own (template {template!r}, "
-    f"{{chat}} chat template): P was fitted under that one; {_LESS}: ask with the "
-    "probe's prompt, or fit a probe under yours",
+    f"{{chat}} chat template): P was fitted with that one; {_LESS}: ask with the "
+    "probe's prompt, or fit a probe with yours",
     "other_span": "another answer span: the probe was fitted on {trained} tokens, but "
-    f"these signals are of {{here}} ones; {_LESS}: read them with ExtractConfig("
+    f"these signals were read on {{here}} ones; {_LESS}: read them with ExtractConfig("
     "answer_span={trained!r})",
     "unknown_tokens": "unknown words: {n} of {of} tokens of {what} are unknown to the "
     f"model; {_LESS}: write them in words that the model knows",
     "special_token": "special token: {what} spells {token}, which {model} reads here "
     f"as plain text; {_LESS}: take it out, as decoding with skip_special_tokens=True "
     "does",
-    "changed_passages": "changed passages: of {n}, {n_empty} have no word and are left "
-    "out, {n_split} have a control token of the model, which a blank splits; "
+    "changed_passages": "changed passages: of {n}, {n_empty} left out as empty and "
+    "{n_split} changed by splitting control tokens of the model with a blank; "
     f"{_LESS}: retrieve passages of plain text",
-    "long": "long input: the {what} has {n} tokens, in training at most {most}; "
+    "long": "long input: the {what} has {n} tokens, but at most {most} in training; "
     f"{_LESS}: give a shorter one",
-    "cut": "cut answer: it has {n} tokens and no end, and P was fitted on answers that "
+    "cut": "cut answer: it has {n} tokens and no end, but P was fitted on answers that "
     f"end; {_LESS}: let the model write more tokens",
-    "other_script": "another script: {n} of {of} letters are {scripts}, training had "
-    f"{{known}}; {_LESS}: fit a probe on questions in this script",
-    "other_path": "signals of {actual}, training had those of {trained}, which "
-    f"{{dtype}} rounds otherwise; {_LESS}: compute in float32, or fit on answers that "
-    "were read likewise",
+    "other_script": "another script: {n} of {of} letters are {scripts}, but training "
+    f"had {{known}}; {_LESS}: fit a probe on questions in this script",
+    "other_path": "another reading: the signals come from {actual}, those of training "
+    f"from {{trained}}, and {{dtype}} rounds the two differently; {_LESS}: compute in "
+    "float32, or fit on answers that were read the same way",
     "unusual_signals": "unusual input: {share} of the {family} signals lie outside the "
-    f"training range ({{limit}} at most in validation); {_LESS}: look at the answer "
+    f"training range (at most {{limit}} in validation); {_LESS}: look at the answer "
     "yourself, or fit on questions like this one",
 }
-# They leave no P, or no decision.
+# Reasons why there is no P, or no decision.
 REASONS = {
     "too_long": "prompt and answer have {n} tokens, but {model} has a window of "
-    "{most}; give fewer or shorter passages, or shorter texts where there is none",
+    "{most}; give fewer or shorter passages, or shorter texts if there are none",
     "mostly_unknown": "{n} of {of} tokens of {what} are unknown to {model}, so its "
     "signals mean nothing; use a model that reads this script or vocabulary",
     "not_finite": "the model's signals of this answer are not finite numbers; load the "
@@ -75,7 +75,7 @@ REASONS = {
 
 
 def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
-    """Return why an answer cannot be read to any use, or None."""
+    """Return why an answer cannot be scored, or None."""
     n_tokens, most = len(prepared.sequence.ids), model.max_length
     if most is not None and n_tokens > most:
         return REASONS["too_long"].format(n=n_tokens, model=model.name, most=most)
@@ -99,9 +99,9 @@ def _name_dtype(model: Backbone) -> str:
 def warn_of_path(
     trained: Provenance, model: Backbone, path: ReadingPath
 ) -> Iterator[str]:
-    """Yield the warning of signals that came by another path than training's.
+    """Yield the warning for signals that were read by another path than in training.
 
-    In float32 the two differ by the order of sums alone, and nothing is said.
+    None in float32, where the two paths differ only by the order of sums.
     """
     passes = {
         "decode": "the passes that write an answer",
@@ -115,7 +115,7 @@ def warn_of_path(
 def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> bool:
     """Return whether a revision is that of a detector's model, by commit or by files.
 
-    `model` is what has the revision, None where it is not loaded.
+    `model` is the model of that revision, or None if it is not loaded.
     """
     if revision in (trained.revision, trained.files_sha256):
         return True
@@ -128,14 +128,14 @@ def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> b
 
 
 def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
-    """Yield in what a model is not the one whose signals a detector was trained on."""
+    """Yield a warning for each difference between a model and the detector's model."""
     if not is_of_model(trained, model.revision, model):
         yield _other_model(trained, model.name, model.revision)
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:
             continue  # it is not used
         if field.name == "config" and trained.model == IN_MEMORY:
-            continue  # its revision is of the config too, but for how it was used
+            continue  # the revision covers the config, except for how it was used
         expected, here = (
             getattr(hashes, field.name) for hashes in (trained.hashes, model.hashes)
         )
@@ -160,10 +160,10 @@ def _other_model(trained: Provenance, name: str, revision: str) -> str:
 def signal_differences(
     trained: Provenance, about: Mapping[str, Any], model: Backbone | None
 ) -> Iterator[str]:
-    """Yield in what signals are not as those that a detector was trained on.
+    """Yield a warning for each difference between signals and those of training.
 
-    `about` is the fingerprint of their store, `model` what they were read from, None
-    where it is not loaded.
+    `about` is the fingerprint of their store; `model` is the model from which they were
+    read, or None if it is not loaded.
     """
     name, revision = str(about.get("name", "theirs")), str(about["model"])
     if not is_of_model(trained, revision, model):
@@ -177,7 +177,7 @@ def signal_differences(
 
 
 def warn_of_prompt(trained: Provenance, about: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the warning of signals under another prompt than training's."""
+    """Yield the warning for signals under another prompt than that of training."""
     prompt = msgspec.convert(about.get("prompt", trained.prompt), PromptConfig)
     if prompt.prompt_template() != trained.prompt.prompt_template():
         yield _other_prompt(trained)
@@ -192,7 +192,7 @@ def _other_prompt(trained: Provenance) -> str:
 def warn_before(
     detector: Detector, trained: Provenance, model: Backbone, prepared: ScoringInput
 ) -> Iterator[str]:
-    """Yield the warnings that need no forward pass."""
+    """Yield the warnings for an answer that need no forward pass."""
     prompt, tokenizer = prepared.prompt, model.tokenizer
     yield from differences(trained, model)
     if not prompt.is_templates:
@@ -201,7 +201,7 @@ def warn_before(
         if n_unknown := ids.count(tokenizer.unk_token_id):
             yield _warning("unknown_tokens", n=n_unknown, of=len(ids), what=what)
     specials = special_pattern(tokenizer, len(tokenizer))
-    # Those of a prompt as it was sent are read as what they are.
+    # A prompt given as it was sent has its special tokens read as such: skip it.
     for what, text, _ in prepared.parts[0 if prompt.is_templates else -1 :]:
         for token in dict.fromkeys(specials.findall(text)):
             names = {"what": what, "token": repr(token), "model": model.name}
@@ -225,7 +225,7 @@ def warn_before(
 def warn_after(
     detector: Detector, features: Features, setting: Setting
 ) -> list[list[str]]:
-    """Return, of each answer, which signals are unlike training's."""
+    """Return for each answer the warnings for signals unlike those of training."""
     bank = detector.banks[setting]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
     limits = list(zip(bank.dims.names, bank.scope.limits, strict=True))

@@ -122,11 +122,11 @@ def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
             assert 0 <= many.p_correct <= 1
             assert scorer.score(**row).p_correct == pytest.approx(many.p_correct)
             continue
-        with pytest.raises(ValueError, match=f"fitted on {HAS[case][0]} answers"):
+        with pytest.raises(ValueError, match=f"fitted only on {HAS[case][0]} answers"):
             scorer.score(**row)
         options = [x for name, text in row.items() for x in (f"--{name}", text)]
         done = beatrice("score", run.path, *options, code=1)
-        assert f"an answer is {setting}" in done.stderr
+        assert f"the answer is {setting}" in done.stderr
 
 
 @pytest.mark.slow

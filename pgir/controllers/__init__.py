@@ -1,12 +1,12 @@
 """When to retrieve, and what to keep: PGIR and its rivals.
 
-Printed names of controllers and of bounds on them, in the order of the tables. One that
-has none here, such as a judge of one's own, goes by its id behind them.
+Here are the printed names of controllers and of bounds on them, in the order of the
+tables. Others, such as a user's judge, follow them under their ids.
 """
 
 from collections.abc import Iterable
 
-CROSS_FIT = "pgir_cross_fit"  # there with `control --set cross_fit=yes` alone
+CROSS_FIT = "pgir_cross_fit"  # only run with `control --set cross_fit=yes`
 CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
@@ -23,7 +23,7 @@ CONTROLLERS = {
     "pgir_query": "PGIR, query chosen on validation",
 }
 OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
-# No controllers: what PGIR would give if a part of it knew the answers.
+# Not controllers: what PGIR would give if one part of it knew the gold answers.
 BOUNDS = {
     "perfect_gate": "PGIR, first draft judged without error",
     "perfect_choice": "PGIR, the kept draft chosen without error",
@@ -32,5 +32,5 @@ BOUNDS = {
 
 
 def titles_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the titles of all controllers, those without one among `names` last."""
+    """Return the titles of all controllers; others of `names` come last, untitled."""
     return CONTROLLERS | {x: x for x in names if x not in CONTROLLERS | BOUNDS}

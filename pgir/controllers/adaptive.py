@@ -1,31 +1,29 @@
-"""Rivals that read the question alone, and answer perplexity in PGIR's own loop.
+"""Rivals that read only the question, and answer perplexity in PGIR's loop.
 
-**SKR** (Wang et al., 2023; followed: THUNLP-MT/SKR edb63f2, `knn.py`). Of training
-questions it is known whether this backbone's answer is better, worse or as good with
-passages; a question retrieves as its nearest neighbours of the first two kinds say.
-Departures: exact match of the run's one reader instead of their extractor, which
-returns the gold answer itself where a sentence contains it; and the encoder, see
-`question_encoder`.
+**SKR** (Wang et al., 2023; after THUNLP-MT/SKR edb63f2, `knn.py`). For each training
+question it is known whether this backbone's answer is better, worse or as good with
+passages. The nearest neighbours of the first two kinds vote on retrieval. Departures:
+exact match of the run's own reader replaces their extractor, which returns the gold
+answer itself if a sentence contains it; and the encoder, see `question_encoder`.
 
-**Adaptive-RAG** (Jeong et al., 2024; followed: starsuzi/Adaptive-RAG 0c88670). A
-classifier of the question chooses how often to retrieve. A answers without passages, B
-after one retrieval, C retrieves again with what was generated last and adds to the
-passages until the answer stands. The classifier is trained on this backbone's own
-outcomes: the label of a question is the cheapest strategy that answers it, and
-questions that no strategy answers are left out; of other questions of a known set the
-label is B for single-hop and C for multi-hop ("inductive bias"; published with sets of
-both kinds, so that those of one kind alone favour its strategy). Departures: the
-classifier is a logistic regression over the question's vector; theirs is T5-large.
-Its strength is chosen on validation questions; theirs chooses epochs on the labels of
-test. A step of C is an answer under the run's template and not a sentence of a chain of
-thought, which that template forbids; C ends where an answer comes twice, in the place
-of "the answer is", or after `max_budget` retrievals (4; theirs ten sentences, of up to
-15 paragraphs).
+**Adaptive-RAG** (Jeong et al., 2024; after starsuzi/Adaptive-RAG 0c88670). A classifier
+of the question chooses a strategy. A answers without passages, B after one retrieval; C
+repeats retrieval with the last answer as the query and keeps all passages, until the
+answer stays the same. The classifier is trained on this backbone's own outcomes: the
+label of a question is the cheapest strategy that answers it, and questions that no
+strategy answers are left out. Other questions of a known set are labelled B if it is
+single-hop and C if it is multi-hop ("inductive bias"; published with sets of both
+kinds, so sets of only one kind favour its strategy). Departures: the classifier is a
+logistic regression on the question's vector (theirs: T5-large), whose strength is
+chosen on validation questions (theirs chooses epochs on test labels). A step of C is an
+answer under the run's template, which forbids the sentences of a chain of thought used
+by theirs. C ends when an answer comes twice, where theirs looks for "the answer is", or
+after `max_budget` = 4 retrievals (theirs: ten sentences, up to 15 paragraphs).
 
-**Perplexity** needs no detector: the mean log-probability of the answer, which
-generation gives for nothing. A map of each setting, of the detector's kind and fitted
-on its validation answers, makes it a probability, so that drafts with and without
-passages can be compared under one threshold.
+**Perplexity** needs no detector: it is the mean log-probability of the answer, which
+generation gives for free. A calibration map for each setting, of the detector's kind
+and fitted on its validation answers, turns it into a probability, so that drafts with
+and without passages can be compared under one threshold.
 """
 
 import collections
@@ -62,29 +60,29 @@ from beatrice.pgir.controllers.session import (
 )
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 
-NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
-Strategy = Literal["A", "B", "C"]  # answers at once, after one search, or after several
+NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # values of k that the paper tries
+Strategy = Literal["A", "B", "C"]  # answer at once, after one search, or after several
 
 
 def question_encoder(
     training: Sequence[str], checkpoint: Path | None = None
 ) -> QuestionEncoder:
-    """Return the encoder of questions for the rivals that read questions alone.
+    """Return the question encoder for the rivals that read only the question.
 
-    A folder's is run in its own way, see `read_encoder_config` (SKR takes SimCSE's
-    pooler, which has another layer). None counts words and pairs of words (TF-IDF,
-    weighed on the training questions), which needs no weights.
+    A checkpoint folder is run by its own settings, see `read_encoder_config` (SKR uses
+    SimCSE's pooler, which has an extra layer). Without one, words and pairs of words
+    are counted (TF-IDF, weighted on the training questions).
     """
     if checkpoint is not None:
         encoder = TextEncoder(read_encoder_config(checkpoint, max_tokens=128))
         return lambda texts: encoder.encode(texts, "query")
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    def words_of(text: str) -> list[str]:  # two letters or more, as scikit-learn has it
+    def words_of(text: str) -> list[str]:  # two letters or more, as in scikit-learn
         return [x for x in split_words(text) if len(x) > 1 or UNSPACED.match(x)]
 
     tf_idf = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, tokenizer=words_of)
-    tf_idf.set_params(token_pattern=None)  # else it warns that it is not read
+    tf_idf.set_params(token_pattern=None)  # else it warns that the pattern is not used
     tf_idf.fit(training)
     return lambda texts: csr_array(tf_idf.transform(texts))
 
@@ -94,11 +92,11 @@ def wants_retrieval(
 ) -> np.ndarray:
     """Return the votes of `k` neighbours, as `knn.py` counts them, `[n]` bool.
 
-    By how many of them more answered better with passages than worse, and by the counts
-    of all training questions: those better, those worse, and all.
+    `leads` `[n]` is how many more of them are better with passages than worse; `counts`
+    are the numbers of all training questions that are better, worse, and in all.
     """
     n_better, n_worse, n_all = counts
-    is_usual = n_better >= n_worse  # else what is asked is whether not to retrieve
+    is_usual = n_better >= n_worse  # else the vote is on not retrieving
     leads = leads if is_usual else -leads
     wins = (leads > 0) & (leads >= abs(n_better - n_worse) * k // n_all)
     return wins if is_usual else ~wins
@@ -110,10 +108,10 @@ class Neighbours:
 
     vectors: QuestionVectors  # `[n, d]`, of length 1
     is_better: np.ndarray  # `[n]` bool, whether passages helped; else they hurt
-    n_all: int  # training questions, those included on which nothing changed
+    n_all: int  # all training questions, including those on which nothing changed
 
     def retrieves(self, questions: QuestionVectors, k: int) -> np.ndarray:
-        """Return whether questions `[n, d]` are to retrieve, `[n]` bool."""
+        """Return whether to retrieve for questions `[n, d]`, `[n]` bool."""
         from sklearn.utils.extmath import safe_sparse_dot
 
         n_better = int(self.is_better.sum())
@@ -130,9 +128,9 @@ def neighbours_of(
     with_passages: np.ndarray,
     encoder: QuestionEncoder,
 ) -> Neighbours:
-    """Return the index of training questions, by whether each answer `[n]` is right."""
+    """Return the training questions whose answer `[n]` passages made right or wrong."""
     changed = np.flatnonzero(without != with_passages).tolist()
-    some = [questions[i] for i in changed or [0]]  # nobody encodes nothing
+    some = [questions[i] for i in changed or [0]]  # an encoder needs at least one text
     return Neighbours(
         vectors=encoder(some)[: len(changed)],
         is_better=with_passages[changed],
@@ -163,9 +161,9 @@ def run_skr(session: Session) -> None:
     session.tune("skr", NEIGHBOURS, plan)
 
 
-STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first
+STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's comes first
 N_BIAS = 400  # questions of each set that get its label without being answered
-# What is known of published sets: the label of their questions beside the outcomes.
+# Labels for unanswered questions of known sets.
 SINGLE_HOP: Strategy = "B"
 MULTI_HOP: Strategy = "C"
 SET_LABELS: Mapping[str, Strategy] = {
@@ -177,7 +175,7 @@ SET_LABELS: Mapping[str, Strategy] = {
 def iterative(question: str, config: ControllerConfig) -> Plan[str]:
     """Retrieve with the question, then with the last answer, keeping all passages.
 
-    Ends where an answer is empty or comes twice, where a search finds nothing new, or
+    Ends when an answer is empty or comes twice, when a search finds nothing new, or
     after `max_budget` retrievals.
     """
     passages: tuple[int, ...] = ()
@@ -201,7 +199,7 @@ def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]
     """Return each question's label: the cheapest strategy that is right, or None.
 
     Args:
-      right: `[n_questions]` bool of every strategy.
+      right: for each strategy, whether its answers are right, `[n_questions]` bool.
     """
     order: tuple[Strategy, ...] = ("A", "B", "C")
     rows = zip(*(right[name] for name in order), strict=True)
@@ -211,7 +209,7 @@ def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]
 def biased(
     examples: Sequence[Example], n_of_each: int = N_BIAS
 ) -> list[tuple[Example, Strategy]]:
-    """Return the first questions of each known set with the label of their set."""
+    """Return the first questions of each known set with the label of the set."""
     counts: collections.Counter[str] = collections.Counter()
     labelled = []
     for example in examples:
@@ -223,7 +221,7 @@ def biased(
 
 
 def fit_router(vectors: QuestionVectors, labels: Sequence[str], strength: float) -> Any:
-    """Return a classifier with `predict`; of one class alone it says that class."""
+    """Return a classifier; if there is only one label, it always predicts that."""
     from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression
 
@@ -235,7 +233,7 @@ def fit_router(vectors: QuestionVectors, labels: Sequence[str], strength: float)
 def adaptive_rag(
     question: str, strategy: Strategy, config: ControllerConfig
 ) -> Plan[str]:
-    """Answer by a strategy."""
+    """Answer with a strategy."""
     if strategy == "A":
         return (yield from no_rag(question))
     if strategy == "B":
@@ -256,7 +254,7 @@ def run_adaptive(session: Session) -> None:
     pairs = zip(training, silver_labels(right), strict=True)
     labelled = [(example, label) for example, label in pairs if label]
     labelled += biased(session.unanswered)
-    if not labelled:  # nothing was ever right; retrieving once is what is cheap
+    if not labelled:  # no answer was ever right: retrieve once, which is cheap
         labelled = [(example, SINGLE_HOP) for example in training]
     encoder = session.encoder()
     vectors = encoder([example.question for example, _ in labelled])
@@ -278,9 +276,9 @@ Map = Callable[[np.ndarray], np.ndarray]
 
 
 def perplexity_maps(stores: Stores, kind: MapKind) -> dict[Setting, Map]:
-    """Return what makes exp of a mean log-probability P(correct), of each setting.
+    """Return each setting's map from exp of a mean log-probability to P(correct).
 
-    Of the same kind as the detector's: one that made answers equal would lose ties.
+    It is of the detector's kind: a map that makes answers equal would lose ties.
     """
     maps: dict[Setting, Map] = {}
     for setting, (store, rows) in stores.items():
@@ -291,19 +289,19 @@ def perplexity_maps(stores: Stores, kind: MapKind) -> dict[Setting, Map]:
 
 
 def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
-    """Return a judge that asks for nothing: it maps the mean log-probability to P."""
+    """Return a judge that maps the mean log-probability to P, and makes no calls."""
 
     def judge(question: str, passages: tuple[int, ...], reply: Reply) -> Verdict:
         p_correct_of = maps["with_context" if passages else "closed_book"]
         return float(p_correct_of(np.exp(reply.log_prob))), reply.log_prob
-        yield  # a plan without a call
+        yield  # makes this a generator, as every plan is
 
     return judge
 
 
 @rival("perplexity_rag", "")
 def run_perplexity(session: Session) -> None:
-    """Choose threshold and budget on validation, and run; no detector is asked."""
+    """Choose threshold and budget on validation, and run without a detector."""
     judge = perplexity_judge(perplexity_maps(session.stores(), session.maps))
     session.run_loop("perplexity_rag", judge)
     if session.queries != "paper":

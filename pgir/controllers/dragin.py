@@ -1,17 +1,17 @@
-"""DRAGIN: retrieve where an uncertain word matters to what follows (Su et al., 2024).
+"""DRAGIN: retrieve when an uncertain word matters to what follows (Su et al., 2024).
 
-Followed: oneal2000/DRAGIN, `generate.py` (AttnWeightRAG), attention of the last layer.
-A word's value is its attention, normalised over the sentence and times its length in
-words, times the entropy with which it was written; one above theta triggers. The query
-is made of the words that the triggering ones attend to, and the sentence is written
-again with the passages.
+After oneal2000/DRAGIN, `generate.py` (AttnWeightRAG), with the last layer's attention.
+The value of a word is the attention that it gets, normalised over the sentence and
+multiplied by the sentence's length in words, times the entropy with which it was
+written. A value above theta triggers retrieval. The query consists of the words that
+the triggering ones attend to, and the sentence is written again with the passages.
 
-Departures. Under the run's template an answer is one sentence, so that there is one
-trigger at most, and no forced answer behind it. Words part at white space, where the
-code knows the marks of Llama 2's tokenizer alone. Content words are those that are no
-stop words (`content_words`). Where every word that triggered is a function word the
-code divides by zero; here these are asked what they attend to. Theta is chosen on
-validation (published: 0.6 to 1.5 by model and set).
+Departures: under the run's template an answer is one sentence, so there is at most one
+trigger, and no forced answer after it. Words are split at white space, whereas the
+original only knows the marks of Llama 2's tokenizer. Content words are those that are
+not stop words (`content_words`). If all triggering words are function words, the
+original divides by zero; here the query is what they attend to. Theta is chosen on
+validation (published: 0.6 to 1.5, depending on model and set).
 """
 
 import re
@@ -41,8 +41,8 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import ENTROPY, Answering, BatchedService
 
-THETA = 1.0  # 2Wiki, Llama-2-7B-chat
-MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
+THETA = 1.0  # published for 2Wiki with Llama-2-7B-chat
+MOST_QUERY_WORDS = 25  # retrieve_keep_top_k for the same
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -50,12 +50,12 @@ _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def last_attention(
     backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
 ) -> list[np.ndarray]:
-    """Return the last attending layer's weights `[n_heads, n_tokens, n_tokens]`."""
+    """Return the last attention layer's weights `[n_heads, n_tokens, n_tokens]`."""
     maps: list[Any] = [None] * len(sequences)
     layers = backbone.layout.attention_layers
 
     def last_weights(layer: int, call: AttentionCall | AttentionMap) -> Any:
-        """Return `[n_examples, n_heads, n_tokens, n_tokens]`, of the last layer."""
+        """Return `[n_examples, n_heads, n_tokens, n_tokens]` for the last layer."""
         if layer < layers[-1]:
             return None
         return call.prepared().log_weights(0, call.shape[2]).exp().cpu()
@@ -74,11 +74,10 @@ def last_attention(
 
 
 def content_words(text: str) -> list[str]:
-    """Return the words of a text that are no function words, lower case.
+    """Return the words of a text that are not function words, in lower case.
 
-    In the place of spaCy's tags (noun, adjective, verb, proper noun, number), which
-    DRAGIN takes, the stop words of scikit-learn: no tagger is among our
-    packages, and a made-up name has no tag to be had.
+    scikit-learn's stop words replace DRAGIN's tags by spaCy (noun, adjective, verb,
+    proper noun, number): we depend on no tagger, and invented names have no tag.
     """
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
@@ -87,13 +86,13 @@ def content_words(text: str) -> list[str]:
 
 
 def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
-    """Return a text's words, and which of them each token is of, `[n_tokens]`.
+    """Return a text's words, and the index of each token's word, `[n_tokens]`.
 
     Args:
-      ends: of each token the character behind it, in the text decoded so far.
-      text: parted at white space.
+      ends: for each token, the index of the character after it in the decoded text.
+      text: the text, whose words are split at white space.
     """
-    # Bytes may decode to a sign each until their character is whole.
+    # Bytes may decode to one sign each until their character is complete.
     stops = np.minimum.accumulate(ends[::-1])[::-1]
     words = list(re.finditer(r"\S+", text))
     starts = np.array([word.start() for word in words])
@@ -102,7 +101,7 @@ def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
 
 
 def word_values(words: Words) -> np.ndarray:
-    """Return how much each word asks for retrieval, `[n_words]`."""
+    """Return each word's value, to be compared with theta, `[n_words]`."""
     attention = np.array(words.attention)
     share = attention / max(attention.sum(), 1e-12)
     return share * np.array(words.entropy) * len(words.words)
@@ -115,8 +114,8 @@ def query_words(
 
     Args:
       attended: question and answer, and what each word of the answer attends to.
-      hits: `[n_answer_words]` bool, at least one.
-      most: words of the query.
+      hits: triggering words, `[n_answer_words]` bool, at least one.
+      most: most words of the query.
     """
     words, n_question = attended.words, len(attended.words) - len(attended.rows)
     is_content = np.array([bool(content_words(word)) for word in words])
@@ -131,17 +130,17 @@ def query_words(
 
 
 class Wording(BatchedService):
-    """Serves "words" and "attended", a pass over bare text each."""
+    """Serves "words" and "attended", each with one pass over bare text."""
 
     price = Cost(forwards=1)
 
     def __init__(self, answering: Answering) -> None:
-        """Take what made the answers."""
+        """Take the service that made the answers."""
         self._answering = answering
         self._backbone = answering.probed.backbone
 
     def values(self, calls: Sequence[Call]) -> Sequence[Words | Attended]:
-        """Return what is read of each answer."""
+        """Return the attention read for each answer."""
         replies = [self._answering.journal.value(call.answer) for call in calls]
         read = {"words": self._words, "attended": self._attended}[calls[0].kind]
         with self._answering.probed.lock:
@@ -173,12 +172,12 @@ class Wording(BatchedService):
         return words_of
 
     def _texts(self, replies: Sequence[Reply]) -> list[str]:
-        """Return texts by their ids; the text may hold the stop token's beginning."""
+        """Decode the answers' ids; `Reply.text` may end with part of a stop token."""
         tokenizer = self._backbone.tokenizer
         return [decode_ids(tokenizer, reply.token_ids) for reply in replies]
 
     def _entropies(self, call: Call, reply: Reply) -> Sequence[float]:
-        """Return with which entropies an answer's tokens were written, in nats."""
+        """Return the entropies with which an answer's tokens were written, in nats."""
         if reply.entropies is not None:
             return reply.entropies
         answer = self._answering.answer_of(call, reply)
@@ -217,7 +216,7 @@ class Wording(BatchedService):
 
 
 def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
-    """Answer, and answer again with passages if a word of the answer triggers."""
+    """Answer, and answer again with passages if a word triggers retrieval."""
     draft = yield Call("answer", question)
     words = yield Call("words", question)
     hits = word_values(words) > theta
@@ -232,7 +231,7 @@ def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
 
 @rival("dragin", "2024-03")
 def run_dragin(session: Session) -> None:
-    """Choose theta among the quantiles of validation answers, and run."""
+    """Choose theta among quantiles of the validation answers' values, and run."""
     wording = Wording(session.answering)
     session.waves.services |= {"words": wording, "attended": wording}
     shared = session.config

@@ -1,15 +1,15 @@
 """What a controller is, and PGIR: one calibrated score decides when to retrieve.
 
 A controller is a generator function over one question: it yields calls and is sent the
-value of each, so that it reads like its paper, and whoever runs it may serve the calls
-of a thousand questions together (`pgir.controllers.waves`). The cost is counted from
-the calls, the same for all; see `Cost`.
+value of each. It therefore reads like its paper, and the calls of a thousand questions
+can be served together (`pgir.controllers.waves`). Its cost is counted from its calls,
+in the same way for all controllers; see `Cost`.
 
-PGIR is section 5 of the paper. A draft that clears the threshold is returned, the first
-of them closed-book. Otherwise passages are retrieved with the question and the current
-draft, no passage twice, up to a budget of rounds; then the best one is returned. Drafts
-do not depend on the threshold: they are traced once, and every threshold and budget is
-decided on the same trace.
+PGIR is section 5 of the paper. The first draft, written closed-book, is returned if it
+reaches the threshold. Otherwise passages are retrieved with the question and the last
+draft, none of them twice, and a new draft is judged, up to a budget of rounds; then the
+best draft is returned. Drafts do not depend on the threshold, so they are traced once,
+and every threshold and budget is decided on the same trace.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ T = TypeVar("T")
 class Call(msgspec.Struct, frozen=True):
     """A request of a controller; equal calls have equal values, and are made once."""
 
-    # "search" ranks passages for the text; the others take the text as the question:
+    # "search" ranks passages for the text. All others take the text as the question:
     # "answer" generates greedily, "score" judges that answer by the detector, "judge"
-    # by a person's own judge, "words" and "attended" read its words (DRAGIN), "spread"
-    # draws answers and measures how far they lie apart (SeaKR), "probe" judges it by
-    # rival probes (Probing-RAG).
+    # by a user's judge, "words" and "attended" read its words (DRAGIN), "spread"
+    # samples answers and measures how far apart they are (SeaKR), and "probe" judges it
+    # by rival probes (Probing-RAG).
     kind: Kind
-    text: str  # the question, or the query
+    text: str  # the question, or the query of a search
     # Indices into the corpus, in the order shown; none is closed-book.
     passages: tuple[int, ...] = ()
-    # Of a search its depth, of a spread its draws, of a probe the answers that it was
-    # trained on, of a judge a number of its name and code.
+    # For "search" the depth, for "spread" the number of samples, for "probe" the number
+    # of training answers, for "judge" a hash of its name and code.
     n: int = 0
 
     @property
     def answer(self) -> "Call":
-        """The call for the answer that this one judges or reads."""
+        """The call for the answer that this call judges or reads."""
         return Call("answer", self.text, self.passages)
 
 
@@ -61,17 +61,15 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     stop_id: int | None
     # In nats, one per id and one for the stop token if it was written.
     log_probs: tuple[float, ...]
-    n_prompt_tokens: int  # that the model read
-    # Passages in the prompt; the last ones asked for are left out where the model's
-    # window holds no more.
+    n_prompt_tokens: int
+    # Passages in the prompt; the call's last ones are left out if the window is full.
     n_shown: int
-    # With which the ids were written, in nats; None where the model cannot be read
-    # while it writes.
+    # In nats, one per id; None if the model cannot be read while it writes.
     entropies: tuple[float, ...] | None = None
 
     @property
     def log_prob(self) -> float:
-        """Return the mean log-probability in nats: minus the log of the perplexity."""
+        """Mean log-probability in nats: minus the log of the perplexity."""
         return float(np.mean(self.log_probs))
 
 
@@ -83,7 +81,7 @@ class DraftScore(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True):
-    """The words of an answer, with what each gets of attention, and its entropy."""
+    """The words of an answer, with the attention that each gets, and its entropy."""
 
     words: tuple[str, ...]
     attention: tuple[float, ...]
@@ -94,11 +92,11 @@ class Attended(msgspec.Struct, frozen=True):
     """The words of a question and its answer."""
 
     words: tuple[str, ...]  # in order, the question's first
-    # Of every word of the answer, how much it attends to each of `words`.
+    # For each word of the answer, how much it attends to each of `words`.
     rows: tuple[tuple[float, ...], ...]
 
 
-# The type of each kind of call's value, as it is read back from disk.
+# The type of the value of each kind of call, for reading it from disk.
 VALUES: dict[str, Any] = {
     "search": tuple[int, ...],
     "answer": Reply,
@@ -116,25 +114,25 @@ class Cost(NamedTuple):
 
     # Requests to the model to write; one may write several texts.
     generations: float = 0
-    sequences: float = 0  # texts written, those drawn included
-    tokens: float = 0  # read and written by them; draws of one prompt read it once
+    sequences: float = 0  # texts written, including samples
+    tokens: float = 0  # read and written; samples of one prompt read it once
     retrievals: float = 0  # searches
-    # Passes over text that is written already. An answer is read in the passes that
-    # write it, where the model allows it, and costs none.
+    # Passes over existing text. None for an answer whose signals are read in the passes
+    # that write it, if the model allows that.
     forwards: float = 0
-    seconds: float = 0  # of the wall clock, an equal share of each batch that served it
+    seconds: float = 0  # wall-clock time, as equal shares of the batches of its calls
 
     def plus(self, other: "Cost") -> "Cost":
         """Return the sum."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-COUNTED = Cost._fields[:-1]  # the same on every machine; seconds are not
+COUNTED = Cost._fields[:-1]  # equal on every machine, unlike seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a controller returned for a question, and spent on it."""
+    """What a controller returned for a question, and what it cost."""
 
     value: Any
     cost: Cost
@@ -145,24 +143,24 @@ Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """How far and how wide PGIR searches (section 5); others share k, B and depth."""
+    """How far and how wide PGIR searches (section 5); rivals share k, B and depth."""
 
-    n_passages: int = 3  # k, passages a round
-    # Largest B traced; most retrievals of rivals that retrieve again.
+    n_passages: int = 3  # k, passages per round
+    # Largest B traced; most retrievals of rivals that retrieve repeatedly.
     max_budget: int = 4
     depth: int = 60  # how deep a ranking may be paged
-    # Tried for tau.
+    # Values tried for tau.
     thresholds: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(1, 20))
-    max_generations: float = 4.0  # cap on the mean per question, for the search
-    # With what is searched. "draft" is the paper's: the question and the last draft.
-    # "question" never takes a draft, "question_first" only from the second round on,
-    # "sure_draft" one of at least `sure`. "fused" joins the rankings of both queries by
-    # reciprocal rank, "both" shows k passages of either.
+    max_generations: float = 4.0  # cap on the mean per question in choosing settings
+    # What to search with. "draft" is the paper's: the question and the last draft.
+    # "question" never uses the draft, "question_first" only from the second round on,
+    # "sure_draft" only if its score is at least `sure`. "fused" fuses the rankings of
+    # both queries by reciprocal rank, "both" shows k passages of each.
     query: Query = "draft"
-    sure: float = 0.5  # least score of a draft that "sure_draft" searches with
+    sure: float = 0.5  # lowest score of a draft that "sure_draft" searches with
 
     def __post_init__(self) -> None:
-        """Check the query, which a caller of `run_pgir` names."""
+        """Check the query, which callers of `run_pgir` may choose."""
         check_choices(self)
 
 
@@ -182,9 +180,10 @@ def vanilla_rag(question: str, config: ControllerConfig) -> Plan[str]:
 def best_under_cap(
     candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
 ) -> Any:
-    """Return the setting of best mean quality whose mean generations keep the cap.
+    """Return the setting with the best mean quality within the cap on generations.
 
-    Of equals the cheapest, then the first. Where none keeps under it, the cheapest: a
+    `candidates` has each question's quality and generations, `[n]`, by setting. Ties go
+    to the cheapest, then to the first. If none keeps the cap, return the cheapest: a
     rival that cannot spend less is shown with what it spends.
     """
     ranked = [
@@ -198,16 +197,15 @@ def best_under_cap(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedDraft:
-    """One answer on the way."""
+    """One draft of a trace."""
 
-    answer: str  # its text
-    # Calibrated probability in [0, 1]; closed-book detector for round 0, with-context
-    # detector after.
+    answer: str
+    # Calibrated probability in [0, 1], by the closed-book detector in round 0 and the
+    # with-context detector afterwards.
     p_correct: float
     raw: float  # the score before calibration
     log_prob: float  # mean log-probability of its tokens, in nats
-    # Indices into the corpus of what the model was shown, in that order; empty in
-    # round 0.
+    # Indices into the corpus of the passages shown, in that order; empty in round 0.
     passages: tuple[int, ...] = ()
 
 
@@ -225,19 +223,19 @@ class QuestionSet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced(QuestionSet):
-    """One set of questions with every draft that any policy could ask for."""
+    """A question set with every draft that any policy could ask for."""
 
     traces: tuple[Trace, ...]
 
 
 Verdict = Plan[tuple[float, float]]  # P(correct), and the score before calibration
-# Judges an answer to a question that was shown some passages.
+# Judges an answer, given the question and the passages that were shown.
 Judge = Callable[[str, tuple[int, ...], Reply], Verdict]
 Accept = Callable[[TracedDraft], bool]
 
 
 def judge_by(kind: Literal["score", "judge"], number: int = 0) -> Judge:
-    """Return the run's detector as a judge, or a person's own by its number."""
+    """Return the run's detector as a judge, or a user's judge by its number."""
 
     def judge(question: str, passages: tuple[int, ...], reply: Reply) -> Verdict:
         scored = yield Call(kind, question, passages, n=number)
@@ -265,19 +263,18 @@ class Policy:
 class Decision:
     """What a policy returns for one question."""
 
-    draft: TracedDraft  # that is returned
-    round: int  # in which it was written; 0 is closed-book
-    n_generations: int  # answers generated until then, the closed-book one included
-    # True if the draft cleared the threshold, False if it was only the best of the
-    # pool.
+    draft: TracedDraft  # the draft that is returned
+    round: int  # the round in which it was written; 0 is closed-book
+    n_generations: int  # answers generated in all, including the closed-book one
+    # Whether the draft reached the threshold; else it was only the best of all.
     is_accepted: bool
 
 
 def decide(trace: Trace, policy: Policy) -> Decision:
     """Apply a policy to a trace of at least one draft.
 
-    The first draft to clear the threshold within the budget; else the highest
-    score, the earliest of equals. A score that is no number (NaN) is below all others.
+    It returns the first draft within the budget that reaches the threshold, otherwise
+    the one with the highest score, the earliest of equals. NaN is below all scores.
     """
     pool = trace[: policy.budget + 1]
     n = next((i for i, draft in enumerate(pool, 1) if policy.accepts(draft)), None)
@@ -295,10 +292,10 @@ def decide(trace: Trace, policy: Policy) -> Decision:
 def fresh_passages(
     ranking: Sequence[int], seen: frozenset[int], n_passages: int
 ) -> tuple[int, ...]:
-    """Return the page's passages that no earlier round has shown, in rank order.
+    """Return the new passages of the first page that has any, in rank order.
 
-    Pages of `n_passages` are tried in turn: a page with nothing new is skipped, so that
-    the search goes deeper instead of repeating itself. None if it is used up.
+    A page is `n_passages` of the ranking. Pages without a passage that is not yet
+    `seen` are skipped. The result is empty if the whole ranking has been seen.
     """
     for start in range(0, len(ranking), n_passages):
         page = ranking[start : start + n_passages]
@@ -311,7 +308,7 @@ def fresh_passages(
 def _fresh_of_round(
     question: str, trace: Sequence[TracedDraft], config: ControllerConfig
 ) -> Plan[tuple[int, ...]]:
-    """Search for a round's passages, none of which the trace has shown."""
+    """Search for the passages of a round, which the trace has not shown yet."""
     seen = frozenset(passage for draft in trace for passage in draft.passages)
     with_draft = f"{question} {trace[-1].answer}"
     query = config.query
@@ -342,10 +339,10 @@ def drafts(
     judge: Judge = detector_judge,
     accept: Accept = lambda draft: False,
 ) -> Plan[Trace]:
-    """Draft a question closed-book and round after round, until a draft is accepted.
+    """Draft answers closed-book and round after round, until one is accepted.
 
-    None is by default, which traces the whole budget: `max_budget + 1` drafts, fewer
-    where the ranking is used up.
+    By default none is accepted, which traces the whole budget: `max_budget + 1` drafts,
+    or fewer if the ranking is used up.
     """
     trace: list[TracedDraft] = []
     passages: tuple[int, ...] = ()
@@ -373,17 +370,16 @@ def pgir(
     config: ControllerConfig,
     judge: Judge = detector_judge,
 ) -> Plan[str]:
-    """Answer as a policy says."""
+    """Answer a question with PGIR under a policy."""
     limited = dataclasses.replace(config, max_budget=policy.budget)
     trace = yield from drafts(question, limited, judge, policy.accepts)
     return decide(trace, policy).draft.answer
 
 
 def draft_rag(question: str, config: ControllerConfig) -> Plan[str]:
-    """Retrieve once as PGIR does, draft in the query, and judge nothing.
+    """Retrieve once, with the draft in the query as in PGIR, and judge nothing.
 
-    What it gains over `vanilla_rag` is the query's, what PGIR gains over it is the
-    detector's.
+    Its gain over `vanilla_rag` is the query's, PGIR's gain over it the detector's.
     """
     draft = yield Call("answer", question)
     ranking = yield Call("search", f"{question} {draft.text}", n=config.depth)
@@ -403,12 +399,12 @@ def upper_bound(
     oracle: Oracle,
     is_right: Callable[[str], bool],
 ) -> Plan[str]:
-    """Answer with PGIR's drafts, one of its decisions made with the gold answers.
+    """Answer with PGIR's drafts, making one of its decisions with the gold answers.
 
-    No controller but a bound: how much that decision could still give. "judge" stops at
-    the first right draft; "gate" knows whether the closed-book draft is right, and goes
-    on as the policy says; "choice" stops where the policy does, and returns a right
-    draft if there is one by then.
+    This is no controller but a bound on what a better decision could gain. "judge"
+    stops at the first right draft; "gate" knows whether the closed-book draft is right,
+    and then follows the policy; "choice" stops when the policy does, and returns a
+    right draft if there is one among those written.
     """
     limited = dataclasses.replace(config, max_budget=policy.budget)
 
@@ -432,7 +428,7 @@ def recalibrated(
     closed_book: Callable[[float], float],
     with_context: Callable[[float], float],
 ) -> Trace:
-    """Return a trace whose probabilities come from other maps of the raw scores."""
+    """Return a trace with its raw scores mapped to probabilities by other maps."""
     maps = [closed_book, *[with_context] * (len(trace) - 1)]
     return tuple(
         dataclasses.replace(draft, p_correct=float(p_correct_of(draft.raw)))

@@ -1,16 +1,16 @@
 """Probing-RAG: probes on hidden states judge each generation (Baek et al., 2025).
 
-Followed: baekingeol/Probing-RAG 5e59a2b. Six probes (LayerNorm, 512, 512, 2) read the
-mean state of the generated tokens, at layers from a third of the model's depth to
-nearly its end; the answer stands where theta plus the summed probability of "wrong" is
-below that of "right", else passages are retrieved, with the question first and then
-with all of the last prompt and its output, and take the place of those before. After
-the fourth retrieval the last answer is returned.
+After baekingeol/Probing-RAG 5e59a2b. Six probes (LayerNorm, 512, 512, 2) read the mean
+state of the generated tokens, at layers from a third of the model's depth to nearly its
+end. An answer is returned if theta plus the summed probability of "wrong" is below that
+of "right". Otherwise passages are retrieved and replace earlier ones; the query is
+first the question, and then the whole last prompt with its output. After the fourth
+retrieval the last answer is returned.
 
-Their training is kept: labels by containment, classes balanced, AdamW, a learning rate
-that decays at every step, cross-entropy of what is softmaxed already. Departures: the
-run's template and its k; worked examples are left out of the query; a gold answer that
-an answer contains is one in whole words; theta is chosen on validation (published: 0).
+Training is as in the original: labels by containment, balanced classes, AdamW, a
+learning rate that decays at every step, and a cross-entropy of probabilities that are
+already softmaxed. Departures: the run's template and k; no worked examples in the
+query; gold answers count only as whole words; theta chosen on validation (theirs: 0).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ _SHARES = tuple(round(0.1 * i, 1) for i in range(11))
 
 
 def probed_layers(n_layers: int) -> tuple[int, ...]:
-    """Return which layers' outputs are read, 0-based, at the published depths."""
+    """Return the 0-based layers whose outputs are read, at the published depths."""
     return tuple(sorted({min(n_layers - 1, round(n_layers * d)) for d in _DEPTHS}))
 
 
 def state_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the same layers' outputs as entries of the resid axis `[n_layers + 1]`."""
+    """Return the same layers' outputs as indices of the resid axis `[n_layers + 1]`."""
     return tuple(layer + 1 for layer in probed_layers(n_layers))
 
 
 def make_probe(d_model: int) -> torch.nn.Module:
-    """Return one prober, untrained."""
+    """Return one untrained probe."""
     return torch.nn.Sequential(
         torch.nn.LayerNorm(d_model),
         torch.nn.Linear(d_model, _WIDTH),
@@ -58,7 +58,7 @@ def make_probe(d_model: int) -> torch.nn.Module:
 
 
 def balanced(labels: np.ndarray) -> np.ndarray:
-    """Return places of as many right as wrong answers, drawn with seed 0, in order."""
+    """Return sorted indices of equally many right and wrong answers, by seed 0."""
     rng = np.random.default_rng(0)
     right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
     n = min(len(right), len(wrong))
@@ -67,18 +67,18 @@ def balanced(labels: np.ndarray) -> np.ndarray:
 
 
 def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Module:
-    """Train one prober on balanced answers.
+    """Train one probe on balanced answers.
 
     Args:
       states: `[n, d_model]` float32.
-      labels: `[n]` bool, True is right.
-      seed: of weights and order; theirs is the layer.
+      labels: `[n]` bool, True for right answers.
+      seed: seed of weights and order; the original uses the layer.
     """
     rows = balanced(labels)
     inputs = torch.from_numpy(states[rows])
     targets = torch.from_numpy(labels[rows]).long()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.default_generator.manual_seed(seed)  # no GPU's
+        torch.default_generator.manual_seed(seed)  # leaves GPU generators alone
         probe = make_probe(states.shape[1])
         optimizer = torch.optim.AdamW(probe.parameters(), lr=_LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY)
@@ -95,10 +95,10 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
 class Probing(BatchedService):
     """Serves "probe": the summed probabilities (wrong, right) of an answer.
 
-    The probes are trained, on answers to training questions, when the first answer is
-    asked for: on a machine where all of them are kept already nothing is trained. They
-    read the mean state of the generated tokens. The last of these is never fed; where
-    nothing else was generated, the state that emitted it is read.
+    Probes are trained, on answers to training questions, when the first value is
+    needed, so nothing is trained if the journal has all values. They read the mean
+    state of the generated tokens except the last, which is never fed to the model; if
+    there is no other, the state that emitted it is read.
     """
 
     size = _CALLS_PER_BATCH
@@ -106,7 +106,7 @@ class Probing(BatchedService):
     def __init__(
         self, answering: Answering, training: Sequence[tuple[Call, Example]]
     ) -> None:
-        """Take the answers to learn from; of one class alone is a ValueError."""
+        """Take the answers to learn from; a single class raises a ValueError."""
         self._answering, self._calls = answering, [call for call, _ in training]
         texts = [answering.journal.value(call).text for call in self._calls]
         golds = (example.golds for _, example in training)
@@ -114,8 +114,8 @@ class Probing(BatchedService):
         n_right = int(self._labels.sum())
         if not 0 < n_right < len(training):
             raise ValueError(
-                f"{n_right} of {len(training)} training answers are right, and one "
-                "class alone teaches nothing; take more questions (--n-train)"
+                f"{n_right} of {len(training)} training answers are right, and a "
+                "single class teaches nothing; take more questions (--n-train)"
             )
         self._layers = probed_layers(answering.probed.backbone.n_layers)
         self._probes: list[torch.nn.Module] = []
@@ -130,7 +130,7 @@ class Probing(BatchedService):
         return torch.stack(parts).sum(0).numpy()
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, float]]:
-        """Return the sums of each answer."""
+        """Return the summed probabilities (wrong, right) of each answer."""
         with self._answering.probed.lock:
             if not self._probes:
                 states = self._answering.states_of(self._calls)
@@ -141,7 +141,7 @@ class Probing(BatchedService):
             return [(wrong, right) for wrong, right in self._sums(calls).tolist()]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:
-        """Return what it costs: a pass if the answer has to be read again."""
+        """Return the cost: one pass if the answer has to be read again."""
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
@@ -152,9 +152,9 @@ def probing_rag(
     shown: Callable[[tuple[int, ...]], str],
     config: ControllerConfig,
 ) -> Plan[str]:
-    """Answer until the probes are surer by theta that it is right.
+    """Answer until the probes favour "right" over "wrong" by more than theta.
 
-    `n_training` answers they were trained on: it tells probes apart.
+    `n_training`, the number of their training answers, tells probes apart.
     """
     passages: tuple[int, ...] = ()
     reply = yield Call("answer", question)
@@ -173,7 +173,7 @@ def probing_rag(
 
 @rival("probing_rag", "2024-10")
 def run_probing(session: Session) -> None:
-    """Train probes on training answers, if they can learn, choose theta, and run."""
+    """Train probes, if they can learn; then choose theta on validation, and run."""
     answering = session.answering
     shared, training = session.config, []
     _ = session.outcomes  # the answers to learn from

@@ -1,11 +1,11 @@
-"""SeaKR: retrieve where drawn answers lie apart inside the model (Yao et al., 2025).
+"""SeaKR: retrieve if sampled answers differ inside the model (Yao et al., 2025).
 
-Followed: THU-KEG/SeaKR d75fe70, the single-hop script, which suits short answers: the
-direct answer is taken where its uncertainty is below delta; else every passage is read
-by itself and the answer of the least uncertainty is taken. Here the passages are the k
-that all controllers retrieve (they: ten), and are read only where they are needed;
-their script always runs all. Delta is chosen on validation: -6 was for one model, and
-the scale depends on the width of the states.
+After THU-KEG/SeaKR d75fe70, the single-hop script, which suits short answers. The
+direct answer is taken if its uncertainty is below delta. Otherwise the model answers
+from every passage on its own, and the least uncertain answer is taken. Here the
+passages are the k that all controllers retrieve (theirs: ten), and are only read if
+needed; their script always runs everything. Delta is chosen on validation: -6 was
+chosen for one model, and the scale depends on the width of the states.
 """
 
 import math
@@ -23,27 +23,27 @@ from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, BatchedService
 
 _SEED = 42
-_CALLS_PER_BATCH = 32  # whose draws are made together, and kept at once
+_CALLS_PER_BATCH = 32  # calls whose samples are drawn and kept together
 _SHARES = (0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def uncertainty(states: np.ndarray) -> float:
-    """Return how far states `[k, d]` lie apart; of none inf, above every delta."""
+    """Return how far apart states `[k, d]` are; inf, above every delta, for none."""
     return mean_log_eigenvalue(states) if len(states) else math.inf
 
 
 class Spreading(BatchedService):
-    """Serves "spread": draws answers, and measures how far their states lie apart.
+    """Serves "spread": samples answers, and measures how far apart their states are.
 
     The state is what the feed-forward part of the middle layer adds (the official code
-    takes a layer's first output in vLLM, where the residual is not added yet), at a
-    stop token put in the place of the last one written.
+    takes a layer's first output in vLLM, to which the residual is not added yet), at a
+    stop token that replaces the last token written.
     """
 
     size = _CALLS_PER_BATCH
 
     def __init__(self, answering: Answering) -> None:
-        """Take what makes prompts and draws."""
+        """Take the service that makes prompts and generates."""
         self._answering = answering
         probed = answering.probed
         self._sampling = SamplingConfig(
@@ -57,7 +57,7 @@ class Spreading(BatchedService):
         self._layer = max(0, probed.backbone.n_layers // 2 - 1)
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
-        """Return the uncertainty of each call's draws, and their new tokens."""
+        """Return the uncertainty of each call's samples, and their number of tokens."""
         with self._answering.probed.lock:
             return self._spreads(calls)
 
@@ -77,7 +77,7 @@ class Spreading(BatchedService):
         for i, text in sorted(texts.items()):
             ids, log_probs = text.token_ids or (), text.log_probs or ()
             n_new[owners[i]] += len(log_probs)
-            # The last token is replaced, the one that stopped it included.
+            # The last token is replaced, even if it is a stop token.
             before_stop = ids[:-1] if text.stop_id is None else ids
             if text.text:  # empty answers are left out
                 read_ids = (*prompts[owners[i]], *before_stop, stop)
@@ -86,7 +86,7 @@ class Spreading(BatchedService):
         return list(zip(spreads, n_new, strict=True))
 
     def _states(self, sequences: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Return the states at the last token of sequences, `[n, d_model]` float32."""
+        """Return the states at the last tokens of sequences, `[n, d_model]` float32."""
         answering = self._answering
         states = end_states(
             answering.probed.backbone,
@@ -97,10 +97,10 @@ class Spreading(BatchedService):
         return states.float().numpy()
 
     def cost(self, call: Call, value: tuple[float, int]) -> Cost:
-        """Return what draws cost; their request is that of the answer beside them.
+        """Return the cost of samples; their request counts with the direct answer's.
 
-        Each reads one token more, the stop token. As published that is a step of the
-        call that draws; it is a pass of its own here, which the seconds have alone.
+        Each sample reads one more token, the stop token. In the original that is a step
+        of the sampling; here it is a separate pass, which only the seconds include.
         """
         return Cost(sequences=call.n, tokens=value[1] + call.n)
 
@@ -108,7 +108,7 @@ class Spreading(BatchedService):
 def seakr(
     question: str, delta: float, n_draws: int, config: ControllerConfig
 ) -> Plan[str]:
-    """Answer directly where that is certain, else from the best single passage."""
+    """Answer directly if that is certain, else from the best single passage."""
     direct = yield Call("answer", question)
     spread, _ = yield Call("spread", question, n=n_draws)
     if spread < delta:
@@ -124,14 +124,14 @@ def seakr(
 
 
 def deltas(spreads: Sequence[float]) -> list[float]:
-    """Return what is tried for delta, of uncertainties; the last never retrieves."""
+    """Return the values to try for delta; with the last one nothing is retrieved."""
     finite = [spread for spread in spreads if math.isfinite(spread)] or [0.0]
     return [*np.quantile(finite, _SHARES).tolist(), max(finite) + 1]
 
 
 @rival("seakr", "2024-06")
 def run_seakr(session: Session) -> None:
-    """Choose delta among the quantiles of validation questions, and run."""
+    """Choose delta among quantiles of the validation uncertainties, and run."""
     session.waves.services["spread"] = Spreading(session.answering)
     shared, n_draws = session.config, session.n_draws
 

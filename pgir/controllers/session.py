@@ -1,8 +1,8 @@
-"""The questions of a run, and every controller run on them.
+"""A run's questions, and the controllers run on them.
 
-Thresholds of all controllers are chosen on validation questions, by exact match under
-one cap on generations, and used unchanged everywhere else. What is trained learns from
-this backbone's own outcomes on training questions. Nothing is fitted on test.
+The thresholds of all controllers are chosen on validation questions, by exact match
+under one cap on generations, and used unchanged everywhere else. Trained controllers
+learn from this backbone's outcomes on training questions. Nothing is fitted on test.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
 PlanOf = Callable[[Example], Plan[Any]]
 # Whether each question's answer is right, `[n]` bool, and its generations, `[n]`.
 Tried = tuple[np.ndarray, np.ndarray]
-# Of counted words sparse, `[n, d]`: few of a set's tens of thousands are in a question.
+# `[n, d]`; counted words are sparse: a question has few of a set's tens of thousands.
 QuestionVectors = np.ndarray | csr_array
-# Returns questions as vectors of length 1.
+# Encodes questions as vectors of length 1.
 QuestionEncoder = Callable[[Sequence[str]], QuestionVectors]
-# What PGIR may search with, see `ControllerConfig`; the paper's is the first.
+# What PGIR may search with, see `ControllerConfig`; the paper's query comes first.
 QUERIES: dict[str, dict[str, Any]] = {
     "draft": {},
     "question": {"query": "question"},
@@ -62,10 +62,10 @@ QUERIES: dict[str, dict[str, Any]] = {
 def question_sets(
     examples: Sequence[Example], limit: int | None, *, with_bare: bool = False
 ) -> list[QuestionSet]:
-    """Return the evaluated sets, in file order, validation first; a limit is of each.
+    """Return the evaluated sets, in file order, validation first; `limit` is per set.
 
-    Of a set without passages the run's own, where they are searched, hold nothing: it
-    is left out, except `with_bare`, where another corpus is searched.
+    Sets without passages are left out unless `with_bare`: only a corpus other than the
+    run's own passages can hold anything for them.
     """
     sets: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
@@ -81,9 +81,9 @@ def question_sets(
 def training_questions(
     examples: Sequence[Example], limit: int, *, with_bare: bool = False
 ) -> list[Example]:
-    """Return the first training questions, as many of each set.
+    """Return the first training questions, equally many of each set.
 
-    Those without passages are among them `with_bare` alone, as in `question_sets`.
+    Questions without passages are left out unless `with_bare`; see `question_sets`.
     """
     sets: dict[str, list[Example]] = {}
     for example in examples:
@@ -99,9 +99,9 @@ Run = Callable[["Session"], None]
 class RivalEntry(NamedTuple):
     """A controller that PGIR is compared with."""
 
-    name: str  # in rows and on the command line
-    # Month in which it was first published; rivals run in this order, those of one
-    # month by name, and what nobody published first.
+    name: str  # in result rows and on the command line
+    # Month of its first publication, by which and then by name rivals are ordered; ""
+    # comes first, for what was never published.
     since: str
     run: Run  # chooses its setting on a session's validation questions, and runs it
 
@@ -110,13 +110,13 @@ _RIVALS: dict[str, RivalEntry] = {}
 
 
 def rival(name: str, since: str) -> Callable[[Run], Run]:
-    """Register a controller, whose module need only lie in this folder."""
+    """Register a controller; its module is found if it is in this folder."""
 
     def register(run: Run) -> Run:
         if name in _RIVALS and _RIVALS[name].run.__module__ != run.__module__:
             raise ValueError(
-                f"{run.__module__}: the rival {name!r} is in "
-                f"{_RIVALS[name].run.__module__} already"
+                f"{run.__module__}: the rival {name!r} is already defined in "
+                f"{_RIVALS[name].run.__module__}; choose another name"
             )
         _RIVALS[name] = RivalEntry(name, since, run)
         return run
@@ -126,7 +126,7 @@ def rival(name: str, since: str) -> Callable[[Run], Run]:
 
 @functools.cache
 def all_rivals() -> dict[str, RivalEntry]:
-    """Return every rival of this folder by name, in the order in which they run."""
+    """Return the rivals of this folder by name, in the order in which they run."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"beatrice.pgir.controllers.{module.name}")
     entries = sorted(_RIVALS.values(), key=lambda entry: (entry.since, entry.name))
@@ -135,53 +135,53 @@ def all_rivals() -> dict[str, RivalEntry]:
 
 @dataclasses.dataclass
 class Session:
-    """Controllers on questions."""
+    """Question sets with what is needed to run controllers on them, and the results."""
 
-    waves: Waves  # runs them
+    waves: Waves  # runs the controllers
     sets: Sequence[QuestionSet]  # validation and evaluated sets
     training: Sequence[Example]  # questions that rivals may learn from
     config: ControllerConfig  # how far PGIR searches; others share its k, depth and cap
     answering: Answering  # makes prompts and answers
     encoder: Callable[[], QuestionEncoder]  # loads the encoder of questions
-    # Opens the signals of answers with their labels, of each setting.
+    # Opens each setting's signals of answers and their labels.
     stores: Callable[[], Stores]
-    maps: MapKind = "increasing"  # from scores to P, of the detector
+    maps: MapKind = "increasing"  # kind of the detector's maps from scores to P
     # Training questions whose outcomes are not known.
     unanswered: Sequence[Example] = ()
-    n_draws: int = 20  # answers that SeaKR draws at a time
-    queries: Queries = "paper"  # which of PGIR's queries are run, see `ControlConfig`
-    # By set's place and controller, what it returned.
+    n_draws: int = 20  # answers that SeaKR samples at a time
+    queries: Queries = "paper"  # which of PGIR's queries to run, see `ControlConfig`
+    # For each set, what every controller returned, by name.
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
-    # The setting of every controller that was tuned.
+    # The chosen setting of every controller that was tuned.
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Rivals that cannot learn, and why.
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Work for when all rivals have run.
+    # Work to do after all rivals have run.
     deferred: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with no answers."""
+        """Start with no answers for each set."""
         self.answers = [{} for _ in self.sets]
 
     @property
     def examples(self) -> list[Example]:
-        """Return the questions of all sets together."""
+        """The questions of all sets together."""
         return [example for each in self.sets for example in each.examples]
 
     @property
     def validation_sets(self) -> list[QuestionSet]:
-        """Return the validation sets alone."""
+        """The validation sets."""
         return [each for each in self.sets if each.split == "validation"]
 
     @property
     def validation(self) -> list[Example]:
-        """Return the validation questions of all sets together."""
+        """The validation questions of all sets together."""
         return [example for each in self.validation_sets for example in each.examples]
 
     def run(
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
     ) -> list[Done]:
-        """Run a controller; after a ConnectionError all but failed calls are kept."""
+        """Run a controller; if calls fail, keep the rest and raise ConnectionError."""
         plans = [_fitting(plan_of(e), e.question, self.answering) for e in examples]
         results = self.waves.run(label, plans)
         done = [result for result in results if isinstance(result, Done)]
@@ -189,8 +189,8 @@ class Session:
             call, reason = next(iter(self.waves.failed.items()))
             raise ConnectionError(
                 f"{len(results) - len(done)} of {len(results)} questions could not be "
-                f"done ({label}): {call.kind} of {call.text[:60]!r} failed ({reason}); "
-                "the rest is kept, and the same line again tries these alone"
+                f"answered ({label}): {call.kind} of {call.text[:60]!r} failed "
+                f"({reason}); the rest is kept, and the same command tries these again"
             )
         return done
 
@@ -205,7 +205,7 @@ class Session:
     ) -> None:
         """Choose a rival's setting on validation, and run it on every set.
 
-        The published one comes first in the grid, and of equals the first is taken.
+        The published setting comes first in the grid, since the first of equals wins.
         """
         examples, tried = self.validation, {}
         for index, setting in enumerate(grid):
@@ -254,10 +254,10 @@ class Session:
     def run_pgir_query(
         self, name: str, judge: Judge, *, show_all: bool
     ) -> tuple[Policy, ControllerConfig]:
-        """Choose PGIR's query on validation too, and run it as `<name>_query`.
+        """Also choose the query on validation, and run the best as `<name>_query`.
 
-        Quality decides, then cost; the paper's query is tried first and keeps a tie.
-        With `show_all` those that were not chosen are run, too, as `<name>:<query>`.
+        Quality decides, then cost, then the order, in which the paper's query is first.
+        With `show_all`, every query is also run, as `<name>:<query>`.
         """
         tried: dict[str, Tried] = {}
         settings: dict[str, tuple[Policy, ControllerConfig]] = {}
@@ -282,7 +282,7 @@ class Session:
 
     @functools.cached_property
     def outcomes(self) -> tuple[list[Done], list[Done]]:
-        """Return training questions' answers, closed-book and after one search."""
+        """Answers to the training questions, closed-book and after one search."""
         closed_book = self.run(
             "train:no_rag", self.training, lambda e: no_rag(e.question)
         )
@@ -294,9 +294,9 @@ class Session:
 
 
 def _fitting(plan: Plan[Any], question: str, answering: Answering) -> Plan[Any]:
-    """Run a plan on rankings without passages too long for the model.
+    """Run a plan on rankings without the passages that are too long for the model.
 
-    As a call such a passage would fail in every run.
+    A call with such a passage would fail in every run.
     """
     value = None
     while True:
@@ -327,9 +327,9 @@ def choose_policy(
 ) -> tuple[Policy, Tried]:
     """Choose threshold and budget by exact match on the validation traces of all sets.
 
-    Among policies under the cap on mean generations, the highest exact match; then the
-    fewest generations, then the lowest budget and threshold. Beside the policy is what
-    came of it.
+    Among policies within the cap on mean generations, the highest exact match wins,
+    then the fewest generations, then the lowest budget and threshold. The outcomes of
+    the policy are returned too.
     """
     pairs = [
         (trace, [exact_match(draft.answer, example.golds) for draft in trace])
@@ -349,7 +349,7 @@ def choose_policy(
     best = best_under_cap(tried, config.max_generations)
     if tried[best][1].mean() > config.max_generations:
         raise ValueError(
-            f"no policy stays under {config.max_generations} generations a question; "
+            f"no policy stays under {config.max_generations} generations per question; "
             "raise the cap or lower the smallest threshold"
         )
     return best, tried[best]

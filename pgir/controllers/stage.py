@@ -1,7 +1,7 @@
-"""The stage that lets every controller answer the same questions.
+"""The stage `control`, in which all controllers answer the same questions.
 
-First what every controller answered, at what cost, and how good that is, as rows; and
-six questions of the run, with what the model showed at each token of their drafts.
+Its results are the quality and cost of every controller as rows, and case studies: six
+questions of the run with the model's probabilities at each token of their drafts.
 """
 
 import collections
@@ -100,7 +100,7 @@ from beatrice.pgir.retrievers import (
 from beatrice.pgir.score_files import shown_tokens
 
 QUALITY = ("em", "f1")
-# Whose gain over every other controller is a row, and of which experiment.
+# Controllers with rows for their gain over every other one, and the experiment's name.
 PAIRED = {"pgir": "controller_paired", "pgir_query": "controller_query_paired"}
 Answers = Mapping[str, Sequence[Done]]  # by controller, one per question
 
@@ -116,7 +116,7 @@ def _quality(examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any
 def measures(
     examples: Sequence[Example], answers: Sequence[Done]
 ) -> dict[str, np.ndarray]:
-    """Return exact match, F1 and what was spent per question, `[n_examples]` each."""
+    """Return exact match, F1 and the cost of each question, `[n_examples]` each."""
     columns = _quality(examples, [done.value for done in answers])
     for name in COUNTED:
         counts = [getattr(done.cost, name) for done in answers]
@@ -125,7 +125,7 @@ def measures(
 
 
 class _Drawn(NamedTuple):
-    """A controller's mean of one metric on one set, with its resamples."""
+    """A controller's mean of one metric on one set, with its bootstrap resamples."""
 
     value: float
     draws: np.ndarray  # [n_resamples]
@@ -165,7 +165,7 @@ def _drawn(
 
 
 def _macro(sets: Sequence[Drawn]) -> Drawn:
-    """Return the mean over sets; resamples move on, as equal sizes drew the same."""
+    """Return means over sets; resamples are shifted, as equal sizes have the same."""
     return {
         key: _Drawn(
             float(np.mean([drawn[key].value for drawn in sets])),
@@ -177,7 +177,7 @@ def _macro(sets: Sequence[Drawn]) -> Drawn:
 
 
 def _rows(drawn: Drawn, experiment: str, **fields: str) -> list[ResultRow]:
-    """Return the rows of all controllers, then how much more PGIR has than each."""
+    """Return the rows of all controllers, then those of PGIR's gain over each."""
     rows = [
         draws.row(experiment=experiment, detector=name, metric=metric, **fields)
         for (name, metric), draws in drawn.items()
@@ -198,13 +198,12 @@ def _rows(drawn: Drawn, experiment: str, **fields: str) -> list[ResultRow]:
 def control_rows(
     sets: Sequence[QuestionSet], answers: Sequence[Answers], bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
-    """Return exact match, F1 and cost of every controller.
+    """Return rows of the exact match, F1 and cost of every controller.
 
-    On every set, and as the unweighted mean over the evaluated sets (experiment
-    `controller_macro`), whose interval resamples the questions of each set. How much
-    more PGIR has than each other controller, on the same resamples, is the experiment
-    `controller_paired`, and of PGIR with the query that validation chose
-    `controller_query_paired`.
+    They are given for every set, and as the unweighted mean over the evaluated sets
+    (experiment `controller_macro`), whose interval resamples the questions of each set.
+    Experiment `controller_paired` is PGIR's gain over each other controller on the same
+    resamples, `controller_query_paired` that of PGIR with validation's choice of query.
     """
     rows, evaluated = [], []
     for questions, answers_of_set in zip(sets, answers, strict=True):
@@ -220,7 +219,7 @@ def control_rows(
     return rows
 
 
-# What is of no single set: the unweighted mean over those that are evaluated.
+# A row for no single set, but for the unweighted mean over the evaluated sets.
 _macro_row = partial(
     ResultRow,
     experiment="controller_macro",
@@ -231,7 +230,7 @@ _macro_row = partial(
 
 
 def left_out_rows(left_out: Mapping[str, str]) -> list[ResultRow]:
-    """Return rows without a value of controllers that could not learn, with why."""
+    """Return rows with a reason and no value for controllers that could not learn."""
     return [
         _macro_row(detector=name, metric=metric, value=None, n=0, reason=reason)
         for name, reason in left_out.items()
@@ -242,10 +241,10 @@ def left_out_rows(left_out: Mapping[str, str]) -> list[ResultRow]:
 def seconds_rows(
     sets: Sequence[QuestionSet], answers: Sequence[Answers]
 ) -> list[ResultRow]:
-    """Return the mean seconds of a question, of every controller.
+    """Return the mean seconds per question of every controller, over evaluated sets.
 
-    The unweighted mean over evaluated sets. Kept apart from the other rows, which are
-    the same wherever they are measured.
+    The mean over sets is unweighted. Seconds are kept apart from the other rows, which
+    are the same on every machine.
     """
     pairs = zip(sets, answers, strict=True)
     evaluated = [of_set for each, of_set in pairs if each.split != "validation"]
@@ -279,7 +278,7 @@ def frontier(
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 
-# What a reader should see, successes and failures alike.
+# The kinds of outcomes to show, successes and failures: title, text, number, test.
 KINDS: tuple[tuple[str, str, int, Match], ...] = (
     (
         "Accept, no retrieval",
@@ -317,7 +316,7 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 def _shown_draft(
     answering: Answering, example: Example, draft: TracedDraft
 ) -> dict[str, Any]:
-    """Return a draft as the report shows it; it is written again for its signals."""
+    """Return a draft as the report shows it, writing it again for its signals."""
     probed = answering.probed
     request, _ = answering.request(Call("answer", example.question, draft.passages))
     (answer,), reading = probed.answer_and_read([request])
@@ -335,7 +334,7 @@ def _shown_draft(
 
 
 class Chosen(NamedTuple):
-    """A question that is shown: its set, its place there, and what happened."""
+    """A case study: its set, its question's index there, and what happened."""
 
     traced: Traced
     example_index: int
@@ -347,8 +346,8 @@ class Chosen(NamedTuple):
 def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
     """Return questions that show each kind of outcome, from all sets.
 
-    For each case, in the order of KINDS: the first question of its kind in the set that
-    has been shown least, of equals the earlier one. Nobody picks.
+    No case is picked by hand: for each kind, in the order of KINDS, it is the first
+    fitting question of the set with the fewest cases so far, the first of equal sets.
     """
     outcomes: dict[tuple[int, int], tuple[Decision, bool, bool]] = {}
     for s, each in enumerate(traced):
@@ -393,9 +392,9 @@ def make_cases(
 
 
 EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
-OWN_JUDGE = "judge:"  # before `module:NAME` of a judge of drafts, among the rivals
+OWN_JUDGE = "judge:"  # prefix of the `module:NAME` of a user's judge, among the rivals
 
-# The names of bounds, and which decision is made with the gold answers.
+# The bounds, and which decision each makes with the gold answers.
 ORACLES: dict[str, Oracle] = {
     "perfect_judge": "judge",
     "perfect_gate": "gate",
@@ -408,29 +407,26 @@ class ControlConfig:
     """The run's section `control`."""
 
     max_budget: int = 4  # most retrieval rounds traced
-    # Of each set that are given to the controllers; None for all.
+    # Most questions of each set; None for all.
     n_questions: int | None = None
-    # Cap on the mean per question, for the search of every controller's setting; the
-    # paper's run of Gemma spends 4.63.
+    # Cap on the mean per question in choosing settings; the paper's Gemma spends 4.63.
     max_generations: float = 4.0
-    # Search a second policy on probabilities from maps that have not seen the
+    # Also choose a policy on probabilities from calibration maps that have not seen the
     # question's own label; the paper's maps have seen it.
     cross_fit: bool = False
-    # The controllers that PGIR is compared with; "judge:module:NAME" is its loop with a
-    # judge of one's own.
+    # Controllers to compare PGIR with; "judge:module:NAME" is its loop with that judge.
     rivals: tuple[str, ...] = EVERY_RIVAL
-    # Training questions whose outcomes the trained ones learn from.
+    # Training questions whose outcomes the trained rivals learn from.
     n_training: int = 2000
-    # Folder of a sentence encoder for those that read questions alone; None counts
-    # their words.
+    # Folder of a sentence encoder, for rivals that read only questions; None: TF-IDF.
     encoder: str | None = None
     # "paper" searches with the question and the last draft; "choose" also runs the
-    # query that is best on validation; "all" runs every other, too.
+    # query that is best on validation; "all" also runs every other query.
     queries: Queries = "choose"
-    n_draws: int = 20  # answers that SeaKR draws at a time
+    n_draws: int = 20  # answers that SeaKR samples at a time
 
     def __post_init__(self) -> None:
-        """Refuse a rival that does not exist."""
+        """Check that all rivals exist."""
         published = [n for n in self.rivals if not n.startswith(OWN_JUDGE)]
         if unknown := sorted(set(published) - set(EVERY_RIVAL)):
             raise ValueError(
@@ -439,10 +435,10 @@ class ControlConfig:
             )
 
 
-# Of what is served from `calls.jsonl`; until 2 "words" were of an answer's ids, and
-# "attended" of its text.
+# Version of the values in `calls.jsonl`. In version 1, "words" were of an answer's ids,
+# and "attended" of its text.
 _SERVED = 2
-# SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
+# SeaKR, which samples 20 answers per draft, only runs by name or with `--only all`.
 _SMALL = ControlConfig(
     n_questions=250,
     n_training=500,
@@ -458,19 +454,19 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 }
 
 
-# Sections of where `control` searches, and `transfer` where it was given another place.
+# Sections for where `control` searches, and `transfer` if it was given another place.
 Searches = Literal["retrieval", "transfer_retrieval"]
 
 
 def retrieval_config(run: RunDir, section: Searches = "retrieval") -> RetrievalConfig:
-    """Return a run's choice; BM25 over its own passages where it made none."""
+    """Return a run's choice of retrieval; BM25 over its own passages by default."""
     common = run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
     presets = dict.fromkeys(RETRIEVAL_PRESETS, common)
     return run.settle(section, presets, is_recorded=False)
 
 
 def settle_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
-    """Let a run search elsewhere; `control`, if it searched there, is done again."""
+    """Record where a run searches; `control` is reopened if its search changes."""
     if section == "retrieval" and config != retrieval_config(run):
         run.reopen_stage("control")
     run.settle(section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True)
@@ -487,7 +483,7 @@ def retrieval_of(
 
 
 def _cross_fitted(run: RunDir, traced: Sequence[Traced]) -> list[Traced]:
-    """Return validation traces whose maps have not seen the question's own label."""
+    """Return validation traces with P from maps that have not seen their labels."""
     closed_book = fold_calibrators(run, "closed_book")
     with_context = fold_calibrators(run, "with_context")
 
@@ -515,7 +511,7 @@ def _open_answering(
     parts = [*run.hash_inputs(run.passages, run.detector).values(), retrieval.identity]
     parts.append(f"served {_SERVED}")
     if (window := probed.trained.prompt.window) is not None:
-        parts.append(f"window {window}")  # which earlier versions did not heed
+        parts.append(f"window {window}")  # calls under a key without it ignored it
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     calls = run.control / "calls.jsonl"
     is_growing = isinstance(retrieval.retriever, CachedRetriever)
@@ -561,7 +557,7 @@ def _open_session(
 def _run_pgir(
     session: Session, run: RunDir, config: ControlConfig
 ) -> tuple[list[Traced], Policy]:
-    """Run PGIR, what it is made of, and what bounds it."""
+    """Run PGIR, its simpler variants, and its bounds."""
     controller = session.config
     traced = session.trace("trace", controller)
     session.answer("no_rag", lambda e: no_rag(e.question))
@@ -581,7 +577,7 @@ def _run_pgir(
 
 
 def _expected_calls(session: Session, config: ControlConfig) -> int:
-    """Return about how many calls will be made, as measured on the demo."""
+    """Return a rough number of calls to come, by ratios measured on the demo."""
     trace = len(session.examples) * (2 + 3 * config.max_budget)
     more = 0.1 + 0.6 * (config.queries != "paper") + 0.15 * len(config.rivals)
     return round(trace * (1 + more))
@@ -615,9 +611,9 @@ def _control(
     datasets = {each.dataset for each in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - datasets:
         progress.note(
-            f"control: {', '.join(sorted(bare))} left out: no question has passages, "
-            "and the run's passages, which are searched, hold none for them; --corpus "
-            "or --url search elsewhere"
+            f"control: {', '.join(sorted(bare))} left out, as no question came with "
+            "passages and only the run's own passages are searched; --corpus or --url "
+            "search elsewhere"
         )
     traced, policy = _run_pgir(session, run, config)
     curve = frontier("pgir", traced, policy, session.config)
@@ -664,13 +660,13 @@ def _in_words(chosen: Mapping[str, Any]) -> str:
 
 
 def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
-    """Return how many passages could not be shown as they were, or nothing."""
+    """Return how many passages could not be shown unchanged, or an empty text."""
     n_empty = getattr(retrieval.retriever, "n_empty", 0)
     n_escaped = len(answering.escaped)
     counts = {
         "passages without a word were left out": n_empty,
-        "passages alone are too long for the model, left out": len(answering.overlong),
-        "passages hold control tokens of the model, which a blank splits": n_escaped,
+        "passages too long for the model were left out": len(answering.overlong),
+        "passages had control tokens of the model, split by a blank": n_escaped,
     }
     return "; ".join(f"{n} {text}" for text, n in counts.items() if n)
 
@@ -695,7 +691,7 @@ def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
 
 
 def _outside(run: RunDir) -> dict[str, str | NotNamed]:
-    """Return the identity of the run's search."""
+    """Return the identity of where the run searches."""
     identity = partial(retrieval_identity, retrieval_config(run), run.passages)
     return {"retrieval": identity_or_error(identity)}
 

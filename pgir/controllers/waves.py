@@ -1,10 +1,10 @@
-"""Running controllers on many questions at once, so that the model works in batches.
+"""Runs controllers on many questions at once, so that the model works in batches.
 
-All questions are advanced until each waits for a call; the kind of call that most wait
-for is served, in batches, and so on: all first drafts, then all first searches. Every
-call that was made is kept in a journal, with its value. A run that was killed reads it
-there, plans the batches of the interrupted wave over the same calls as before, and
-leaves out those that are there: its numbers are those of a run that was not killed.
+All questions are advanced until each waits for a call. The kind of call that most of
+them wait for is served in batches, and so on: all first drafts, then all first
+searches. Such a round is a wave. Every call is kept in a journal with its value. A run
+that resumes after a kill plans the batches of the interrupted wave over the same calls
+and skips those that are done, so its numbers are those of an uninterrupted run.
 """
 
 import abc
@@ -58,58 +58,57 @@ from beatrice.pgir.controllers.loop import (
 )
 from beatrice.pgir.retrievers import RetrievalFailed, Retriever
 
-GROUP_SIZE = 256  # questions that go together; their signals are in memory
+GROUP_SIZE = 256  # questions advanced together, with their signals in memory
 JUDGES = "beatrice.draft_judges"  # the group of entry points
-_MOST_CACHED = 2 * MOST_ROWS  # closed-book answers; a group has half of them
+_MOST_CACHED = 2 * MOST_ROWS  # closed-book answers, twice as many as a group has
 ENTROPY = 2  # column of a prob row, in nats
 DraftJudge = Callable[[str, str, Sequence[Passage]], float]
-# Of each batch, places among the calls, and values or `Failed`.
+# Each batch is pairs of a call's index and its value or `Failed`.
 Batches = Generator[list[tuple[int, Any]], None, None]
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A call, or its question, that could not be made; the next run tries it again."""
+    """A call that failed, or its question; the next run tries it again."""
 
     reason: str
-    cost: Cost = Cost()  # of a question: what it had cost until then
+    cost: Cost = Cost()  # for a question, what it had cost until then
 
 
 class Service(abc.ABC):
     """Serves the calls of one kind."""
 
-    price = Cost()  # of each call, seconds apart
+    price = Cost()  # of each call, without seconds
 
     @abc.abstractmethod
     def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
-        """Serve calls in batches; those that are done may lack."""
+        """Serve calls in batches; those with an index in `done` may be left out."""
 
     def cost(self, call: Call, value: Any) -> Cost:
-        """Return what a call costs, seconds apart."""
+        """Return the cost of a call, without seconds."""
         return self.price
 
 
 class BatchedService(Service):
-    """Serves calls that have something in common together.
+    """Serves calls of the same `group` together, at most `size` in a batch, or all.
 
-    At most `size` in a batch, or all. It is joint where a value depends, by rounding,
-    on what else is in the batch.
+    `is_joint` means that a value depends, by rounding, on the rest of its batch.
     """
 
     size: int | None = None
     is_joint = True
 
     def group(self, call: Call) -> Any:
-        """Return what the calls of a batch have in common."""
+        """Return a key that all calls of a batch share."""
         return 0
 
     @abc.abstractmethod
     def values(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Return the values of a batch, or `Failed`."""
+        """Return the value of each call of a batch, or `Failed`."""
 
     def batches(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield the batches of every group, see `Service`.
 
-        Joint batches are planned over all calls, and left out if all of it is done.
+        Joint batches are planned over all calls, and skipped if all of them are done.
         """
         groups: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
@@ -124,7 +123,7 @@ class BatchedService(Service):
                     yield list(zip(batch, values, strict=True))
 
     def _in_halves(self, calls: Sequence[Call]) -> list[Any]:
-        """Return the values of a batch; a call that the device cannot hold fails."""
+        """Return the values of a batch; a call that does not fit in memory fails."""
         try:
             return [*self.values(calls)]
         except DoesNotFit as error:
@@ -137,21 +136,21 @@ class BatchedService(Service):
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A call that was made."""
 
-    call: Call  # what was asked
-    wave: str  # in which
+    call: Call
+    wave: str  # the wave in which it was made
     seconds: float  # its share of the batch's time
-    value: Any  # of its type in `VALUES`; a line of the file has it as plain JSON
-    check: str = ""  # of all else, and of the journal's identity
+    value: Any  # of the type in `VALUES`; plain JSON in a line of the file
+    check: str = ""  # hash of all other fields and of the journal's key
 
 
 class CallJournal:
-    """Every call that was made under one identity, in memory and in a file.
+    """Every call that was made under one key, in memory and in a file.
 
-    The key is of everything that values depend on beside the calls. `passages` are
-    given where they are somebody else's, and have their indices by when they were
-    found. From the first line on that is damaged, of another key or of other passages
-    the file is begun again; what it held from there is in `calls.jsonl.stale`.
-    `on_calls` is called with the number of all calls when some were made.
+    The key identifies everything that values depend on besides the calls. `passages`
+    are given if an external search finds them, since their indices then depend on the
+    order in which they were found. The file is truncated at the first line that is
+    damaged, of another key or of other passages; the lines removed are moved to
+    `calls.jsonl.stale`. `on_calls` gets the number of all calls after each batch.
     """
 
     def __init__(
@@ -174,14 +173,14 @@ class CallJournal:
                     break
                 n_good += len(line)
             lines.seek(n_good)
-            if others := lines.read().rpartition(b"\n")[0]:  # half a line is no call
+            if others := lines.read().rpartition(b"\n")[0]:  # drops an unfinished line
                 with open(f"{path}.stale", "ab", opener=open_unlinked) as stale:
                     stale.write(others + b"\n")
             lines.truncate(n_good)
         return JsonLines.open(path)
 
     def _read(self, line: bytes) -> bool:
-        """Add the call of a line; return whether it is intact and belongs here."""
+        """Add the call of a line; return whether the line is intact and of this key."""
         try:
             entry = msgspec.json.decode(line, type=Entry)
             kind = VALUES[entry.call.kind]
@@ -197,7 +196,7 @@ class CallJournal:
     def _check(self, entry: Entry, value: Any) -> str:
         fields = [self._key, entry.call, entry.wave, entry.seconds, entry.value]
         places = value if entry.call.kind == "search" else entry.call.passages
-        if self._passages is not None and places:  # somebody may fill their file anew
+        if self._passages is not None and places:  # their file may have been replaced
             fields.append([self._passages[place] for place in places])
         return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
@@ -214,7 +213,7 @@ class CallJournal:
         return self._entries[call].value
 
     def wave_of(self, call: Call) -> list[Call]:
-        """Return the calls of a call's wave, in the order in which they were kept."""
+        """Return all calls of a call's wave, in the order in which they were added."""
         return self._waves[self._entries[call].wave]
 
     def add(
@@ -234,7 +233,7 @@ class CallJournal:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it, numbers that are not finite as their texts."""
+    """Return a value as plain JSON, with numbers that are not finite as texts."""
     value = msgspec.to_builtins(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -244,7 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 class Waves:
-    """Runs controllers, whose questions go together in groups; knows failed calls."""
+    """Runs controllers on groups of questions, and records which calls failed."""
 
     def __init__(
         self,
@@ -252,20 +251,20 @@ class Waves:
         journal: CallJournal,
         group_size: int = GROUP_SIZE,
     ) -> None:
-        """Begin without failures."""
+        """Start without failed calls."""
         self.services = services
         self.journal = journal
         self.failed: dict[Call, str] = {}
         self._group_size = group_size
 
     def add_judge(self, name: str, judge: DraftJudge) -> Judge:
-        """Add a person's own judge, see `Judging.add`; return it for a loop."""
+        """Add a user's judge (see `Judging.add`); return it as a `Judge` for plans."""
         judging = self.services["judge"]
         assert isinstance(judging, Judging)
         return judge_by("judge", judging.add(name, judge))
 
     def run(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | Failed]:
-        """Run a controller on questions; return what each returned, and its cost."""
+        """Run a controller's plans, one per question; return their values and costs."""
         results: list[Done | Failed] = []
         for first in range(0, len(plans), self._group_size):
             group = plans[first : first + self._group_size]
@@ -324,7 +323,7 @@ class Waves:
 
 
 class Searching(BatchedService):
-    """Serves "search": rankings of queries, which fail alone if theirs fails."""
+    """Serves "search": rankings of queries; each query can fail on its own."""
 
     price, is_joint = Cost(retrievals=1), False
 
@@ -333,7 +332,7 @@ class Searching(BatchedService):
         self._retriever = retriever
 
     def group(self, call: Call) -> int:
-        """Return the depth: rankings of one depth are asked for together."""
+        """Return the depth: queries of one depth are searched together."""
         return call.n
 
     def values(self, calls: Sequence[Call]) -> list[tuple[int, ...] | Failed]:
@@ -342,7 +341,7 @@ class Searching(BatchedService):
         reasons: Mapping[int, str] = {}
         try:
             rankings = dict(enumerate(self._retriever.search(texts, calls[0].n)))
-        except RetrievalFailed as error:  # of a server that is down or slow
+        except RetrievalFailed as error:  # such as a server that is down or slow
             rankings, reasons = error.rankings, error.reasons
         return [
             Failed(reasons[n]) if n in reasons else tuple(map(int, rankings[n]))
@@ -351,10 +350,10 @@ class Searching(BatchedService):
 
 
 class Answering(Service):
-    """Serves "answer": a greedy answer under the run's own template, for everyone.
+    """Serves "answer": a greedy answer under the run's template, for all controllers.
 
-    `escaped` are passages that hold control tokens of the model, which no prompt can; a
-    blank splits them. `overlong` are those that `fitting` has left out.
+    `escaped` are the passages with control tokens of the model, which were split by a
+    blank, as no prompt can have them. `overlong` are those that `fitting` left out.
     """
 
     def __init__(
@@ -364,20 +363,20 @@ class Answering(Service):
         journal: CallJournal,
         state_layers: Sequence[int] = (),
     ) -> None:
-        """Open the generator; a ValueError where the model can be asked nothing."""
-        probed.requests("closed_book", ["?"], [()])  # or each question would fail alone
+        """Open the generator; raise a ValueError if the model can be asked nothing."""
+        probed.requests("closed_book", ["?"], [()])  # else every question would fail
         self.probed = probed
         self.passages = passages
         self.journal = journal
         self.escaped: set[int] = set()
         self.overlong: set[int] = set()
-        self._frames: dict[str, int] = {}  # tokens of a question's prompt otherwise
+        self._frames: dict[str, int] = {}  # tokens of a question's shortest prompt
         self._state_layers = list(state_layers)
-        # By prompt, the latest alone; and mean states, of what Probing-RAG asks for.
+        # By prompt: signals of the latest answers; mean states, for Probing-RAG.
         self._signals: dict[tuple[int, ...], AnswerSignals] = {}
         self._states: dict[tuple[int, ...], np.ndarray] = {}
-        self._lasting: set[tuple[int, ...]] = set()  # prompts of which states are kept
-        self._is_probing = False  # states of all answers are kept
+        self._lasting: set[tuple[int, ...]] = set()  # prompts whose states are kept
+        self._is_probing = False  # whether the states of all answers are kept
         self._sampling = SamplingConfig(
             max_new_tokens=probed.config.max_new_tokens, stop=probed.config.stop
         )
@@ -386,9 +385,9 @@ class Answering(Service):
         )
 
     def request(self, call: Call) -> tuple[Request, int]:
-        """Return a call's prompt, and how many of its passages are in it.
+        """Return a call's prompt, and how many of the call's passages it contains.
 
-        The last ones are left out until it fits the model's window, all but the first.
+        The last passages are left out until it fits the model's window; one is kept.
         """
         setting = "with_context" if call.passages else "closed_book"
         shown = call.passages
@@ -400,12 +399,12 @@ class Answering(Service):
 
     @property
     def _window(self) -> float:
-        """Return the most tokens of a prompt with its answer: of model and training."""
+        """The most tokens of a prompt and its answer, for the model and the probe."""
         limits = self.probed.backbone.max_length, self.probed.trained.prompt.window
         return min((n for n in limits if n is not None), default=math.inf)
 
     def fitting(self, question: str, ranking: Sequence[int]) -> tuple[int, ...]:
-        """Return a ranking without passages that no prompt of a question can hold."""
+        """Return a ranking without the passages too long for a question's prompt."""
         long = {place for place in ranking if not self._fits(question, place)}
         self.overlong |= long
         return tuple(place for place in ranking if place not in long)
@@ -416,7 +415,7 @@ class Answering(Service):
         if question not in self._frames:
             shortest = Passage(title="", text=".")
             self._frames[question] = self._n_tokens(question, shortest)
-        # No token is shorter than a byte: those of short passages need no counting.
+        # A token has at least one byte, so short passages need no tokenising.
         n_bytes = len(f"{passage.title}: {passage.text}".encode())
         if self._frames[question] + n_bytes <= room:
             return True
@@ -434,7 +433,7 @@ class Answering(Service):
             return None
         is_models = window == backbone.max_length
         whose = backbone.name if is_models else "the probe's prompt"
-        other = "a model with a longer one" if is_models else "a probe without it"
+        other = "a model with a longer one" if is_models else "a probe without one"
         return (
             f"its prompt has {n} tokens and its answer may have {n_new}, but {whose} "
             f"has a window of {window}; give shorter passages, or use {other}"
@@ -443,7 +442,7 @@ class Answering(Service):
     def _request(
         self, setting: Setting, question: str, places: Sequence[int]
     ) -> Request:
-        """Return the prompt of a question with passages, escaped where need be."""
+        """Return the prompt of a question with passages, escaped if necessary."""
         context = [self.passages[index] for index in places]
         try:
             return self.probed.requests(setting, [question], [context])[0]
@@ -456,7 +455,7 @@ class Answering(Service):
             return self.probed.requests(setting, [question], [escaped])[0]
 
     def answer_of(self, call: Call, reply: Reply) -> Answer:
-        """Return a call's reply as a record, whose signals can be read."""
+        """Return a call's reply as an `Answer`, whose signals can be read."""
         request, _ = self.request(call)
         return Answer(
             example_id=call.text,
@@ -475,11 +474,11 @@ class Answering(Service):
         yield from self._write(calls, done)
 
     def _trim(self) -> None:
-        """Keep the signals of the latest answers alone."""
+        """Keep only the signals of the latest answers."""
         self._signals = dict(list(self._signals.items())[-GROUP_SIZE:])
 
     def _write(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
-        """Yield batches of answers, whose signals are kept where they can be read."""
+        """Yield batches of answers, keeping their signals if they can be read."""
         requests: dict[int, tuple[Request, int]] = {}
         failed: dict[int, Failed] = {}
         for i, call in enumerate(calls):
@@ -519,7 +518,7 @@ class Answering(Service):
         prompts: Sequence[GeneratorPrompt],
         finished: Collection[int],
     ) -> Batches:
-        """Yield texts in batches; if the device cannot hold one, the rest in halves."""
+        """Yield texts in batches; split the rest in half if one does not fit."""
         left = {at for at in range(len(prompts)) if at not in finished}
         try:
             for batch in generator.batches(prompts, self._sampling, finished):
@@ -536,9 +535,9 @@ class Answering(Service):
                 yield [(half[at], text) for at, text in batch]
 
     def _is_first(self, call: Call) -> bool:
-        """Return whether an answer is closed-book, or has what its question finds.
+        """Return whether an answer is closed-book, or uses its question's own search.
 
-        Probing-RAG asks for these, and for others that it alone has written.
+        Probing-RAG needs the states of these, and of others that only it asks for.
         """
         search = Call("search", call.text, n=ControllerConfig().depth)
         entry = self.journal.find(search) if call.passages else None
@@ -552,7 +551,7 @@ class Answering(Service):
 
     @property
     def is_read_at_once(self) -> bool:
-        """Return whether answers are read in the passes that write them."""
+        """Whether answers are read in the passes that write them."""
         return self.probed.why_read_again is None
 
     def _keep(
@@ -562,7 +561,7 @@ class Answering(Service):
         slots = [layers.index(layer) for layer in self._state_layers]
         slot = layers.index(self.probed.trained.layer)
         for answer, read in zip(answers, signals, strict=True):
-            if read is None:  # its stop string is several tokens
+            if read is None:  # its stop string spans several tokens
                 (read,) = self._reader.read(self.probed.sequences([answer]))
             is_kept = self._is_probing or answer.prompt_ids in self._lasting
             if slots and is_kept:
@@ -574,7 +573,7 @@ class Answering(Service):
             )
 
     def _rewrite(self, calls: Sequence[Call], ids_in_memory: Collection[Any]) -> None:
-        """Write answers without signals again, in the batches of their wave."""
+        """Write again, in the batches of their wave, answers whose signals are gone."""
         lost = [c for c in calls if self.request(c)[0].prompt.ids not in ids_in_memory]
         while lost:
             wave = self.journal.wave_of(lost[0])
@@ -589,7 +588,7 @@ class Answering(Service):
         return [self.answer_of(call, self.journal.value(call)) for call in calls]
 
     def reading_of(self, calls: Sequence[Call]) -> Reading:
-        """Return the signals of answers, of the passes that wrote them if possible."""
+        """Return the signals of answers, if possible from when they were written."""
         answers = self._answers(calls)
         if not self.is_read_at_once:
             return self.probed.read(answers)
@@ -598,9 +597,9 @@ class Answering(Service):
         return self.probed.reading(signals, self.probed.sequences(answers))
 
     def states_of(self, calls: Sequence[Call]) -> np.ndarray:
-        """Return `[n, n_layers, d_model]`, the mean states of answers' tokens.
+        """Return the mean states of answers' tokens, `[n, n_layers, d_model]`.
 
-        Until `forget_states` those of every answer that is written are kept.
+        From then on the states of every answer are kept, until `forget_states`.
         """
         self._is_probing = True
         answers = self._answers(calls)
@@ -617,19 +616,19 @@ class Answering(Service):
         return np.stack([self._states[answer.prompt_ids] for answer in answers])
 
     def forget_states(self) -> None:
-        """Keep no mean states any longer: they are asked for no more."""
+        """Free all mean states, and keep no new ones."""
         self._is_probing = False
         self._states.clear()
 
     def cost(self, call: Call, value: Reply) -> Cost:
-        """Return the cost of an answer."""
+        """Return the cost of an answer, without seconds."""
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
 
     def _reply(
         self, generated: Generated | Failed, request: Request, n_shown: int
     ) -> Reply | Failed:
-        """Return the reply of a model in memory, which knows its ids."""
+        """Return what was generated as a `Reply`, with its ids and entropies."""
         if isinstance(generated, Failed):
             return generated
         assert generated.token_ids is not None and generated.log_probs is not None
@@ -650,17 +649,16 @@ class Answering(Service):
 
 
 def written_tokens(answer: Answer) -> tuple[int, int]:
-    """Return the tokens `[start, stop)` of an answer that the model was fed.
+    """Return the tokens `[start, stop)` of an answer that were fed back to the model.
 
-    The last one never is; where nothing else was written, the position that emitted
-    it stands for the answer.
+    The last token never is; if it is the only one, the position that emitted it counts.
     """
     start, stop = sequence_of(answer, answer_span="literal").spans[2].tolist()
     return (start, stop) if start < stop else (len(answer.prompt_ids) - 1, stop)
 
 
 def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
-    """Return a passage whose title and text hold no control token of a model."""
+    """Return a passage with the model's control tokens in title and text broken up."""
     escape = functools.partial(escape_control_tokens, tokenizer)
     title, shown = passage.title, html.unescape(passage.title)
     if escape(shown) != shown:  # a prompt shows titles unescaped
@@ -671,7 +669,7 @@ def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
 def showable(
     tokenizer: Any, template: PromptTemplate, question: str, passages: Sequence[Passage]
 ) -> list[Passage]:
-    """Return passages, escaped (`escape_passage`) where no prompt can hold them."""
+    """Return passages, escaped (`escape_passage`) if no prompt can hold them."""
     try:
         build_prompt(tokenizer, template, question, passages)
     except ValueError:
@@ -680,18 +678,18 @@ def showable(
 
 
 class Scoring(BatchedService):
-    """Serves "score": the calibrated detector on answers that were given.
+    """Serves "score": the calibrated detector's scores of answers.
 
-    An answer's signals are of the pass that wrote it. With context those of the
-    closed-book answer to the question are read too; they are in memory from when that
-    was scored. A run that goes on writes the answers of the wave again, together with
-    the same others, so that they are rounded as before.
+    An answer's signals come from the pass that wrote it. With context, the signals of
+    the closed-book answer to the question are needed too; they are kept in memory when
+    that answer is scored. A run that resumes writes all answers of the wave again, in
+    the same batches, so that they are rounded as before.
     """
 
     size = MOST_ROWS
 
     def __init__(self, answering: Answering) -> None:
-        """Begin without signals."""
+        """Start without signals."""
         self._answering = answering
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
 
@@ -713,7 +711,7 @@ class Scoring(BatchedService):
             wave = self._answering.journal.wave_of(lost[0])
             try:
                 self._read_closed_book([call for call in wave if not call.passages])
-            except DoesNotFit:  # perhaps of a question that is not among these
+            except DoesNotFit:  # perhaps because of a question that is not needed here
                 self._read_closed_book(lost)
         readings = [self._closed_book[call.text] for call in calls]
         signals, spans = zip(*readings, strict=True)
@@ -734,12 +732,12 @@ class Scoring(BatchedService):
         return [*map(DraftScore, scores.p_correct.tolist(), scores.raw.tolist())]
 
     def cost(self, call: Call, value: DraftScore) -> Cost:
-        """Return the cost of a score: a pass if the answer has to be read again."""
+        """Return the cost of a score: one pass if the answer has to be read again."""
         return Cost(forwards=int(not self._answering.is_read_at_once))
 
 
 def as_judge(value: Any, name: str) -> DraftJudge:
-    """Return a judge of drafts."""
+    """Check that a value is a judge of drafts, and return it."""
     if not callable(value):
         expected = "a callable of question, answer and passages"
         raise argument_error(name, expected, value)
@@ -747,22 +745,22 @@ def as_judge(value: Any, name: str) -> DraftJudge:
 
 
 class Judging(BatchedService):
-    """Serves "judge": a person's own judges of answers.
+    """Serves "judge": judges of answers written by the user.
 
     A judge is called with the question, the answer and the passages that were shown,
-    and returns P(the answer is correct). An OSError of it fails the question, which
-    the next run tries again. What it spends elsewhere is not counted.
+    and returns the probability that the answer is correct. If it raises an OSError, the
+    question fails, and the next run tries it again. What it spends is not counted.
     """
 
     size, is_joint = 1, False
 
     def __init__(self, answering: Answering) -> None:
-        """Begin without a judge."""
+        """Start without a judge."""
         self._answering = answering
         self._judges: dict[int, DraftJudge] = {}
 
     def add(self, name: str, judge: DraftJudge) -> int:
-        """Add a judge; return its number, of its name and of the file of its code."""
+        """Add a judge; return its number, a hash of its name and its code's file."""
         judge = as_judge(judge, name)
         number = int(sha256_json([name, sha256_of_code(judge)])[:12], 16)
         self._judges[number] = judge
@@ -780,9 +778,9 @@ class Judging(BatchedService):
             p_correct = self._judges[call.n](call.text, reply.text, passages)
         except OSError as error:
             return Failed(str(error))
-        # Whatever a person's own code raises is a mistake in that code.
+        # Any other error is a mistake in the user's code.
         except Exception as error:
-            text = f"the judge fails ({type(error).__name__}): {error}"
+            text = f"the judge failed ({type(error).__name__}): {error}"
             raise ValueError(text) from error
         is_number = isinstance(p_correct, numbers.Real)
         if not is_number or not 0 <= float(p_correct) <= 1:
@@ -791,7 +789,7 @@ class Judging(BatchedService):
 
 
 def open_services(answering: Answering, retriever: Retriever) -> dict[str, Service]:
-    """Return the services of all calls that need no training."""
+    """Return the services for all kinds of calls that need no training."""
     return {
         "search": Searching(retriever),
         "answer": answering,

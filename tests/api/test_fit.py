@@ -594,7 +594,7 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
     assert 0 < score.p_correct < 1
     assert "another script" not in "".join(score.warnings)
     foreign = probe.score("где родился Скибанд Ругронд?", "Guzolt Falls")
-    assert "CYRILLIC, training had LATIN" in "".join(foreign.warnings)
+    assert "CYRILLIC, but training had LATIN" in "".join(foreign.warnings)
     if probe.detector.doubts:
         assert score.decision == "unknown" and "trust" in score.warnings[0]
 
@@ -620,7 +620,7 @@ def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_ju
     done = fit_verb("embedded", path, tmp_path / "other", "--untrustworthy")
     assert "warning: " in done.output and "with passages to 4 questions" in done.output
     assert "the probe judges answers from memory alone" in done.output
-    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+    with pytest.raises(ValueError, match="was fitted only on closed_book answers"):
         beatrice.load(tmp_path / "other").score(question, golds[0], passages)
 
 
@@ -639,7 +639,7 @@ def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
     question, answer, _, context = rows[0].values()
     right, wrong = (probe.score(question, x, context) for x in (answer, "Guzolt Falls"))
     assert right.p_correct > wrong.p_correct
-    with pytest.raises(ValueError, match="was fitted on with_context answers alone"):
+    with pytest.raises(ValueError, match="was fitted only on with_context answers"):
         probe.score(question, answer)
 
 

@@ -216,5 +216,5 @@ def test_a_model_in_memory_is_taken_and_one_of_other_weights_refused(backbone, p
     holder = SimpleNamespace(backbone=backbone)
     assert Scorer(holder, probed.detector).score(**ROW).p_correct is not None
     other = dataclasses.replace(backbone, revision="0" * 64)
-    with pytest.raises(ValueError, match="the probe belongs to"):
+    with pytest.raises(ValueError, match="another model: the probe was"):
         Scorer(other, probed.detector)

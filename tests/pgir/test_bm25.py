@@ -41,7 +41,7 @@ def test_an_index_that_is_damaged_or_of_others_is_made_again(corpus, tmp_path):
     expected, before = search(corpus, notes), files_of(folder)
     flip_bit(folder / "data.csc.index.npy")
     assert search(corpus, notes) == expected and files_of(folder) == before
-    assert "is made again" in notes[0] and "SHA-256" in notes[0]
+    assert "is built again" in notes[0] and "SHA-256" in notes[0]
     other = make_corpus(tmp_path / "other", 20)
     os.rename(folder, other.folder / "bm25")
     again = search(other, notes)
@@ -54,7 +54,7 @@ def test_where_no_index_can_be_written_it_is_in_memory_and_a_note_says_so(tmp_pa
     with little_room():
         ranking = search(corpus, notes)
     assert ranking == [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
-    assert "in memory alone" in notes[0] and not (corpus.folder / "bm25").exists()
+    assert "kept only in memory" in notes[0] and not (corpus.folder / "bm25").exists()
 
 
 def test_words_are_searched_beside_a_jax_that_fits_no_jaxlib(tmp_path):

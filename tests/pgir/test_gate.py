@@ -293,7 +293,7 @@ def test_passages_that_no_prompt_holds_cost_no_grounded_answer(scorer):
     expected = gate.keep(draft(0.0), ANSWER, [plain])
     kept = gate.keep(draft(0.0), ANSWER, [" ", plain.replace("< /s>", "</s>")])
     assert dataclasses.replace(kept, warnings=kept.warnings[1:]) == expected
-    assert "of 2, 1 have no word and are left out, 1 have a control" in kept.warnings[0]
+    assert "of 2, 1 left out as empty and 1 changed by" in kept.warnings[0]
     blank = gate.keep(draft(None), ANSWER, [" ", ""])
     assert blank.p_correct is None and "every passage is empty" in blank.reason
 
@@ -520,10 +520,10 @@ def broken(queries, depth):
 @pytest.mark.parametrize(
     ("give", "message"),
     [
-        (broken, "Fixed fails .KeyError"),
+        (broken, "Fixed failed .KeyError"),
         (lambda queries, depth: [], "expected 1 lists of passages, found 0"),
-        (lambda queries, depth: None, "a list of passages a query, found NoneType"),
-        (lambda queries, depth: "a", "a list of passages a query, found 'a'"),
+        (lambda queries, depth: None, "passages for each query, found NoneType"),
+        (lambda queries, depth: "a", "passages for each query, found 'a'"),
         (lambda queries, depth: [PASSAGE], r"passages\[0\]: expected a list of pass"),
         (lambda queries, depth: np.array(["a"]), r"passages\[0\]: expected a list"),
         (lambda queries, depth: [[3]], r"passages\[0\]\[0\]: expected a text"),
@@ -632,12 +632,12 @@ def scorer_of_one(scorer, setting, head):
 
 def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
     alone = scorer_of_one(scorer, "closed_book", "closed_book")
-    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+    with pytest.raises(ValueError, match="was fitted only on closed_book answers"):
         run_pgir(alone, [QUESTION], finding(), threshold=0.5)
-    with pytest.raises(ValueError, match="was fitted on closed_book answers alone"):
+    with pytest.raises(ValueError, match="was fitted only on closed_book answers"):
         strict(alone).keep(draft(0.1), ANSWER, [PASSAGE])
     for threshold in (0.5, None):  # each of its drafts would be refused
-        with pytest.raises(ValueError, match="was fitted on with_context answers alon"):
+        with pytest.raises(ValueError, match="was fitted only on with_context answers"):
             Gate(scorer_of_one(scorer, "with_context", "single_pass"), threshold)
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: 0.1}
     (result,) = run_pgir(alone, [QUESTION], finding(), **options)

@@ -257,7 +257,7 @@ def test_an_encoder_with_layers_that_are_not_run_is_refused(tmp_path, library):
 
 def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
-    with pytest.raises(ValueError, match="at most 64 tokens, and is to read 256"):
+    with pytest.raises(ValueError, match="at most 64 tokens, not 256"):
         index.TextEncoder(config)
 
 

@@ -44,7 +44,7 @@ def refusal(url, value):
 def test_a_port_that_is_taken_is_named():
     with corpus_server() as server:
         taken = server.server_port
-        with pytest.raises(ValueError, match=f"served at 127.0.0.1:{taken}: .* in use"):
+        with pytest.raises(ValueError, match=f"listen on 127.0.0.1:{taken}: .* in use"):
             RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=taken)
 
 
@@ -182,7 +182,7 @@ def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others
         with pytest.raises(urllib.error.HTTPError) as refused:
             second.result()
     with refused.value as reply:
-        assert reply.code == 503 and "closed" in json.load(reply)["error"]
+        assert reply.code == 503 and "shutting down" in json.load(reply)["error"]
 
 
 def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
@@ -236,8 +236,8 @@ def test_the_body_of_a_request_that_needs_none_is_not_taken_for_another(header, 
         ("POST /retrieve HTTP/1.1", "HTTP/1.1 400 ", "expected a Content-Length of"),
         (f"POST /retrieve HTTP/1.1\r\nContent-Length: {'9' * 5000}", "HTTP/1.1 413 ",
          "expected a Content-Length of"),
-        ("PUT /retrieve HTTP/1.1", "HTTP/1.1 501 ", "there are POST /retrieve"),
-        ("this is none", "{", "there are POST /retrieve"),
+        ("PUT /retrieve HTTP/1.1", "HTTP/1.1 501 ", "use POST /retrieve"),
+        ("this is none", "{", "use POST /retrieve"),
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_refused_in_json_and_closes_the_connection(

@@ -202,7 +202,7 @@ def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, rea
         with pytest.raises(RetrievalFailed, match="100 of 100") as failed:
             asking.search(queries, 2)
         assert all(reason in text for text in failed.value.reasons.values())
-        assert "no more is sent" in failed.value.reasons[99]
+        assert "no more are sent" in failed.value.reasons[99]
         assert len(server.queries) == 2 * (1 + 3)  # a batch, then three alone
         server.moods.clear()  # it recovers
         assert asking.search(queries, 2)[99] == (0, 1)
@@ -455,7 +455,7 @@ def test_a_persons_retriever_is_made_once_for_a_run(run, working_folder):
 def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="needs a corpus and the encoder"):
         RetrievalOptions(retriever="fused").write(run.path)
-    with pytest.raises(ValueError, match="goes with the served retriever"):
+    with pytest.raises(ValueError, match="the served retriever needs a URL"):
         RetrievalConfig(retriever="served")
     assert retrieval_config(run) == RetrievalConfig()
 
@@ -484,17 +484,17 @@ OF_RUN, OF_CORPUS = RetrievalOptions, CorpusOptions
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
-        (OF_RUN, {"url": "http://x/retrieve", "corpus": "c"}, "--url searches by a"),
+        (OF_RUN, {"url": "http://x/retrieve", "corpus": "c"}, "--url searches a"),
         (OF_RUN, {"url": "http://x/retrieve", "retriever": "dense"}, "--url searches"),
         (OF_RUN, {"corpus": "c", "retriever_encoder": "e"}, "--retriever dense or"),
         (OF_RUN, {"corpus": "c", "index": "sq8"}, "--retriever dense or fused"),
         (OF_RUN, {"max_tokens": 48}, "--retriever dense or fused"),
-        (OF_CORPUS, {"search": ("q",), "serve": True}, "give one of --source, --sear"),
-        (OF_CORPUS, {"recall": True, "source": ("s",)}, "give one of --source, --se"),
+        (OF_CORPUS, {"search": ("q",), "serve": True}, "give only one of --source"),
+        (OF_CORPUS, {"recall": True, "source": ("s",)}, "give only one of --source"),
         (OF_CORPUS, {"source": ("s",), "index": ("sq8",)}, "give --encoder too"),
         (OF_CORPUS, {"source": ("s",), "max_tokens": 48}, "give --encoder too"),
-        (OF_CORPUS, {"search": ("q",), "encoder": "e"}, "bm25 reads no vectors"),
-        (OF_CORPUS, {"serve": True, "encoder": "e"}, "bm25 reads no vectors"),
+        (OF_CORPUS, {"search": ("q",), "encoder": "e"}, "bm25 uses no encoder"),
+        (OF_CORPUS, {"serve": True, "encoder": "e"}, "bm25 uses no encoder"),
         (OF_CORPUS, {"search": ("q", "")}, "--search: expected a question, found ''"),
         (OF_CORPUS, {"search": (" \t",)}, "--search: expected a question, found"),
         (OF_CORPUS, {"search": ("?!",)}, "--search: expected a question, found '.!'"),
@@ -707,13 +707,13 @@ def test_a_page_is_no_passage(tmp_path):
 
 
 def test_records_of_questions_that_cannot_be_used_are_counted_if_any_can(tmp_path):
-    with pytest.raises(ValueError, match="none of the files holds a passage"):
+    with pytest.raises(ValueError, match="none of the files has a passage"):
         build(tmp_path, bare__jsonl=BARE)
     assert not (tmp_path / "corpus").exists()
     rows = [{**BARE, "context": CONTEXT}, {**BARE, "question": 7}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     _, notes = build(tmp_path, asked__jsonl=lines)
-    assert notes[0].startswith("asked.jsonl: 1 records left out that cannot be used; ")
+    assert notes[0].startswith("asked.jsonl: unusable records left out: 1; ")
     assert "record 2 (line 2): " in notes[0]
 
 
@@ -754,7 +754,7 @@ def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     done = beatrice("corpus", folder, "--search", "w7 v7 n7", "-k", 1)
     assert "1. Title 7:" in done.stdout
     done = beatrice("corpus", folder, "--search", "zzzz")
-    assert done.stdout == "zzzz\n  no passage has a word of it\n"
+    assert done.stdout == "zzzz\n  no passage shares a word\n"
     (none := tmp_path / "my corpus").mkdir()
     failed = beatrice("corpus", none, "--search", "x", code=1)
     _, line, _ = failed.stderr.split("`")

@@ -564,7 +564,7 @@ def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
     for wrong, right in sums:
         assert wrong + right == pytest.approx(len(probing.probed_layers(6)), abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
-    with pytest.raises(ValueError, match="8 of 8 training answers are right, and one"):
+    with pytest.raises(ValueError, match="8 of 8 training answers are right, and a s"):
         probing.Probing(answering, training[1:] * 8)
 
 
@@ -708,5 +708,5 @@ def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, answers):
 
 def test_a_rival_takes_no_others_name():
     assert "skr" in all_rivals()
-    with pytest.raises(ValueError, match="the rival 'skr' is in .*adaptive already"):
+    with pytest.raises(ValueError, match="'skr' is already defined in .*adaptive"):
         rival("skr", "2026-01")(lambda session: None)

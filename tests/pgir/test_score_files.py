@@ -285,7 +285,7 @@ def test_results_are_of_one_precision(tmp_path, precision, decision):
     (result,) = JsonLines.open(tmp_path / "out.jsonl").rows()
     assert result["decision"] == decision
     other = beatrice(*line, 0.7, code=1)
-    assert "another row, detector or precision" in other.output
+    assert "another row, detector, precision" in other.output
 
 
 def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
@@ -297,7 +297,7 @@ def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
     del result["check"]
     result |= {"check": sha256_json(result)[:16]}
     out = write_lines(tmp_path / "out.jsonl", [result])
-    with pytest.raises(ValueError, match="line 1: .* or of an earlier version"):
+    with pytest.raises(ValueError, match="line 1: .* or version"):
         score_lines(scorer, path, JsonLines(out))
 
 
@@ -306,8 +306,8 @@ def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
     [
         ({"p_correct": 0.99}, {}, "d", r"out.jsonl, line 2: was edited"),
         ({"decision": "trust"}, {}, "d", r"out.jsonl, line 2: was edited"),
-        ({}, {}, "other", "another row, detector or precision"),
-        ({}, {"answer": "Falls"}, "d", "another row, detector or precision"),
+        ({}, {}, "other", "another row, detector, precision"),
+        ({}, {"answer": "Falls"}, "d", "another row, detector, precision"),
     ],
 )
 def test_results_that_were_edited_or_are_of_something_else_are_not_continued(

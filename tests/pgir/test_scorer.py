@@ -391,7 +391,7 @@ def test_without_places_the_last_message_is_the_question(chatting):
         ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),
         ({"prompt_ids": []}, "prompt_ids: expected token ids .* found none"),
         ({"prompt": PROMPT, "answer_ids": [10**9]}, "answer_ids: expected token ids"),
-        ({"context_range": (0, 2)}, "context_range lies in the text of a prompt"),
+        ({"context_range": (0, 2)}, "context_range refers to the text of a prompt"),
         ({"prompt": PROMPT, "context_range": (0, 9999)}, "at most 49, the length"),
         ({"prompt": PROMPT, "context": "not there"}, "passage 1 is not in the prompt"),
         ({"prompt": PROMPT, "context": "e"}, "in the prompt's text twice"),
@@ -545,7 +545,7 @@ def test_a_context_as_long_as_the_longest_in_training_is_no_warning(probed):
     longest = f"{PASSAGE} Guzolt Falls Skiband Rugrond"
     assert scoped(probed).score(QUESTION, ANSWER, longest).warnings == ()
     (warning,) = scoped(probed).score(QUESTION, ANSWER, f"{longest} Falls").warnings
-    assert "the context has 13 tokens, in training at most 12" in warning
+    assert "the context has 13 tokens, but at most 12 in training" in warning
 
 
 def test_another_script_than_in_training_is_a_warning_and_a_stray_letter_is_none(
@@ -571,7 +571,7 @@ def test_a_second_pass_over_what_was_written_is_a_warning_where_it_rounds(dtype,
     probe = beatrice.load("embedded", dtype=dtype, strict=False)
     assert probe.detector.provenance.path == "decode"
     warnings = probe.score(QUESTION, ANSWER).warnings
-    assert sum(f"which {dtype} rounds otherwise" in text for text in warnings) == n
+    assert sum(f"{dtype} rounds the two differently" in text for text in warnings) == n
 
 
 def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
@@ -583,7 +583,7 @@ def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
     *_, streamed = probe.stream(QUESTION, stop=[stop])
     assert scores[0].text != first.text
     assert [
-        sum("rounds otherwise" in text for text in score.warnings)
+        sum("rounds the two differently" in text for text in score.warnings)
         for score in (*scores, streamed)
     ] == [1, 0, 1]
 

@@ -256,7 +256,7 @@ def test_a_model_that_is_read_again_is_not_streamed_and_says_why(backbone):
     sizes = {"vocab_size": len(backbone.tokenizer), "hidden_size": 16, "n_head": 2}
     bloom = BloomForCausalLM(BloomConfig(**sizes, n_layer=LAYER))
     scorer = scorer_of(Backbone.from_model(bloom, backbone.tokenizer))
-    with pytest.raises(ValueError, match="ask for the whole answer, which is read ag"):
+    with pytest.raises(ValueError, match="use `answer`, which reads the whole"):
         scorer.stream(QUESTION)
     (score,) = scorer.answer([QUESTION])
     assert 0 <= score.p_correct <= 1
