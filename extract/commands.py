@@ -55,7 +55,7 @@ STORED_TYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32", int8="int8"
 
 
 def _layers(text: str) -> tuple[int, ...] | str:
-    """Read a list of layers; `all` stays a word, since None means not given."""
+    """Parse a list of layers; `all` stays a string, since None means not given."""
     from beatrice.extract.store.spec import parse_layers
 
     return parse_layers(text) or "all"
@@ -77,24 +77,24 @@ class StorageOptions:
         type=Parsed(_layers),
     )
     hidden_spans: Literal["all", "answer"] | None = option(
-        "Tokens whose hidden states are kept, of all spans (the default, but for "
-        "`real`) or of the answer.",
+        "Tokens whose hidden states are kept: of all spans (the default, except with "
+        "the verb `real`) or of the answer only.",
         rare=True,
     )
     dtype: str | None = option(
-        "How hidden states are written: bf16 (the default), fp16, fp32, or int8, which "
-        "has a scale per token.",
+        "Number type of stored hidden states: bf16 (the default), fp16, fp32, or int8 "
+        "with a scale per token.",
         rare=True,
         type=_StoredType(list(STORED_TYPES)),
     )
     scalars: str | None = option(
-        "How the other three families are written, bf16 or fp32 (the default).",
+        "Number type of the other three families: bf16, or fp32 (the default).",
         rare=True,
         type=_StoredType(["bf16", "fp32"]),
     )
     answer_span: AnswerSpan | None = option(
-        "Positions that emit the answer (emitting, the default), or the answer tokens "
-        "alone (literal).",
+        "Answer span: the positions that emit the answer (emitting, the default), or "
+        "only the answer tokens (literal).",
         rare=True,
     )
 
@@ -112,9 +112,8 @@ class StorageOptions:
 def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
     """Read the four signal families of every answer into the feature store.
 
-    What is kept may be chosen here as long as nothing is extracted; by default it is
-    what the run was made with. Under torchrun or srun, or with --shard, every process
-    does its part.
+    What is kept can be chosen here until something is extracted; the default is the
+    run's own. Under torchrun or srun, or with --shard, every process does its part.
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
@@ -128,7 +127,7 @@ def extract(run_dir: Path, storage: StorageOptions, work: WorkOptions) -> None:
         change = functools.partial(dataclasses.replace, **fields)
         click.echo(forecast_stage(run_dir, signals.EXTRACT, change))
         return
-    # A share's model is the one that joins all of them.
+    # Cached: the model that did a share also joins the shares.
     stage = signals.extract_stage(functools.cache(signals.open_local_reader))
     progress = Progress()
 
@@ -150,13 +149,13 @@ def do_texts(
     open_in: Callable[[RunDir], contextlib.AbstractContextManager[Opened]],
     stage_of: Callable[[RunDir, Opened, Progress], TextStage[Any]],
 ) -> None:
-    """Do a stage of a model's texts, or a share of them, or say what it would need."""
+    """Do a stage of a model's texts, or a share of it, or print its forecast."""
     progress = Progress()
     with contextlib.ExitStack() as stack:
         opened = functools.cache(lambda run: stack.enter_context(open_in(run)))
         if work.dry_run:
-            read_manifest(run_dir)  # what is no run is refused before a model is opened
-            run = RunDir(run_dir)  # only read, whoever holds it
+            read_manifest(run_dir)  # before loading a model: fails if it is not a run
+            run = RunDir(run_dir)  # not locked, since it is only read
             click.echo(stage_of(run, opened(run), progress).forecast())
             return
 
@@ -170,7 +169,7 @@ def do_texts(
 def open_generator(
     model: str, options: BackendOptions, earlier: tuple[int, int] = (0, 0)
 ) -> Iterator[Generator]:
-    """Open a model here or on a server, to whose cap `earlier` tokens count too."""
+    """Open a model here or on a server; `earlier` tokens count towards its cap."""
     if options.server is not None:
         from beatrice.extract.generate.server import ServedGenerator
 
@@ -188,7 +187,7 @@ def open_generator(
 
 
 def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generator:
-    """Load a model as its config says where the options do not."""
+    """Load a model; a device or dtype among the options overrides its config."""
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
@@ -201,7 +200,7 @@ def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generato
 
 
 def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
-    """Return prompt and new tokens of all texts of a stage, whichever backend wrote."""
+    """Return how many prompt and new tokens a stage has used, over all backends."""
     if stage == "answer":
         from beatrice.extract.generate import answers  # loads NumPy
 
@@ -227,7 +226,7 @@ def _paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
 def _open_backbone(
     run: RunDir, stage: str, backend: RunServerOptions, *, log_probs: bool = False
 ) -> Iterator[tuple[TokenizerOnly, Generator]]:
-    """Open the run's backbone, here or behind a server, beside its tokenizer."""
+    """Open the run's backbone, here or on a server, and its tokenizer."""
     from beatrice.extract.signals.parity import require_readable
 
     quiet()
@@ -256,7 +255,7 @@ def _open_backbone(
 @click.option(
     "--no-read",
     is_flag=True,
-    help="Write answers alone; `beatrice extract` reads them again.",
+    help="Only write answers; `beatrice extract` then needs a second pass over them.",
 )
 @options(work=WorkOptions, backend=RunServerOptions)
 def answer(
@@ -264,11 +263,11 @@ def answer(
 ) -> None:
     """Answer every question, closed-book and with context.
 
-    The answers' signals are read in the passes that write them, where the model allows
-    it, and wait in RUN_DIR/written until `beatrice extract` stores them. On this
-    machine, or by a vLLM server that holds the run's backbone. On this
-    machine under torchrun or srun, or with --shard, every process does its part, and
-    the answers are those of one process.
+    Answers are written on this machine, or by a vLLM server that holds the run's
+    backbone. On this machine their signals are read in the same passes, if the model
+    allows it, and wait in RUN_DIR/written until `beatrice extract` stores them; under
+    torchrun or srun, or with --shard, every process does its part, and the answers are
+    the same as from one process.
 
     Example: beatrice answer runs/demo
 
@@ -279,7 +278,7 @@ def answer(
 
     if backend.server is None:
         opener = engines.open_readable if no_read else engines.open_reading
-        # A share's model is the one that joins all of them.
+        # Cached: the model that did a share also joins the shares.
         stage = answers.answer_stage(functools.cache(opener))
         if work.dry_run:
             click.echo(forecast_stage(run_dir, stage))
@@ -300,23 +299,20 @@ def answer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawOptions:
-    """How answers are drawn, and of which questions.
-
-    The defaults follow Farquhar et al. (Nature, 2024).
-    """
+    """How answers are drawn, by default as in Farquhar et al. (Nature, 2024)."""
 
     n_samples: int = option(
-        "Drawn answers per question, setting and variant.", 10, min=1, max=MAX_SAMPLES
+        "Answers drawn per question, setting and variant.", 10, min=1, max=MAX_SAMPLES
     )
     split: tuple[Split, ...] = option(
-        "May be given several times; what was drawn alike before stays.",
+        "Splits of the questions; repeatable. Answers already drawn this way are kept.",
         ("validation", "test", "ood"),
     )
     temperature: float = option(
-        "Of the distribution drawn from.", 1.0, rare=True, min=0, is_above=True
+        "Sampling temperature.", 1.0, rare=True, min=0, is_above=True
     )
     top_p: float = option(
-        "Share of the probability drawn from.",
+        "Share of the probability to draw from.",
         0.9,
         rare=True,
         min=0,
@@ -324,7 +320,7 @@ class DrawOptions:
         is_above=True,
     )
     top_k: int = option(
-        "Tokens drawn from; 0 keeps all; a server needs vllm.", 50, rare=True, min=0
+        "Top tokens to draw from, 0 for all; servers: vLLM only.", 50, rare=True, min=0
     )
 
 
@@ -336,8 +332,8 @@ def sample(
 ) -> None:
     """Draw several answers per question, for the sampling baselines.
 
-    On this machine under torchrun, srun or mpirun, or with --shard, every process does
-    its part.
+    On this machine every process does its part under torchrun, srun or mpirun, or with
+    --shard.
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
@@ -378,7 +374,7 @@ def _do_asking(
     work: WorkOptions,
     stage_of: Callable[[RunDir, Generator, Progress], TextStage[Any]],
 ) -> None:
-    """Do a verb that asks the model of an option; `line` has both."""
+    """Do a verb that asks a model named by an option; `line` is "VERB OPTION"."""
     verb, option = line.split()
     if backend.server is None:
         check_model_option(model, option)
@@ -397,14 +393,14 @@ class RewriteOptions:
     """Which model rewrites contexts, and how long they may be."""
 
     model: str = option(
-        "Rewriter: directory, GGUF file, Hub id, or a server's name.", required=True
+        "Rewriter: directory, GGUF file, Hub id, or name on a server.", required=True
     )
     max_new_tokens: int = option(
         "Longest rewritten context; a longer one counts as failed.", 1024, min=1
     )
     overlong: Literal["refuse", "skip"] = option(
-        "Without --server: contexts beyond the rewriter's window stop the stage, or "
-        "count as failed.",
+        "Without --server: whether contexts beyond the rewriter's window stop the "
+        "stage, or count as failed.",
         "refuse",
     )
 
@@ -422,9 +418,9 @@ def rewrite(
 ) -> None:
     """Put every in-domain context into other words, with the paper's prompt.
 
-    Before `answer`, which then also answers on the rewritten contexts. What a rewrite
-    adds beyond its source is flagged and counted. On this machine under torchrun, srun
-    or mpirun, or with --shard, every process does its part.
+    Run it before `answer`, which then also answers on the rewritten contexts. What a
+    rewrite adds to its source is flagged and counted. On this machine every process
+    does its part under torchrun, srun or mpirun, or with --shard.
 
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
@@ -443,7 +439,7 @@ def rewrite(
 
     _do_asking(run_dir, "rewrite --model", how.model, backend, work, stage_of)
     if work.dry_run or not RunDir(run_dir).stage_done("rewrite"):
-        return  # of a share: others have to do theirs
+        return  # other shares are still to be done
     counts = rewriting.rewrite_counts(RunDir(run_dir))
     lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
     click.echo(json.dumps(counts) if as_json else "\n".join(lines))
@@ -452,56 +448,56 @@ def rewrite(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelOptions:
-    """Who says whether an answer is right; at most one of the first three."""
+    """How answers are labelled; at most one of the first three."""
 
     match: Match | None = option(
-        "Without --judge: the answer is a gold, or has one in it as whole words; both "
-        "normalised as SQuAD's script does. Default: the run's own, at first exact."
+        "Without --judge: whether an answer must equal a gold one or contain one as "
+        "whole words, both normalised as in SQuAD's script. Default: the run's rule, "
+        "at first exact."
     )
     imported: Path | None = option(
-        'Take the labels of a file: lines of {"question", "answer", "label"}; a label '
-        "holds for that very answer of the model, others, and those of null, stay "
-        "without one.",
+        'Take labels from a file of lines {"question", "answer", "label"}. A label '
+        "holds for exactly that answer of the model; answers that the file lacks or "
+        "labels null get none.",
         flag="--import",
         metavar="FILE",
         type=FILE,
     )
     judge: str | None = option(
-        "Judge by a model and three rubrics: directory, GGUF file, Hub id, or a "
-        "server's model name. Or by a function of your own, called with a question and "
-        "an answer, that returns True, False or None: MODULE:NAME of a module that is "
-        "installed or lies here, or an entry point of beatrice.judges."
+        "Judge with a model and three rubrics: directory, GGUF file, Hub id, or a "
+        "server's model name. Or with your own function, which takes a question and an "
+        "answer and returns True, False or None: MODULE:NAME of a module installed or "
+        "in this folder, or an entry point of beatrice.judges."
     )
     vote: Vote = option(
-        "unanimous drops what the rubrics disagree on; majority is for the set with "
-        "real retrieval",
+        "unanimous drops answers that the rubrics disagree on; majority is for the set "
+        "with real retrieval",
         "unanimous",
         rare=True,
     )
     max_new_tokens: int = option(
-        "Longest verdict; more for a judge that thinks, whose server takes that out.",
+        "Longest verdict; raise it for a judge that thinks, if its server removes the "
+        "thoughts.",
         8,
         rare=True,
         min=1,
     )
-    audit: bool = option("Say how far the labels can be trusted.", False)
+    audit: bool = option("Report how far the labels can be trusted.", False)
     n_samples: int | None = option(
-        "With --audit: answers for a person to judge blind.  [default: as drawn "
+        "With --audit: how many answers a person judges blind.  [default: as drawn "
         "before, else 100]",
         min=1,
     )
     annotations: Path | None = option(
-        "With --audit: that sample, its column 'human' filled in.", type=FILE
+        "With --audit: that sample with its column 'human' filled in.", type=FILE
     )
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
+        """Check that the options go together."""
         ways = {"--match": self.match, "--import": self.imported, "--judge": self.judge}
         chosen = [name for name, value in ways.items() if value is not None]
         if len(chosen) > 1:
-            raise click.UsageError(
-                f"{' and '.join(chosen)} are ways to label; give one"
-            )
+            raise click.UsageError(f"{' and '.join(chosen)} are alternatives; give one")
         if self.audit and chosen and self.judge is None:
             raise click.UsageError(f"label with {chosen[0]} first, then with --audit")
         for name in ("n_samples", "annotations"):
@@ -510,7 +506,7 @@ class LabelOptions:
                 raise click.UsageError(f"{flag} is for --audit; give both")
 
     def is_function(self, backend: BackendOptions) -> bool:
-        """Return whether the judge is a person's function, and no model."""
+        """Return whether the judge is a user's function, not a model."""
         if self.judge is None or backend.server or Path(self.judge).exists():
             return False
         points = importlib.metadata.entry_points(group="beatrice.judges")
@@ -528,11 +524,10 @@ def label(
     work: WorkOptions,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers, by comparison with golds, by judges or by a file; audit them.
+    """Label the answers by comparison with golds, by judges or from a file; audit them.
 
-    With --audit alone the labels that are there are audited. A judge on this machine
-    is shared: under torchrun, srun or mpirun, or with --shard, every process does its
-    part.
+    With --audit only, audit the existing labels. A judge on this machine can be shared:
+    under torchrun, srun or mpirun, or with --shard, every process does its part.
 
     Example: beatrice label runs/demo --audit
     """
@@ -541,17 +536,17 @@ def label(
     how_judged = backend.server, how.vote, how.max_new_tokens
     if model is None and how_judged != (None, "unanimous", 8):
         raise click.UsageError(
-            "--server, --set vote and --set max_new_tokens are for a model as --judge"
+            "--server, --set vote and --set max_new_tokens need a model as --judge"
         )
     if work.dry_run and (model is None or how.audit):
-        raise click.UsageError("--dry-run counts what --judge would be asked, alone")
+        raise click.UsageError("--dry-run needs a model as --judge, and no --audit")
     from beatrice.extract.label import stage
 
     progress = Progress()
     if model is None or how.audit:
         check_alone("label without --judge, or with --audit,", work.share)
     if model is not None:
-        # Of a directory its name alone: rows are compared between machines.
+        # Only a directory's name, so that machines write comparable rows.
         name = Path(model).name if Path(model).is_dir() else model
 
         def stage_of(run: RunDir, generator: Generator, shown: Progress) -> Any:
@@ -611,14 +606,15 @@ def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> st
         lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
         if human.n_dropped:
             lines.append(f"  {human.n_dropped} items have no label any more")
-        noise = noise_in_words(human.noise)
-        noise = noise or ["other labels drew this sample, so shares of all are unknown"]
+        noise = noise_in_words(human.noise) or [
+            "the sample was drawn under other labels, so shares of all are unknown"
+        ]
         lines += [f"  {line}" for line in noise]
     lines += ["", f"{report['n_disagreements']} disagreements in"]
     lines += [f"  {report['disagreements']}", "to be judged blind"]
     lines.append(f"  {report['sample']}")
     if not report["sample_is_current"]:
         lines.append(
-            "  (of before, perhaps by other labels; move it away to draw anew)"
+            "  (drawn earlier, perhaps under other labels; move it away to draw again)"
         )
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""What an engine of one's own plays, and the functions that take one.
+"""The interfaces of an engine of your own, and the functions that take one.
 
-A `Generator` writes texts, a `Reader` reads the four signal families of a text that is
-there. Both may be any class with these methods, whose results are arrays or lists, in a
-run or without one: `tests/extract/test_own_engine.py` does both with small classes.
+A `Generator` writes texts; a `Reader` reads the four signal families of a given text.
+Each may be any class with these methods that returns arrays or lists. They work with or
+without a run: `tests/extract/test_own_engine.py` shows both with small classes.
 """
 
 from collections.abc import Sequence
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 
 def open_readable(run: RunDir, config: AnswerConfig) -> Engine:
-    """Load a run's backbone to answer, if its signals can be read afterwards."""
+    """Load a run's backbone to answer, and check that its signals can be read later."""
     from beatrice.extract.signals.reader import SignalReader
 
     engine = open_local(run, config)
-    # Hours of answers whose signals cannot be read would be in vain.
+    # Fail before, not after, hours of answers whose signals cannot be read.
     SignalReader(cast("Backbone", engine.model), (0,))
     return engine._replace(why_alone="")
 
 
 def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
-    """Load a run's backbone to answer, and to read in the passes that write.
+    """Load a run's backbone to read signals in the passes that write the answers.
 
-    What is read waits in `run.written` until the stage `extract` stores it.
+    The signals wait in `run.written` until the stage `extract` stores them.
     """
     from beatrice.extract.signals.decode import ReadingGenerator, check_decoding
     from beatrice.extract.signals.reader import SignalReader
@@ -72,7 +72,7 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
         prompts = {request.prompt.ids: request.prompt for request in requests}.values()
         check_room(
             run,
-            # Until all are in the store, none of those that wait is deleted.
+            # The waiting signals are deleted only once all are in the store.
             {run.written: waiting_config(config_of_store), features: config_of_store},
             reader.shapes,
             n_tokens=sum(len(p.ids) - first_read(p.context_span[0]) for p in prompts),

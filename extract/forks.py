@@ -1,7 +1,7 @@
 """Locks that a fork waits for.
 
-A forked process has the thread that forked, and no other: what the others were at stays
-half done there, hooks on a model, default types, a lock that nobody gives back.
+A forked process has only the thread that forked. What other threads were doing stays
+half done in it: hooks on a model, a changed default type, a lock nobody releases.
 """
 
 import collections
@@ -11,37 +11,37 @@ from typing import ClassVar
 
 
 class ForkLock:
-    """One thread at a time, and again by the one that has it; a fork waits for it.
+    """A re-entrant lock that a fork waits for.
 
-    Threads get it in the order in which they ask: without that, one that works batch
-    after batch would have it again before a thread that waits has woken.
+    Threads get it in the order in which they ask. Otherwise a thread that works batch
+    after batch would take it again before a waiting thread has woken.
 
-    A fork waits until no thread has any of these locks, and none gets one meanwhile
-    that has none: a pass ends first, however long it takes. A thread that has one
-    itself forks at once, since whoever it waited for may wait for it.
+    A fork waits until no thread holds any of these locks; meanwhile a thread that holds
+    none cannot get one. So a running pass ends first, however long it takes. A thread
+    that holds one itself forks at once: a thread it waited for may be waiting for it.
     """
 
-    # Guards all of them: taken one by one, two locks could wait for each other.
+    # Guards all locks: with a condition each, two locks could wait for each other.
     _changed: ClassVar = threading.Condition()
     _n_held: ClassVar[collections.Counter[int]] = collections.Counter()  # by thread
-    _n_forks: ClassVar = 0  # that wait, or are under way
-    # Threads that wait, in the order in which they asked, each with its lock.
+    _n_forks: ClassVar = 0  # forks that wait or are under way
+    # Waiting threads, in the order in which they asked, each with its lock.
     _waiting: ClassVar[list[tuple["ForkLock", int]]] = []
 
     def __init__(self) -> None:
-        """Begin free."""
+        """Create a free lock."""
         self._owner: int | None = None
-        self._depth = 0  # how often the owner has it
+        self._depth = 0  # how many times the owner has entered
         self._process = os.getpid()
 
     @property
     def is_forked(self) -> bool:
-        """Return whether it is of a process that this one was forked from."""
+        """Return whether the lock was made before this process was forked."""
         return self._process != os.getpid()
 
     def _is_free_for(self, thread: int) -> bool:
         held = ForkLock._n_held
-        if self._owner in held:  # an owner that has nothing is not of this process
+        if self._owner in held:  # else free, or the owner was lost in a fork
             return self._owner == thread
         may_have = (
             waiting
@@ -51,14 +51,14 @@ class ForkLock:
         return next(may_have, None) == thread
 
     def __enter__(self) -> None:
-        """Wait until no other thread of this process has it."""
+        """Wait until no other thread of this process holds the lock, and take it."""
         thread = threading.get_ident()
         with ForkLock._changed:
             ForkLock._waiting.append((self, thread))
             try:
                 ForkLock._changed.wait_for(lambda: self._is_free_for(thread))
             except BaseException:
-                ForkLock._changed.notify_all()  # of whom one may be the next now
+                ForkLock._changed.notify_all()  # another may be next in line
                 raise
             finally:
                 ForkLock._waiting.remove((self, thread))
@@ -67,7 +67,7 @@ class ForkLock:
             ForkLock._n_held[thread] += 1
 
     def __exit__(self, *_: object) -> None:
-        """Let the next one have it."""
+        """Leave the lock once; after the last time, release it to the next thread."""
         thread, held = threading.get_ident(), ForkLock._n_held
         with ForkLock._changed:
             self._depth -= 1

@@ -1,4 +1,4 @@
-"""A person's own judge, retriever or detector: by `module:NAME`, or an entry point."""
+"""Load a user's own judge, retriever or detector: `module:NAME` or an entry point."""
 
 import importlib
 import importlib.metadata
@@ -13,31 +13,31 @@ from typing import Any
 
 from beatrice.extract.run.files import sha256_file
 
-_named: set[tuple[str, str]] = set()  # plugs that a person named in this process
+_named: set[tuple[str, str]] = set()  # plugs that the user named in this process
 
 
 class NotNamed(ValueError):
-    """A run names code that no line of this process has named."""
+    """A run names code that the user has not named in this process."""
 
     def __init__(self, spec: str, option: str) -> None:
-        """`option` is what of the command line names it."""
+        """`option` is the command-line option that names the code."""
         self.arguments = f"{option} {spec}"
         super().__init__(
             f"this run uses the code of {spec!r}, which anybody may have put there; "
-            f"give {self.arguments} to run it"
+            f"give {self.arguments} to allow it"
         )
 
 
 def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
-    """Return the object that a person plugs in.
+    """Return the object that `spec` names.
 
     Args:
-      spec: `module:NAME`, of a module that is installed or lies in the current folder;
-        NAME may have dots. Or the name of an entry point.
-      group: of the entry points, such as "beatrice.judges".
-      option: what of the command line names such a plug; given where `spec` stands in
-        a run. A run may come from anybody and name any code, so a module is loaded for
-        it only after a call without `option`, by which a person names it here too.
+      spec: `module:NAME`, where the module is installed or in the current folder and
+        NAME may contain dots; or the name of an entry point.
+      group: group of the entry points, such as "beatrice.judges".
+      option: the command-line option that names such a plug; give it if `spec` comes
+        from a run. A run may come from anybody and name any code, so a module is loaded
+        only if the user named it, too, by an earlier call without `option`.
     """
     if not isinstance(spec, str):
         raise ValueError(
@@ -50,7 +50,7 @@ def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
     parts = [*module_name.split("."), *name.split(".")]
     if not all(word.isidentifier() for word in parts):
         raise ValueError(
-            f"{spec!r} is not MODULE:NAME; my_file:my_function is that of my_file.py"
+            f"{spec!r} is not MODULE:NAME, such as my_file:my_function of my_file.py"
         )
     if option is None:
         _named.add((spec, group))
@@ -60,10 +60,7 @@ def load_plug(spec: str, group: str, *, option: str | None = None) -> Any:
 
 
 def sha256_of_code(plug: Any) -> str:
-    """Return the SHA-256 of the file that a callable is written in.
-
-    Empty where there is no such file, as of what is typed into a notebook.
-    """
+    """Return the SHA-256 of a callable's file; "" if none, as in a notebook."""
     plug = inspect.unwrap(plug)
     while isinstance(plug, partial):
         plug = plug.func
@@ -75,7 +72,7 @@ def sha256_of_code(plug: Any) -> str:
 
 
 def identity_or_error(identity: Callable[[], str]) -> str | NotNamed:
-    """Return the identity of a plug, or why its code is not looked at."""
+    """Return the identity of a plug, or the error that keeps it from being loaded."""
     try:
         return identity()
     except NotNamed as error:
@@ -87,8 +84,8 @@ def _load_entry_point(name: str, group: str) -> Any:
     if name not in points.names:
         installed = ", ".join(sorted(points.names)) or "none"
         raise ValueError(
-            f"{name!r} is no entry point of {group} (installed: {installed}); give one "
-            "of them, or MODULE:NAME of a module that is installed or lies here"
+            f"{name!r} is not an entry point of {group} (installed: {installed}); give "
+            "one of them, or MODULE:NAME of a module installed or in this folder"
         )
     value = points[name].value.partition("[")[0]  # without extras
     module_name, _, attribute = (word.strip() for word in value.partition(":"))
@@ -97,26 +94,26 @@ def _load_entry_point(name: str, group: str) -> Any:
 
 
 def _import(name: str, spec: str) -> ModuleType:
-    # Last, so that no file here stands in for an installed package; and for good, since
-    # a module may import others beside it when it runs.
+    # Last, so that no file here shadows an installed package; never removed, since the
+    # module may import its neighbours when it runs.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    # Whatever a person's module raises while it loads is a mistake in that module.
+    # Any exception that a user's module raises while it loads is a mistake in it.
     except Exception as error:
-        # The missing module is the one to import, or a package around it.
+        # The missing module is the one to import, or a parent package of it.
         is_missing = isinstance(error, ModuleNotFoundError)
         if is_missing and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"{spec}: no module {error.name!r} is installed, nor does "
-                f"{name.partition('.')[0]}.py lie in {here}; start where it lies, or "
+                f"{spec}: no module {error.name!r} is installed, and {here} has no "
+                f"{name.partition('.')[0]}.py; start in the folder that has it, or "
                 "install it"
             ) from None
         raise ValueError(
-            f"{spec}: importing {name} ends in {type(error).__name__}: {error}"
+            f"{spec}: importing {name} failed with {type(error).__name__}: {error}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""What is known of a question: the example, the model's answer, and its label.
+"""Records of a question: the example, the model's answer, and its label.
 
-Records are frozen structs and live on disk as one JSON object per line. An unknown or
-missing field is an error that names the file and the line, so that a renamed column
-cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
+Records are frozen structs, stored as one JSON object per line. An unknown or missing
+field is an error that names the file and the line, so that a renamed column cannot turn
+into an empty one. To change a field, use `msgspec.structs.replace`.
 """
 
 import functools
@@ -35,44 +35,44 @@ Finish = Literal["stop", "length", "withheld"]
 AnswerSpan = Literal["emitting", "literal"]  # see `signals.sequence.sequence_of`
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
-Key = tuple[str, str, str]  # of an answer: example, setting, variant
-# What stands for a set in numbers over the questions of all in-domain sets together,
-# the paper's column "Test"; no name of a set holds a space.
+Key = tuple[str, str, str]  # identifies an answer: example, setting, variant
+# Stands in place of a set's name in results over the questions of all in-domain sets
+# together (the paper's column "Test"); a set's own name cannot contain a space.
 IN_DOMAIN = "all in-domain"
-ACROSS_SETS = (IN_DOMAIN, "macro")  # what rows over several sets are called
+ACROSS_SETS = (IN_DOMAIN, "macro")  # names of the rows over several sets
 MAX_NAME, MAX_ID = 64, 200  # characters
 NAME_IN_WORDS = (
     f"name (letters, digits, '.', '_' and '-', at most {MAX_NAME} characters, the "
     f"first a letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# A part of a path that is empty or all dots, or a climb out of one.
+# A path component that is empty or all dots, or that ends in ".." before a separator.
 _UNSAFE_PATH = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
 
 
 def is_safe_name(name: str) -> bool:
-    """Tell whether a question set may have a name, which becomes a part of paths."""
+    """Return whether a question set may have this name, which becomes part of paths."""
     is_short = len(name) <= MAX_NAME and name not in ACROSS_SETS
     return is_short and _NAME.fullmatch(name) is not None
 
 
 def check_id(name: str) -> None:
-    """Check that an id can be shown and looked up: published ones hold slashes too."""
+    """Check that an id can be shown and looked up; published ids may hold slashes."""
     is_shown = name.isprintable() and name == name.strip()
     if not is_shown or len(name) > MAX_ID or _UNSAFE_PATH.search(name):
         raise ValueError(
             f"field 'id': {name[:80]!r} is empty, longer than {MAX_ID} characters, a "
-            "way to another folder, or cannot be shown; give another"
+            "path to another folder, or not printable; give another"
         )
 
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-# No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
+# No vocabulary is larger; the tokenizer tells whether an id is one of the model's.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Check that the value of a field or an argument is one of some names."""
+    """Check that the value of a field or an argument is one of the choices."""
     if value not in choices:
         raise ValueError(
             f"{name}: expected one of {', '.join(choices)}, found {value!r}"
@@ -80,14 +80,14 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_choices(settings: Any) -> None:
-    """Check that the fields of a class that are annotated with names have one each."""
+    """Check that every field annotated as `Literal` has one of its values."""
     for name, hint in get_type_hints(type(settings)).items():
         if get_origin(hint) is Literal:
             check_choice(name, getattr(settings, name), get_args(hint))
 
 
 def as_golds(golds: Any) -> list[str]:
-    """Return accepted answers as a list; refuse a text alone and a mapping."""
+    """Return accepted answers as a list; a single string or a mapping is an error."""
     is_several = isinstance(golds, Iterable) and not isinstance(golds, str | Mapping)
     texts: list[Any] = list(golds) if is_several else [None]
     if not all(isinstance(text, str) for text in texts):
@@ -98,7 +98,7 @@ def as_golds(golds: Any) -> list[str]:
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all records are: they do not change, and have no fields but their own."""
+    """Base of all records: immutable, and unknown fields are an error."""
 
 
 class Passage(Record, frozen=True, kw_only=True):
@@ -106,8 +106,8 @@ class Passage(Record, frozen=True, kw_only=True):
 
     Attributes:
       title: may be empty.
-      text: what the model is shown, behind the title where the template shows one.
-      is_supporting: whether its question set marks it as holding the answer.
+      text: what the model is shown, after the title if the template shows one.
+      is_supporting: whether the question set marks it as containing the answer.
     """
 
     title: str
@@ -116,16 +116,16 @@ class Passage(Record, frozen=True, kw_only=True):
 
 
 class Example(Record, frozen=True, kw_only=True):
-    """One question with its gold answers and, where supplied, its passages.
+    """One question with its gold answers and, if supplied, its passages.
 
     Attributes:
       id: unique over the whole run.
       dataset: name of the question set; in-domain sets share the splits train,
         validation and test, held-out sets have the split `ood`.
       golds: accepted answers (aliases); at least one.
-      passages: the context of the with-context setting, original wording.
-      rewritten: the same context in other words, or empty where there is none.
-      meta: what the generator or the source knows beside (JSON values only).
+      passages: the context of the with-context setting, in the original wording.
+      rewritten: the same context in other words; empty if there is none.
+      meta: further facts from the generator or the source (JSON values only).
     """
 
     id: str
@@ -141,12 +141,12 @@ class Example(Record, frozen=True, kw_only=True):
         """Refuse a name that could become another path, and a question without gold."""
         if not is_safe_name(self.dataset):
             raise ValueError(
-                f"field 'dataset': {self.dataset[:80]!r} is no {NAME_IN_WORDS}"
+                f"field 'dataset': {self.dataset[:80]!r} is not a {NAME_IN_WORDS}"
             )
         check_id(self.id)
         if not isinstance(self.question, str):
             raise ValueError(f"question: expected a text, found {self.question!r:.80}")
-        golds = as_golds(self.golds)  # a generator gives them once
+        golds = as_golds(self.golds)  # may be a generator, which yields them only once
         msgspec.structs.force_setattr(self, "golds", tuple(golds))
         if not any(gold.strip() for gold in golds):
             raise ValueError(
@@ -160,7 +160,7 @@ class Example(Record, frozen=True, kw_only=True):
 
 
 class AnswerRecord(Record, frozen=True, kw_only=True):
-    """What is known of one answer, which example, setting and variant identify."""
+    """Base of the records of one answer, which `key` identifies."""
 
     example_id: str
     setting: Setting
@@ -168,7 +168,7 @@ class AnswerRecord(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """Return what identifies this row: example, setting, variant."""
+        """Return the key of the answer: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
 
 
@@ -176,18 +176,18 @@ class Answer(AnswerRecord, frozen=True, kw_only=True):
     """What the model said, with the exact ids it read and wrote.
 
     Attributes:
-      example_id: of the question.
-      setting: "closed_book", or "with_context" where passages were shown.
-      variant: of the passages, "original" or "rewritten".
+      example_id: id of the question.
+      setting: "closed_book", or "with_context" if passages were shown.
+      variant: wording of the passages, "original" or "rewritten".
       text: the answer, without the stop token.
       prompt_ids: the ids the model read, special tokens included.
       token_ids: the ids it wrote, without the stop token; may be empty.
       stop_id: the stop token it emitted, or None if the answer was cut at the
         length limit.
-      context_span: `[start, stop)` of the passages inside `prompt_ids`; equal
-        numbers where there is no context.
-      dropped: places (from 0) of the passages that were left out of the context
-        because the prompt would not have fitted the model's window.
+      context_span: `[start, stop)` of the passages inside `prompt_ids`; both are
+        equal if there is no context.
+      dropped: indices (from 0) of the passages left out of the context because the
+        prompt would not have fitted the model's window.
     """
 
     text: str
@@ -198,7 +198,7 @@ class Answer(AnswerRecord, frozen=True, kw_only=True):
     dropped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a context that does not lie in the prompt."""
+        """Check that the context is inside the prompt."""
         start, stop = self.context_span
         if not 0 <= start <= stop <= len(self.prompt_ids):
             raise ValueError(
@@ -208,10 +208,10 @@ class Answer(AnswerRecord, frozen=True, kw_only=True):
 
 
 class Sample(AnswerRecord, frozen=True, kw_only=True):
-    """One drawn answer; what was written stands in the fields of `Generated`.
+    """One sampled answer, with the fields of `Generated`.
 
-    Log-probabilities are the model's own, before temperature, top-p and top-k, unlike
-    those that semantic entropy's code takes.
+    Log-probabilities are the model's own, before temperature, top-p and top-k; the
+    published code of semantic entropy takes them after these.
     """
 
     sample: int  # 0 to n_samples - 1
@@ -226,11 +226,11 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
     """Whether an answer is right.
 
     Attributes:
-      example_id: of the question; `setting` and `variant` as of the `Answer`.
+      example_id: id of the question; `setting` and `variant` are the `Answer`'s.
       verdicts: one entry per judge, in the judges' order.
-      label: True, False, or None where the judges do not agree.
-      reason: how the label came about, in words.
-      answer_sha: of the answer's text, see `answer_sha`; None in older files.
+      label: True, False, or None if the judges disagree or cannot decide.
+      reason: how the label was decided, in words.
+      answer_sha: `answer_sha` of the answer's text; None in older files.
       question_key: a digest of the question's text; None in older files.
     """
 
@@ -242,7 +242,7 @@ class Label(AnswerRecord, frozen=True, kw_only=True):
 
 
 def answer_sha(text: str) -> str:
-    """Return the first digits of the SHA-256 of an answer without outer white space."""
+    """Return the first 12 digits of the SHA-256 of an answer, stripped."""
     return sha256_json(text.strip())[:12]
 
 
@@ -250,26 +250,26 @@ class Rewrite(Record, frozen=True, kw_only=True):
     """The rewritten context of one question."""
 
     example_id: str
-    source_sha: str  # SHA-256 of question and passages it was made from
+    source_sha: str  # SHA-256 of the question and passages that were rewritten
     text: str | None  # None if it failed
     reason: str | None = None  # why it failed
-    added_numbers: tuple[str, ...] = ()  # the last three: see `label.rewrite`
+    added_numbers: tuple[str, ...] = ()  # this and the next two: see `label.rewrite`
     added_entities: tuple[str, ...] = ()
     from_question: tuple[str, ...] = ()
 
     @property
     def is_flagged(self) -> bool:
-        """Return whether it says something that its source does not."""
+        """Return whether the rewrite says something that its source does not."""
         return bool(self.added_numbers or self.added_entities)
 
 
 def needs_rewrite(example: Example) -> bool:
-    """Tell whether an example gets a rewritten context: in-domain sets only (paper)."""
+    """Return whether an example needs a rewrite: in-domain sets only (paper)."""
     return bool(example.passages) and not example.rewritten and example.split != "ood"
 
 
 def source_sha(example: Example) -> str:
-    """Return the SHA-256 of what a rewrite is made from."""
+    """Return the SHA-256 of the question and passages a rewrite is made from."""
     passages = [[p.title, p.text] for p in example.passages]
     return sha256_json([example.question, passages])
 
@@ -289,7 +289,7 @@ def with_rewrites(
                 "question or other passages; run `beatrice rewrite` again"
             )
         if rewrite.text is not None:
-            # Without a title: the rewriter was shown those that the model is shown.
+            # No title: the rewriter read the titles that the model would be shown.
             is_supporting = any(p.is_supporting for p in example.passages)
             passage = Passage(title="", text=rewrite.text, is_supporting=is_supporting)
             joined[i] = msgspec.structs.replace(example, rewritten=(passage,))
@@ -303,11 +303,11 @@ _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 def normalise(text: str) -> str:
     """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
 
-    Lower-cased, punctuation deleted, articles made a space, extra space removed:
-    "J.K. Rowling" is "jk rowling". Punctuation is that of every script, as in MLQA's
-    (Lewis et al. 2020): to SQuAD's, "1979-80" and "1979\u201380" are two answers.
-    Accents stay, in composed form. Format characters, which nobody sees, go: a soft
-    hyphen, or the direction of a text.
+    Lower-case it, delete punctuation, and turn articles and white space into single
+    spaces: "J.K. Rowling" becomes "jk rowling". Unlike SQuAD's script, to which
+    "1979-80" and "1979\u201380" are two answers, delete punctuation of every script, as
+    MLQA's does (Lewis et al. 2020). Accents stay, in composed form. Format characters,
+    which nobody sees, are deleted: soft hyphens, direction marks.
     """
     text = text.lower()
     if not text.isascii():
@@ -319,8 +319,8 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-# A character, with its vowel signs, of a script without blanks between words: Thai,
-# Lao, Burmese, Khmer, Han and kana. Their digits make numbers, as others do.
+# Matches a character, with its vowel signs, of a script without spaces between words:
+# Thai, Lao, Burmese, Khmer, Han and kana. Their digits form numbers as usual.
 _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u19e0-\u19ff\u2e80-\u2fdf\u3005-\u3007"
     "\u3021-\u3029\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua9e0-\ua9ff"
@@ -330,10 +330,10 @@ UNSPACED = re.compile(rf"(?!\d)[{_UNSPACED}](?:(?!\w)[{_UNSPACED}])*")
 
 
 def spaced(text: str) -> str:
-    """Return a text with blanks around every word, where its script has none too.
+    """Return a text with spaces around every word, even if its script has none.
 
-    A word is one character there, as MLQA's script splits Chinese. In NFC; a ZERO WIDTH
-    SPACE is a blank, other format characters go. ASCII stays as it is.
+    In such a script a word is one character, as MLQA's script splits Chinese. In NFC; a
+    ZERO WIDTH SPACE is a space, other format characters are deleted. ASCII stays as is.
     """
     if text.isascii():
         return text
@@ -344,7 +344,7 @@ def spaced(text: str) -> str:
 
 @functools.cache
 def word_pattern() -> str:
-    r"""Return the pattern of a word: `\w` alone has no marks, and splits at each."""
+    r"""Return the pattern of a word: `\w` alone excludes marks and splits at them."""
     kinds = (unicodedata.category(chr(i))[0] for i in range(sys.maxunicode + 1))
     runs = re.finditer("M+", "".join(kinds))
     marks = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in runs)
@@ -352,20 +352,20 @@ def word_pattern() -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text, of any script: letters, digits and their marks."""
+    """Return the words (letters, digits and their marks) of a text in any script."""
     return re.findall(word_pattern(), spaced(text))
 
 
-# Between numbers, where a hyphen is mostly that of years or scores; behind letters.
+# Signs that count between numbers or after letters; hyphens mostly join years, scores.
 _SIGNS = {"+": " plus ", "*": " times ", "/": " over ", "#": " sharp "}
 _SIGN = re.compile(r"(?:(?<=\d)\s*(?=[+*/]\s*\d)|(?<=[^\W\d_])(?=[+#]))([+*/#])")
 
 
 def text_key(question: str) -> bytes:
-    """Return what is equal for questions that differ in case, marks or articles.
+    """Return a key that is equal for questions differing in case, marks or articles.
 
-    Not for sums: "3+5" and "3-5" are two questions, "3-5" and "35" are not; nor for
-    "C", "C#" and "C++". A ZERO WIDTH SPACE is a blank: copies of a set differ in it.
+    Signs count: "3+5" and "3-5" are two questions; "C", "C#" and "C++" are three; but
+    "3-5" and "35" are one. A ZERO WIDTH SPACE is a space: copies of a set differ in it.
     """
     folded = unicodedata.normalize("NFKC", question.replace("\u200b", " ")).casefold()
     folded = _SIGN.sub(lambda sign: _SIGNS[sign[1]], folded)
@@ -376,10 +376,8 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def to_json(record: Record) -> str:
-    """Return the record as one line of JSON, without the line end.
-
-    Python's own writer, not msgspec's: manifests hold hashes of its very bytes.
-    """
+    """Return the record as one line of JSON, without the line end."""
+    # By `json`, not msgspec: manifests hold hashes of these exact bytes.
     return json.dumps(record, default=msgspec.structs.asdict)
 
 

@@ -41,8 +41,8 @@ def test_verdicts_on_labels_of_another_rule_wait_until_a_sample_by_these_is_judg
     assert run.labels.read_bytes() != before
     assert not {"label_noise", "annotated"} & experiments()
     done = beatrice(*read)
-    assert "other labels drew this sample" in done.stdout
-    assert "move it away to draw anew" in done.stdout
+    assert "drawn under other labels" in done.stdout
+    assert "move it away to draw again" in done.stdout
     assert not {"label_noise", "annotated"} & experiments()
     (run.audit / "sample.csv").unlink()
     assert "move it away" not in beatrice("label", run.path, "--audit").stdout

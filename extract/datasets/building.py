@@ -1,7 +1,7 @@
-"""From published files to one folder of examples with fixed splits.
+"""Build one folder of examples with fixed splits from published files.
 
-Files are read twice, so that memory holds ids and the drawn questions of one set, not
-a file: once to draw, once to write what was drawn.
+Files are read twice, once to draw questions and once to write the drawn ones, so that
+memory never holds a whole file, only ids and the drawn questions of one set.
 """
 
 import dataclasses
@@ -51,24 +51,24 @@ _WANTED: dict[Context, str] = {
     "none": "an answer",
 }
 Pools = dict[tuple[str, Role], dict[str, Candidate]]  # by set and role, then by id
-Report = dict[str, Any]  # what one file gave, as in the manifest
+Report = dict[str, Any]  # counts and refusals of one file, as in the manifest
 
 
 def is_usable(row: Loaded, context: Context) -> bool:
-    """Return whether a question has the passages that are asked for."""
+    """Return whether a question has the passages that the context needs."""
     return context == "none" or bool(row.question.context(context))
 
 
 def open_source(source: Source, config: BuildConfig) -> DatasetFile:
-    """Recognise a file; it must be of the set it was given for."""
+    """Recognise a file, which must be of the question set it was given for."""
     return open_dataset(source.path, dataset=source.dataset, evidence=config.evidence)
 
 
 def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
-    """Choose the context of every set that is none of the published ones.
+    """Choose the context of every set of the user's own, unless one was given.
 
-    Where nothing else is asked for: its supporting passages if any are marked (of the
-    first questions of a file), all if none is, and none where there are none.
+    It is `supporting` if a passage of a file's first questions is marked as supporting,
+    `all` if none is marked, and `none` if they have no passages.
     """
     if config.context is not None:
         return config
@@ -92,10 +92,10 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
 
 
 def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
-    """Return as what a question of a file is counted.
+    """Return the name under which a question of a file is counted.
 
-    Its set's context may have been chosen by the first questions, without a mark: then
-    no later one has a mark, for its distractors would be shown.
+    If its set's context was chosen because the first questions had no marked passage, a
+    later mark is an error: the distractors of that question would be shown.
     """
     if row.question.split not in (None, *SPLITS_OF[source.role]):
         return "of_another_split"
@@ -103,7 +103,7 @@ def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
     if name in config.unmarked and any(p.is_supporting for p in passages):
         raise ValueError(
             f"{source.path}, record {row.number} ({row.at}): a passage is marked as "
-            f"supporting, as none of the first {N_FIRST} questions has; choose with "
+            f"supporting, unlike those of the first {N_FIRST} questions; choose with "
             f"--context {name}=supporting, --context {name}=all or --context "
             f"{name}=none"
         )
@@ -116,7 +116,7 @@ def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
 def _read_pool(
     source: Source, config: BuildConfig, pool: dict[str, Candidate]
 ) -> Report:
-    """Add what may be drawn from one file to its set's pool; returns what it gave."""
+    """Add the usable questions of one file to its set's pool; return its report."""
     file = open_source(source, config)
     context = config.context_of(source.dataset)
     names = "records usable without_passages of_another_split worked_example".split()
@@ -130,7 +130,7 @@ def _read_pool(
             if not config.skip_bad:
                 raise ValueError(
                     f"{file.path}, record {row.number} ({row.at}): {row.reason}; "
-                    "--skip-bad leaves such records out and lists them"
+                    "use --skip-bad to leave such records out and list them"
                 )
             refusals.append(row)
             continue
@@ -141,13 +141,13 @@ def _read_pool(
         if question.has_made_id and name in pool:
             # The same text again: the first one stands for both.
             where = f"record {first[name]}" if name in first else "another file"
-            reason = f"the question of {where} again, without an id of its own"
+            reason = f"repeats the question of {where}, without an id of its own"
             repeats.append(Refusal(row.number, row.at, reason))
             continue
         if name in others:
             raise ValueError(
-                f"{source.path} has the id {name!r}, as another {source.role} file of "
-                f"{source.dataset} does; give one of the two files"
+                f"{source.path} and another {source.role} file of {source.dataset} "
+                f"both have the id {name!r}; give one of the two files"
             )
         if question.has_made_id:
             first[name] = row.number
@@ -155,14 +155,14 @@ def _read_pool(
     n = counts["records"]
     if counts["of_another_split"] == n:
         raise ValueError(
-            f"{source.path}: all {n} records name another split than --{source.role} "
-            "is for; give them under another option, or take their field 'split' out "
+            f"{source.path}: all {n} records name a split that --{source.role} does "
+            "not fill; give the file under another option, or remove the field 'split' "
             "to have splits drawn"
         )
     if not counts["usable"]:
         raise ValueError(
-            f"{source.path}: none of {n} records has {_WANTED[context]}; give a file "
-            f"that has, or --context {source.dataset}=none to ask them closed-book only"
+            f"{source.path}: none of {n} records has {_WANTED[context]}; give another "
+            f"file, or --context {source.dataset}=none to ask closed-book only"
         )
     return {
         "dataset": source.dataset,
@@ -183,7 +183,7 @@ def _read_pool(
 def _read_pools(
     config: BuildConfig, note: Callable[[str], None]
 ) -> tuple[Pools, list[Report]]:
-    """Read every file once; returns what may be drawn, and what each file gave."""
+    """Read every file once; return what can be drawn and a report of each file."""
     pools: Pools = {}
     reports = []
     for source in config.sources:
@@ -210,7 +210,7 @@ class _Row(NamedTuple):
 def _drawn_rows(
     dataset: str, config: BuildConfig, order: Mapping[str, Split]
 ) -> dict[str, _Row]:
-    """Return by id the drawn questions of one set; `order` names their splits."""
+    """Return the drawn questions of one set by id; `order` has their splits."""
     rows: dict[str, _Row] = {}
     context = config.context_of(dataset)
     for source in config.sources:
@@ -220,7 +220,7 @@ def _drawn_rows(
             if isinstance(row, Refusal) or not is_usable(row, context):
                 continue  # counted when the file was read to draw
             question, name = row.question, str(row.question.id)
-            # Of an id that files of two roles have, the split's own file has it.
+            # If files of two roles have the same id, take it from the split's own file.
             if order.get(name) not in SPLITS_OF[source.role] or name in rows:
                 continue
             example = question.as_example(order[name], question.context(context))
@@ -230,7 +230,7 @@ def _drawn_rows(
     if missing := [name for name in order if name not in rows]:
         raise ValueError(
             f"{dataset}: {len(missing)} questions of the splits are not in the files "
-            f"given (or cannot be used), the first is {missing[0]!r}; give the files "
+            f"given or cannot be used, the first is {missing[0]!r}; give the files "
             "that the splits were drawn from"
         )
     return rows
@@ -241,7 +241,7 @@ def _write_examples(
     splits: Mapping[Split, Mapping[str, Sequence[str]]],
     config: BuildConfig,
 ) -> dict[str, dict[str, str]]:
-    """Write examples and passages, or nothing; returns digests of each split."""
+    """Write all examples and passages, or nothing; return digests of each split."""
     digests: dict[str, dict[str, str]] = {}
     written: set[bytes] = set()  # passages
     with (
@@ -276,7 +276,7 @@ def build_examples(
     config: BuildConfig,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; returns the last."""
+    """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; return the last."""
     settings = data_config(config).as_json()
     if (folder / "splits.json").exists():
         before = check_folder(folder)
@@ -294,8 +294,8 @@ def build_examples(
         known = before["config"]["sources"]
         if any(source not in known for source in settings["sources"]):
             note(
-                f"{config.fixed} was drawn by an earlier version, from other files: "
-                "whether the questions are the same is seen by their ids alone"
+                f"{config.fixed} was drawn by an earlier version from other files, so "
+                "only ids tell whether the questions are the same"
             )
     digests = _write_examples(folder, drawn.splits, config)
     manifest = seal(
@@ -320,7 +320,7 @@ def build_examples(
 
 
 def data_config(config: BuildConfig) -> DataConfig:
-    """Return what a build depends on, see `build_examples`."""
+    """Check a configuration, and return what a build depends on."""
     sources, fixed = config.sources, config.fixed
     n_held_out = dict(config.splits.n_held_out.items() - HELD_OUT_SIZES.items())
     for option, values, roles, kind in (
@@ -332,13 +332,13 @@ def data_config(config: BuildConfig) -> DataConfig:
         for dataset in sorted(values.keys() - datasets):
             raise ValueError(
                 f"{option} {dataset}={values[dataset]}: no {kind} of {dataset} is "
-                "given; leave it out, or give one"
+                "given; give one, or leave the option out"
             )
     for source in sources:
         if not source.path.is_file():
             raise ValueError(f"{source.path}: no such file")
         if fixed is None:
-            config.splits.size(source.dataset, source.role)  # there is one
+            config.splits.size(source.dataset, source.role)  # fails if there is none
     return DataConfig(
         splits=config.splits if fixed is None else None,
         fixed=None if fixed is None else read_splits(fixed)["sha256"],
@@ -365,7 +365,7 @@ def _drawn(pools: Pools, config: BuildConfig) -> DrawnSplits:
 
 def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
     manifest = read_splits(fixed)
-    # Of version 1 they are of texts as one of several versions folded them.
+    # Digests of version 1 depend on how the version that wrote them folded texts.
     expected = manifest["questions_sha256"] if manifest["version"] == VERSION else {}
     for split, sets in digests.items():
         for dataset, digest in sets.items():
@@ -377,14 +377,14 @@ def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder whose files are those it names."""
+    """Return a folder's manifest after checking that its files are unchanged."""
     manifest = read_splits(folder / "splits.json")
     for name, expected in manifest["files"].items():
         path = folder / name
         digest = sha256_file(path) if path.is_file() else "missing"
         if digest != expected:
             raise ValueError(
-                f"{path} is not the file that splits.json names (SHA-256 "
+                f"{path} is not the file that splits.json names (expected SHA-256 "
                 f"{expected[:12]}…, found {digest[:12]}…); restore it, or build again "
                 "in another directory"
             )

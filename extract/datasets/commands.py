@@ -1,4 +1,4 @@
-"""The verb `data` and its stage: published question sets become a run."""
+"""The verb `data` and its stage: make a run of published question sets."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ from beatrice.extract.run.verbs import (
 
 @contextlib.contextmanager
 def _removed_on_failure(run: RunDir, *, was_there: bool) -> Iterator[None]:
-    """Take a new run directory away again if its questions cannot be read."""
+    """Remove a new run directory if its questions cannot be read."""
     try:
         yield
     except BaseException:
@@ -66,7 +66,7 @@ def _removed_on_failure(run: RunDir, *, was_there: bool) -> Iterator[None]:
                 (run.path / name).unlink(missing_ok=True)
             run.close()
             if not was_there:
-                with contextlib.suppress(OSError):  # another process begins there
+                with contextlib.suppress(OSError):  # another process starts a run there
                     run.path.rmdir()
         raise
 
@@ -76,12 +76,12 @@ def make_data_run(
 ) -> dict[str, Any]:
     """Make a run directory of published questions, or continue making it.
 
-    The run's section `data` says the same of the files. Returns the splits' manifest.
+    Returns the splits' manifest. `new_run` needs a section `data` of the same files.
     """
     from beatrice.extract.datasets import building
 
     was_there = path.exists()
-    # What another process holds (`InUse`) is that one's to take away.
+    # Opened first: a run that another process holds (`InUse`) must not be removed.
     with (
         RunDir.open(path, new_run) as run,
         _removed_on_failure(run, was_there=was_there),
@@ -91,22 +91,22 @@ def make_data_run(
             building.build_examples(run.path, build, progress.note)
             try:
                 progress.note(f"data: {settings_in_words(run)}")
-            except ValueError:  # not with these questions, of which nothing is left
+            except ValueError:  # these questions allow no setting: undo the build
                 for path in outputs:
                     path.unlink()
                 raise
 
-        current_inputs(run, "data")  # what a person has changed is not replaced
+        current_inputs(run, "data")  # fails if the user has changed the files
         inputs: dict[str, str] = {}
         for dataset, role, digest in building.data_config(build).sources:
-            name = f"{dataset} {role}"  # of one file or of several
+            name = f"{dataset} {role}"  # one file or several
             inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
         once(run, "data", inputs, outputs, progress, work)
         return building.check_folder(run.path)
 
 
-File = tuple[str, Path]  # the set's name, and where it lies
+File = tuple[str, Path]  # a question set's name and file
 
 
 class _Size(click.IntRange):
@@ -121,15 +121,15 @@ _SIZE, _CONTEXT = _Size(min=1), click.Choice(get_args(Context))
 
 @dataclasses.dataclass(frozen=True)
 class NamedValue(click.ParamType):
-    """A value of a kind of one question set, `NAME=VALUE`; perhaps of all, `VALUE`."""
+    """A value for one question set, `NAME=VALUE`, or for all sets, `VALUE`."""
 
     name = "value"
-    kind: click.ParamType  # of the value
-    has_name: bool = True  # a name has to stand before; else one may
-    example: str = "questions.jsonl"  # of a value, for the message
+    kind: click.ParamType  # type of the value
+    has_name: bool = True  # whether the name is required, or optional
+    example: str = "questions.jsonl"  # an example value for the error message
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the name, or None for all sets, and the value."""
+        """Return the name (None for all sets) and the value."""
         name, equals, rest = value.partition("=")
         if not self.has_name and not equals:
             return None, self.kind.convert(value, param, ctx)
@@ -145,13 +145,13 @@ class NamedValue(click.ParamType):
 def _by_set(
     flag: str, values: Sequence[tuple[str | None, Any]], default: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what holds for all sets, and for each that was named."""
+    """Return the value for all sets, and the values of the sets given by name."""
     by_name: dict[str | None, Any] = {}
     for name, value in values:
         if name in by_name:
             raise click.UsageError(
-                f"{flag} {f'{name}=' if name else ''}{value}: another one was "
-                f"given for {name or 'all sets'} before; give one"
+                f"{flag} {f'{name}=' if name else ''}{value}: a value for "
+                f"{name or 'all sets'} was already given; give one"
             )
         by_name[name] = value
     common = by_name.pop(None, default)
@@ -165,7 +165,7 @@ def _files(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """Which published questions are read, and how they are split."""
+    """Which published questions to read, and how to split them."""
 
     train: tuple[File, ...] = _files("Training questions; may be repeated.")
     dev: tuple[File, ...] = _files(
@@ -173,49 +173,49 @@ class QuestionOptions:
     )
     held_out: tuple[File, ...] = _files("Questions never trained on (split `ood`).")
     n_train: tuple[tuple[str | None, Size], ...] = option(
-        "N or all; with NAME= of one set alone.",
+        "Training questions per set, N or all; with NAME= for one set only.",
         (),
         otherwise="10000 of each",
         type=NamedValue(_SIZE, has_name=False, example="1000"),
         metavar="[NAME=]N",
     )
     n_evaluation: Size = option(
-        "Validation and test each, of each set; all halves the questions.",
+        "Questions per set in validation and in test; all splits them in half.",
         SplitConfig.n_evaluation,
         type=_SIZE,
         metavar="N",
     )
     n_held_out: tuple[tuple[str, Size], ...] = option(
-        "N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
+        "Held-out questions, N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
         (),
         type=NamedValue(_SIZE, example="1000"),
         metavar="NAME=N",
     )
     context: tuple[tuple[str | None, Context], ...] = option(
-        "Passages of an example: supporting, the first of these, all or none; "
-        "questions without are left out, and counted. With NAME= of one set alone: "
-        "with none, its questions are asked closed-book only.",
+        "Passages of an example: the supporting ones, the first of these, all or none. "
+        "Questions without such passages are left out and counted; with none, all are "
+        "asked closed-book only. With NAME= for one set only.",
         (),
-        otherwise="supporting; of a set of your own, what its files have",
+        otherwise="supporting; for a set of your own, what its files have",
         type=NamedValue(_CONTEXT, has_name=False, example="first"),
         metavar="[NAME=]CONTEXT",
     )
     splits: Path | None = option(
-        "Take the splits of this splits.json instead of drawing.",
+        "Take the splits from this splits.json instead of drawing them.",
         type=FILE,
         metavar="FILE",
     )
     skip_bad: bool = option(
-        "Leave refused records out, counted and listed, instead of failing.", False
+        "Leave out, count and list refused records instead of failing.", False
     )
     evidence: Path | None = option(
-        "TriviaQA's folder `evidence`; else looked for beside the file.",
+        "TriviaQA's folder `evidence`; by default looked for next to the file.",
         rare=True,
         type=FOLDER,
     )
 
     def files(self) -> list[Source]:
-        """Return the files with what they are for."""
+        """Return the files with their sets and roles."""
         return [
             Source(dataset=name, role=role, path=path)
             for role in get_args(Role)
@@ -223,7 +223,7 @@ class QuestionOptions:
         ]
 
     def build_config(self, sources: Iterable[Source], seed: int) -> BuildConfig:
-        """Return what is to be built of some files."""
+        """Return what to build from some files."""
         n_train, n_train_of = _by_set("--n-train", self.n_train, SplitConfig.n_train)
         context, contexts = _by_set("--context", self.context, None)
         _, n_held_out = _by_set("--n-held-out", self.n_held_out, None)
@@ -249,53 +249,53 @@ class AskingOptions:
     """How the questions are put to the run's model."""
 
     model_dtype: ModelDtype | None = option(
-        "Of the backbone's weights, where it is loaded here. Default: bfloat16 with "
-        "--device cuda, and of `real` where the processor multiplies it, else float32."
+        "Number type of the backbone's weights, if loaded here. Default: bfloat16 with "
+        "--device cuda, and in `real` if the processor has units for it, else float32."
     )
     device: Device = option(
-        "Of the backbone; under torchrun, cuda is each process's own GPU.", "cpu"
+        "Device of the backbone; under torchrun, cuda is each process's own GPU.", "cpu"
     )
     attention_layers: AttentionLayers | None = option(
-        "Whose attention is read: of all layers, or of those without a window (full, "
-        "the default of --preset paper, as the paper reads).",
+        "Layers whose attention is read: all, or only those without a window (full, as "
+        "in the paper and the default of --preset paper).",
         rare=True,
     )
     template: str = option(
         "The prompt's words: paper (appendix A's), short (what the embedded model was "
         "taught), few-shot (four worked examples before the question, which a base "
-        "model needs), or a file: worked examples, JSON lines of question, answer and "
-        "context; or words, a JSON object of closed_book and with_context.",
+        "model needs), or a file of your own: JSON lines of question, answer and "
+        "context as worked examples, or a JSON object of closed_book and with_context.",
         "paper",
         metavar="NAME|FILE",
     )
     stop: tuple[str, ...] = option(
-        r"Ends an answer where it begins; may be given several times, \n is a line "
+        r"Text before which an answer ends; may be given several times, \n is a line "
         "feed. Default: a line feed with worked examples, and with words of your own "
-        "as plain text; else nothing.",
+        "as plain text; else none.",
         (),
         metavar="TEXT",
     )
     chat: bool = option(
-        "Through the tokenizer's chat template, thinking off; else as plain text.",
+        "Use the tokenizer's chat template, thinking off; or ask in plain text.",
         False,
         flag="--chat/--plain",
     )
     overlong: Literal["refuse", "drop-passages"] = option(
-        "Prompts that do not fit: refuse them, or leave out their last passages whole, "
+        "Prompts that do not fit: refuse them, or drop whole passages from their end, "
         "listed and counted.",
         "refuse",
     )
     window: int | None = option(
-        "Most tokens of prompt and answer; default: the model's own window.",
+        "Most tokens of prompt and answer together; default: the model's window.",
         rare=True,
         min=2,
     )
     max_new_tokens: int | None = option(
-        "Longest answer.", min=1, otherwise="32, of the embedded model 10"
+        "Longest answer, in tokens.", min=1, otherwise="32; embedded model: 10"
     )
 
     def prompt_config(self) -> PromptConfig:
-        """Return how the questions are put."""
+        """Return the configuration of the prompts."""
         named: list[TemplateName] = [x for x in TEMPLATES if x == self.template]
         template: TemplateName | Words = named[0] if named else "few-shot"
         shots: tuple[Any, ...] = SHOTS if template == "few-shot" else ()
@@ -320,11 +320,11 @@ class AskingOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What `data` does beside making a run of published questions."""
+    """What else `data` does besides making a run of published questions."""
 
     inspect: str | None = option(
-        "Say what one file is, and build nothing; NAME= is the set, where the content "
-        "does not tell.",
+        "Report what one file is, and build nothing; NAME= names its set, if the file "
+        "does not.",
         metavar="[NAME=]FILE",
     )
     world: bool = option(
@@ -332,23 +332,23 @@ class DataOptions:
         False,
     )
     train_model: bool = option(
-        "With --world, also train its model from nothing, into RUN_DIR/model.",
+        "With --world, also train its model from scratch, into RUN_DIR/model.",
         False,
         rare=True,
     )
 
 
 _N_TRAIN_ADVISED = 1000  # training questions; the paper has 10,000 of each set
-_N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
+_N_SHOWN = 20  # refused records listed on the terminal; --json has more
 _NOTES = (
     (
         "repeated_questions",
-        "questions like an earlier one without case, marks and articles",
+        "questions equal to an earlier one but for case, marks and articles",
     ),
-    ("golds_without_words", "answers of which normalising leaves nothing"),
+    ("golds_without_words", "answers that are empty once normalised"),
     ("empty_passages", "passages without text, left out"),
     ("missing_titles", "questions with a gold title that has no paragraph"),
-    ("missing_documents", "evidence files that are not there"),
+    ("missing_documents", "evidence files that are missing"),
 )
 
 
@@ -371,24 +371,23 @@ def data(
     storage: StorageOptions,
     as_json: bool,
 ) -> None:
-    """Read published question sets: say what a file is, or make a run of them.
+    """Make a run of published question sets, or report what a file of questions is.
 
-    Six sets are read in the formats in which they are published, and any set, under a
-    NAME of its own, as FlashRAG's or lm-eval's JSON lines, as plain lines of "question"
-    and "golds" (and "passages": texts, or objects of "title" and "text"), as a table of
-    question, answer and context, or as the examples.jsonl of a run, whose splits are
-    then kept; a file is recognised by its content. One file may serve as --train and as
-    --dev: no question is in two splits. RUN_DIR becomes a run directory, with
-    splits.json and its SHA-256 sums beside, which `doctor RUN_DIR --verify` compares;
-    `answer`, `rewrite`, `label`, `extract` and the rest go on from there. With --world
-    the questions are those of an invented world, whose small model ships with this.
+    Six sets are read in their published formats. Any other set, under a NAME you
+    choose, is read from FlashRAG's or lm-eval's JSON lines, plain lines of "question"
+    and "golds" (and "passages": texts, or objects of "title" and "text"), a table of
+    question, answer and context, or the examples.jsonl of a run, whose splits are then
+    kept. A file is recognised by its content. One file may serve as both --train and
+    --dev: no question is in two splits. RUN_DIR becomes a run directory that includes
+    splits.json with SHA-256 sums, which `doctor RUN_DIR --verify` compares; `answer`,
+    `rewrite`, `label`, `extract` and the rest continue from there. With --world the
+    questions are about an invented world, whose small model ships with this package.
 
-    --inspect --json prints one object: dataset, dataset_from (what told it), format,
-    container, records, loaded, with_passages, with_gold_passages, refused, refusals
-    (record, at, reason; the first 1000), refusals_not_listed, reasons (counts), ok, and
-    error, the sentence for which the whole file is refused, or null. It is printed for
-    a refused file too; records is null where the file was not read through, as for
-    passages.
+    --inspect --json prints one object: dataset, dataset_from (how it was recognised),
+    format, container, records, loaded, with_passages, with_gold_passages, refused,
+    refusals (record, at, reason; the first 1000), refusals_not_listed, reasons
+    (counts), ok, and error: why the whole file is refused, or null. It is printed for
+    a refused file, too; records is null if it was not read, as with files of passages.
 
     Exit codes: 0 every record can be used (or, with --skip-bad, some can); 1 the file
     or one of its records is refused; 2 wrong usage.
@@ -412,11 +411,11 @@ def data(
             skip_bad=questions.skip_bad, evidence=questions.evidence
         )
         if what.world or (questions, asking) != (reading, AskingOptions()):
-            raise click.UsageError("--inspect goes with no other work")
+            raise click.UsageError("--inspect cannot be combined with other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
         if files or questions != QuestionOptions() or asking != AskingOptions():
-            raise click.UsageError("--world has its own questions, asked in its way")
+            raise click.UsageError("--world has its own questions and prompts")
         make_world_run(run_dir, run, storage, train_model=what.train_model)
     elif not files:
         raise click.UsageError(
@@ -429,7 +428,7 @@ def data(
 def make_world_run(
     run_dir: Path, run: RunOptions, storage: StorageOptions, *, train_model: bool
 ) -> None:
-    """Make a run of the microworld, and its model from nothing where asked."""
+    """Make a run of the microworld, and train its model if asked."""
     from beatrice.extract.world.stage import WORLD, new_world, train_world_model
 
     settings, progress = new_world(**given(run), storage=storage.fields()), Progress()
@@ -464,7 +463,7 @@ def _inspect(named_file: str, questions: QuestionOptions, as_json: bool) -> None
         raise ValueError(
             f"{path}: {report['refused']} of {report['records']} records are refused, "
             f"the first is record {first['record']} ({first['at']}): {first['reason']}"
-            "; --skip-bad leaves such records out and lists them"
+            "; use --skip-bad to leave such records out and list them"
         )
 
 
@@ -483,7 +482,7 @@ def make_run(
 
     if run.model is None:
         raise click.UsageError(
-            "--model is missing: say which model answers these questions, by a "
+            "--model is missing: give the model that answers these questions, as a "
             "directory, a GGUF file or a Hub id such as Qwen/Qwen3-0.6B (--model "
             "embedded is the small model of the microworld, which knows none of them)"
         )
@@ -522,27 +521,27 @@ def make_run(
     n_train = sum(manifest["sizes"].get("train", {}).values())
     if preset == "paper" and 0 < n_train < _N_TRAIN_ADVISED:
         progress.note(
-            f"data: {n_train} training questions are few for the sizes of the preset "
-            "paper; `beatrice train RUN --preset few` is made for them"
+            f"data: {n_train} training questions are few for the model sizes of the "
+            "preset paper; use `beatrice train RUN --preset few`"
         )
     _show_splits(run_dir, manifest, as_json)
 
 
 def _notes_before(chosen: BuildConfig, build: BuildConfig) -> Iterator[str]:
-    """Yield what a person did not choose, and what a run without dev files lacks."""
+    """Yield notes on choices made for the user and on missing dev files."""
     for name in build.contexts.keys() - chosen.contexts.keys():
         if (context := build.contexts[name]) != "supporting":
             yield (
-                f"--context {name}={context}, since no passage of the first {N_FIRST} "
-                "questions in its files is marked as supporting"
+                f"using --context {name}={context}, since no passage of the first "
+                f"{N_FIRST} questions in its files is marked as supporting"
             )
     if build.fixed is not None and build.shots:
         yield (
-            f"{build.fixed} is taken as it is; a question of it that is a worked "
-            "example of the prompt stays"
+            f"the splits of {build.fixed} are used unchanged, even if they contain a "
+            "worked example of the prompt"
         )
     if all(source.role != "dev" for source in build.sources):
-        yield "without --dev there is nothing to choose and calibrate a detector on"
+        yield "without --dev no detector can be chosen and calibrated"
 
 
 def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> None:
@@ -553,17 +552,17 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
     for split, sets in manifest["sizes"].items():
         click.echo(f"{split}: {', '.join(f'{name} {n}' for name, n in sets.items())}")
     click.echo(
-        f"{len(manifest['passed_over'])} questions passed over for an id or a text "
-        "(without case, marks and articles) in another split, "
-        f"{len(manifest['repeated_within_a_split'])} repeated so within a split"
+        f"{len(manifest['passed_over'])} questions passed over because another split "
+        "has their id or text (ignoring case, marks and articles); "
+        f"{len(manifest['repeated_within_a_split'])} repeat a text of their own split"
     )
     click.echo(str(run_dir / "splits.json"))
 
 
 def _inspection_as_text(report: Mapping[str, Any]) -> str:
-    """Return a report in lines; empty where the file was not read through."""
+    """Return a report as lines of text; empty if the file was not read."""
     if report["records"] is None:
-        return ""  # the sentence that follows says what is known
+        return ""  # the error that follows says what is known
     packed = "gzip, " if report["gzipped"] else ""
     source = f" (told by: {report['dataset_from']})" if report["dataset_from"] else ""
     lines = [
@@ -577,7 +576,7 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
     if n_more := report["refused"] - len(shown):
         n_left = report["refusals_not_listed"]
-        left = f", {n_left} are counted only" if n_left else ""
+        left = f", {n_left} are only counted" if n_left else ""
         lines.append(f"  and {n_more} more; --json lists the first 1000 of all{left}")
-    # A file's name may hold what no terminal can show.
+    # A file's name may hold characters that no terminal can show.
     return "\n".join(lines).encode("utf-8", "backslashreplace").decode()

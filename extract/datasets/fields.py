@@ -1,7 +1,7 @@
-"""Values and passages out of a raw record, and the question that they make.
+"""Read values, passages and the question out of a raw record.
 
-What is missing or of another type is a ValueError that names the field, the reason of
-the refusal. A question is as its file has it, before it belongs to a split.
+A field that is missing or of another type raises a ValueError that names it; this is
+the reason of a refusal. A `Question` is as its file has it, not yet in a split.
 """
 
 import ast
@@ -18,7 +18,7 @@ from beatrice.extract.datasets.splits import Context
 from beatrice.extract.records import Example, Passage, Split
 
 T = TypeVar("T")
-Record = Mapping[str, Any]  # as it lies in a file
+Record = Mapping[str, Any]  # as stored in a file
 _KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
@@ -30,12 +30,12 @@ _KINDS: dict[type, str] = {
 }
 # The one known table without a header is DPR's: question, list of answers.
 HEADERLESS = ("column 1", "column 2")
-# A text ends and another begins, which Python would join: NumPy prints lists like that.
+# Two texts without a comma between them, as NumPy prints lists; Python would join them.
 _NO_COMMA = re.compile(r"""[^\\\s\[,](['"])\s+['"]""")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
 MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
-_SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
-# Gold names go first: `answer` beside them is a model's, as in RAGAS's rows.
+_SINGULAR = ("answer", "reference", "target")  # names that usually hold a plain text
+# Gold names go first: next to them, `answer` is a model's, as in RAGAS's rows.
 _GOLDS = ("golds", "gold_answers", "golden_answers", "ground_truth", "ground_truths",
           "reference")  # fmt: skip
 _ANSWERS = (*_GOLDS, "answers", "answer", "short_answers", "possible_answers")
@@ -43,9 +43,9 @@ _ANSWERS = (*_GOLDS, "answers", "answer", "short_answers", "possible_answers")
 _SENTENCES = ("sentences", "content", "text", "paragraph_text", "contents")
 _TEXTS = ("text", "paragraph_text", "contents", "content", "page_content")
 _MARKS = ("is_supporting", "isgold")
-# A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
+# A list or an object as text; but "[1] It is said" and "{{cite}}" are passages.
 _IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
-# Names under which a record keeps passages, whoever wrote it.
+# Names under which records of any kind keep passages.
 _HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "retrieved_contexts",
             "passages", "passage", "documents", "positive_ctxs",
             "positive_passages")  # fmt: skip
@@ -57,7 +57,7 @@ def kind_of(value: Any) -> str:
 
 
 def expect(value: Any, kind: type[T], name: str) -> T:
-    """Return a value of a kind; `name` is the field's, for the message."""
+    """Return a value after checking its type; `name` is its field in the error."""
     if isinstance(value, kind):
         return value
     raise ValueError(f"{name!r}: expected {_KINDS[kind]}, found {kind_of(value)}")
@@ -66,14 +66,14 @@ def expect(value: Any, kind: type[T], name: str) -> T:
 def required(
     record: Record, key: str, kind: type[T], *, within: str = "", why: str = ""
 ) -> T:
-    """Return a field that must be there; `within` says in which object it lies."""
+    """Return a field that must exist; `within` is the path of its object in errors."""
     if key not in record:
         raise ValueError(f"no {within + key!r}{why}")
     return expect(record[key], kind, within + key)
 
 
 def text(record: Record, key: str, *, within: str = "") -> str:
-    """Return a text that must be there and not empty, without outer white space."""
+    """Return a text, stripped; it must exist and not be empty."""
     value = required(record, key, str, within=within).strip()
     if not value:
         raise ValueError(f"{within + key!r} is empty")
@@ -81,18 +81,18 @@ def text(record: Record, key: str, *, within: str = "") -> str:
 
 
 def text_or_empty(value: Any) -> str:
-    """Return a text; of anything else, which is not worth a refusal, nothing."""
+    """Return a text, or "" for any other value, which is not worth a refusal."""
     return value if isinstance(value, str) else ""
 
 
 def objects(record: Record, key: str, *, within: str = "") -> list[Record]:
-    """Return a list of objects that must be there."""
+    """Return a list of objects that must exist."""
     items = required(record, key, list, within=within)
     return [expect(item, dict, f"{within}{key}[{i}]") for i, item in enumerate(items)]
 
 
 def identity(record: Record, *keys: str) -> str | None:
-    """Return the first id that is there as text; ids may be whole numbers."""
+    """Return the first id found under some keys, as text; it may be a whole number."""
     for key in keys:
         value = record.get(key)
         if value is None or value == "":
@@ -106,14 +106,14 @@ def identity(record: Record, *keys: str) -> str | None:
     return None
 
 
-_MOST_LITERAL = 1 << 20  # characters; Python's parser takes hundreds of bytes for each
+_MOST_LITERAL = 1 << 20  # characters; each costs Python's parser hundreds of bytes
 
 
 def unfold(value: Any, name: str) -> Any:
-    """Return what a text holds that begins like a list or an object.
+    """Return the value in a text that begins like a list or an object.
 
-    JSON, or a Python literal as DPR's files and copies of PopQA have it; anything else
-    is returned as it is.
+    It may be JSON, or a Python literal as in DPR's files and copies of PopQA. Any other
+    value is returned unchanged.
     """
     text = value.strip() if isinstance(value, str) else ""
     if text[:1] not in ("[", "{"):
@@ -125,26 +125,26 @@ def unfold(value: Any, name: str) -> Any:
     try:
         if len(text) <= _MOST_LITERAL and not _NO_COMMA.search(text):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of "\ " and the like inside a string
+                warnings.simplefilter("ignore")  # about "\ " and such inside a string
                 return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         pass
     raise ValueError(
-        f"{name!r}: expected a list as JSON or as a Python literal, commas between "
-        f"its texts, found {text[:40]!r}"
+        f"{name!r}: expected a list as JSON or as a Python literal, with commas "
+        f"between its texts, found {text[:40]!r}"
     )
 
 
 def distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return texts in order, stripped, without empty and repeated ones."""
+    """Return the stripped texts in order, without empty or repeated ones."""
     stripped = (text.strip() for text in texts)
     return tuple(dict.fromkeys(text for text in stripped if text))
 
 
 def answers(value: Any, name: str) -> tuple[str, ...]:
-    """Return the accepted answers in a field's value, one text or a list of texts.
+    """Return the accepted answers in a text or a list, without repeated or empty ones.
 
-    Repetitions and empty entries are left out: an empty answer accepts everything.
+    An empty answer would accept everything.
     """
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
@@ -159,15 +159,15 @@ def answers(value: Any, name: str) -> tuple[str, ...]:
 
 
 def any_answers(record: Record) -> tuple[str, ...]:
-    """Return the accepted answers under whichever of their names is there."""
+    """Return the accepted answers under the first of their names that exists."""
     name = next((name for name in _ANSWERS if name in record), None)
     if name is None:
         raise ValueError("no answer field (a test set without answers?)")
     if name == "answer" and "label" in record:
         raise ValueError(
-            "'label' says whether 'answer' is right, so that is no gold; give lines of "
-            "answers with labels to `beatrice fit` with --labelled, or name the "
-            "accepted answers 'golds'"
+            "'label' says whether 'answer' is right, so 'answer' is not a gold answer; "
+            "give labelled answers to `beatrice fit` with --labelled, or rename the "
+            "field of accepted answers to 'golds'"
         )
     return field_answers(record[name], name)
 
@@ -175,25 +175,25 @@ def any_answers(record: Record) -> tuple[str, ...]:
 def field_answers(value: Any, name: str) -> tuple[str, ...]:
     """Return the accepted answers in a field that may hold a list written as text.
 
-    Under a singular name a text may begin with a bracket ("[Chorus] hey").
+    In a field with a singular name a text may begin with a bracket ("[Chorus] hey").
     """
     text = value.strip() if isinstance(value, str) else ""
     if text in MISSING:
         raise ValueError(
-            f"{name!r}: expected an answer, found {text!r}, the sign of a missing value"
+            f"{name!r}: expected an answer, found {text!r}, the mark of a missing value"
         )
     is_plural = name not in _SINGULAR
     if "|" in text and is_plural and text[0] != "[":
         raise ValueError(
-            f"{name!r}: expected a list, found {text[:40]!r}; whether the bars part "
-            "several answers cannot be told, save the list as JSON"
+            f"{name!r}: expected a list, found {text[:40]!r}; it is not clear whether "
+            "the bars separate answers, so save the list as JSON"
         )
     may_be_list = is_plural or _OPENS_A_LIST.match(text)
     return answers(unfold(value, name) if may_be_list else value, name)
 
 
 def has_answers(record: Record) -> bool:
-    """Return whether any known name of an answer field is there."""
+    """Return whether a record has a known answer field."""
     return any(name in record for name in _ANSWERS)
 
 
@@ -203,7 +203,7 @@ def is_list_of_objects(value: Any) -> TypeGuard[list[Record]]:
 
 
 def is_titled(value: Any) -> bool:
-    """Return whether a context is of titled sentences, in one of their layouts."""
+    """Return whether a context has titled sentences, in one of their layouts."""
     if isinstance(value, list) and value:
         value = value[0]
         if isinstance(value, list):
@@ -215,7 +215,7 @@ def is_titled(value: Any) -> bool:
 
 
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
-    """Return pairs: of a list of pairs or of objects, or an object of two lists."""
+    """Return pairs from a list of pairs or objects, or from an object of two lists."""
     value = unfold(value, name)
     if isinstance(value, dict):
         key = next((key for key in second if key in value), second[0])
@@ -229,7 +229,7 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
     for i, item in enumerate(expect(value, list, name)):
         if isinstance(item, dict):
             body = next((item[key] for key in second if key in item), None)
-            # A text stands for the list of its one sentence.
+            # A text stands for a list of one sentence.
             item = [item.get("title"), [body] if isinstance(body, str) else body]
         if not isinstance(item, list) or len(item) != 2:
             raise ValueError(
@@ -241,17 +241,14 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
 
 
 def _joined(sentences: Sequence[str]) -> str:
-    """Return a paragraph; HotpotQA's sentences bring their spaces, 2Wiki's do not."""
+    """Join sentences to a paragraph; HotpotQA's include spaces, 2Wiki's do not."""
     has_spaces = any(sentence[:1].isspace() for sentence in sentences[1:])
     return ("" if has_spaces else " ").join(filter(None, sentences)).strip()
 
 
 def supporting_titles(value: Any) -> list[str]:
-    """Return the gold titles in order, each once.
-
-    The sentence numbers beside them are not used: published files hold some that are
-    out of range.
-    """
+    """Return the gold titles in order, each once."""
+    # Sentence numbers are not used: published files hold some that are out of range.
     pairs = enumerate(_pairs(value, "supporting_facts", ("sent_id",)))
     titles = (expect(title, str, f"supporting_facts[{i}]") for i, (title, _) in pairs)
     return list(dict.fromkeys(titles))
@@ -278,14 +275,14 @@ def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
 
 
 def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
-    """Return a passage of an object, or of a text, which has no title and no mark."""
+    """Return a passage from an object, or from a text, which has no title or mark."""
     if isinstance(item, str):
         return Passage(title="", text=item.strip(), is_supporting=bool(is_supporting))
     item, within = expect(item, dict, name), f"{name}."
     title = "" if item.get("title") is None else item["title"]
     title = expect(title, str, f"{within}title").strip()
     name = next((name for name in _TEXTS if name in item), _TEXTS[0])
-    # It may be empty, and is then left out later.
+    # It may be empty; such a passage is left out later.
     body = "" if item.get(name) == "" else text(item, name, within=within)
     if is_supporting is None:
         mark = next((name for name in _MARKS if name in item), None)
@@ -298,16 +295,16 @@ def read_passages(
 ) -> tuple[Passage, ...]:
     """Return the passages in a field's value: objects with a title and a text.
 
-    Plain texts may stand for objects, one text for a list, and JSON for either, as a
-    cell of a table has it. Nothing but white space is no passage. Whether they are
-    supporting is the same for all, or None: then the file's own marks are believed.
+    Plain texts may stand for objects, one text for a list, and JSON for either, as in
+    the cell of a table. White space alone is not a passage. `is_supporting` holds for
+    all passages; if None, the file's own marks count.
     """
     items = enumerate(expect(unfolded(value, name), list, name))
     return tuple(_passage(item, f"{name}[{i}]", is_supporting) for i, item in items)
 
 
 def unfolded(value: Any, name: str) -> Any:
-    """Return a text as the list that it holds, or of which it is the one passage."""
+    """Return the list written in a text, or a list of the text; keep other values."""
     if not isinstance(value, str):
         return value
     if _IN_JSON.match(value):
@@ -316,7 +313,7 @@ def unfolded(value: Any, name: str) -> Any:
 
 
 def passage_field(record: Record) -> str | None:
-    """Return under which of their names a record has passages."""
+    """Return the name of the field in which a record has passages, or None."""
     for name in _HOLDERS:
         value = unfolded(record.get(name), name)
         first = value[0] if isinstance(value, list) and value else None
@@ -327,13 +324,13 @@ def passage_field(record: Record) -> str | None:
 
 
 def any_passages(record: Record) -> tuple[Passage, ...]:
-    """Return the passages under whichever of their names holds texts."""
+    """Return the passages of a record, from whichever field holds them."""
     name = passage_field(record)
     return () if name is None else read_passages(record[name], name)
 
 
 def check_no_passages(record: Record, *, within: str = "") -> None:
-    """Check that a record without passages has none that no reader understood."""
+    """Check that a record read without passages has no field that should hold some."""
     for name in _HOLDERS:
         value = record.get(name)
         if not value or (isinstance(value, str) and not value.strip()):
@@ -343,8 +340,8 @@ def check_no_passages(record: Record, *, within: str = "") -> None:
             what = f"a list that begins with {kind_of(value[0])}"
         raise ValueError(
             f"{within}{name!r}: expected passages as a list of texts, or of objects "
-            f"with 'title' and 'text', found {what}; convert them, or take the field "
-            "out to read the question without passages"
+            f"with 'title' and 'text', found {what}; convert them, or remove the field "
+            "to read the question without passages"
         )
 
 
@@ -356,9 +353,9 @@ DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A page of evidence that lies in a file of its own (TriviaQA)."""
+    """A page of evidence in a file of its own (TriviaQA)."""
 
-    folder: str  # of the evidence, in which it lies
+    folder: str  # its folder inside the evidence folder
     filename: str
     title: str
 
@@ -367,17 +364,17 @@ class Document:
 class Question:
     """One question, its accepted answers, and the passages that came with it."""
 
-    id: str | None  # the file's own, or None where it has none
-    dataset: str | None  # of the question set; None where the record is silent
+    id: str | None  # the file's own, or None
+    dataset: str | None  # name of the question set; None if the record names none
     question: str
     golds: tuple[str, ...]  # accepted answers as published, each once; at least one
-    passages: tuple[Passage, ...] = ()  # in file order; `is_supporting`: the gold ones
-    rewritten: tuple[Passage, ...] = ()  # all of them in other words
-    documents: tuple[Document, ...] = ()  # evidence on the side
-    # What else is worth keeping (JSON values only).
+    passages: tuple[Passage, ...] = ()  # in file order; `is_supporting` marks gold ones
+    rewritten: tuple[Passage, ...] = ()  # all passages in other words
+    documents: tuple[Document, ...] = ()  # evidence in files of its own
+    # Other fields worth keeping (JSON values only).
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
-    has_made_id: bool = False  # the id was made of the question's text
-    split: Split | None = None  # the one that the record names, or None
+    has_made_id: bool = False  # whether the id was made from the question's text
+    split: Split | None = None  # the split that the record names, or None
 
     def context(self, context: Context) -> tuple[Passage, ...]:
         """Return the passages that become an example's context."""
@@ -390,11 +387,11 @@ class Question:
 
     @property
     def example_id(self) -> str:
-        """What its example is called, unlike those of all sets."""
+        """The id of its example, unique over all sets."""
         return "-".join(filter(None, (self.dataset, self.id)))
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
-        """Return the example of a split; rewritten where it has all the passages."""
+        """Return the example; `rewritten` is kept only if it has all the passages."""
         assert self.dataset is not None, "a file's reader gives it its set"
         return Example(
             id=self.example_id,
@@ -412,22 +409,20 @@ class Question:
 class Format:
     """One published layout of a record."""
 
-    name: str  # in words, as shown to a person
-    fits: Callable[[Record], bool]  # tells from the keys of a record of this layout
+    name: str  # as shown to the user
+    fits: Callable[[Record], bool]  # whether a record's keys are those of this layout
     # Turns a record into a question; a ValueError says why it cannot. None for a layout
-    # that holds no questions, which `refusal` then explains.
+    # without questions, which `refusal` then explains.
     read: Callable[[Record], Question] | None = None
-    # The only question set that is published so, if there is only one.
+    # The question set with this layout, if there is only one.
     dataset: str | None = None
     refusal: str = ""
-    is_weak: bool = False  # a damaged record of a richer layout fits it too
+    is_weak: bool = False  # whether damaged records of a richer layout fit it too
 
 
 def question_of(record: Record, *names: str) -> str:
-    """Return the question under the first of its names that is there.
-
-    The layer of CSV quotes that is left on some of TriviaQA is taken away.
-    """
+    """Return the question under the first of its names that exists."""
+    # Some of TriviaQA's questions still have a layer of CSV quotes.
     question = text(record, next((name for name in names if name in record), names[0]))
     inner = question[1:-1]
     is_quoted = '""' in inner and question[0] == question[-1] == '"'
@@ -443,7 +438,7 @@ def reader(
     passages: Callable[[Record], tuple[Passage, ...]] = lambda record: (),
     meta: Callable[[Record], dict[str, Any]] = lambda record: {},
 ) -> Callable[[Record], Question]:
-    """Return the reader of a layout; of several names the first there counts."""
+    """Return a reader for a layout; of several names the first that exists counts."""
 
     def read(record: Record) -> Question:
         return Question(
@@ -451,7 +446,7 @@ def reader(
             golds=golds(record),
             passages=passages(record),
             id=identity(record, *ids),
-            dataset=dataset(record),  # after what it looks into
+            dataset=dataset(record),  # after the fields that it looks at are checked
             meta=meta(record),
         )
 
@@ -473,7 +468,7 @@ _IDS: tuple[tuple[str, DatasetName], ...] = (
     (r"(tc|q[bwzfg]|bb|bt|jp|wh|sfq|odql|dpql)_\d+(--.*)?", "triviaqa"),
     (r"-?\d{15,20}", "nq"),
 )
-# Question sets that are published in the same layouts, and are none of the six.
+# Question sets other than the six that are published in the same layouts.
 _FOREIGN = re.compile(
     r"squad|web[-_ ]?q|curated|(?<![a-z])trec|ms[-_ ]?marco|boolq|newsqa|searchqa|"
     r"quasar|quac|coqa|narrativeqa|bamboogle|strategyqa|eli5|asqa|gsm8k|truthfulqa|"
@@ -482,19 +477,19 @@ _FOREIGN = re.compile(
 
 
 def dataset_named(name: Any) -> DatasetName | None:
-    """Return the question set that a name means, or None."""
+    """Return the question set that a name refers to, or None."""
     lowered = name.lower() if isinstance(name, str) else ""
     return next((x for pattern, x in _NAMES if re.search(pattern, lowered)), None)
 
 
 def is_foreign(name: Any) -> bool:
-    """Return whether a name is that of a known question set beside the six."""
+    """Return whether a name is that of a known question set other than the six."""
     is_ours = not isinstance(name, str) or dataset_named(name) is not None
     return not is_ours and _FOREIGN.search(name.lower()) is not None
 
 
 def dataset_tagged(record: Record) -> DatasetName | None:
-    """Return the question set that a record's field `dataset` means, or None."""
+    """Return the question set that a record's field `dataset` names, or None."""
     name = record.get("dataset")
     if is_foreign(name):
         raise ValueError(
@@ -504,9 +499,9 @@ def dataset_tagged(record: Record) -> DatasetName | None:
 
 
 def dataset_marked(record: Record) -> DatasetName | None:
-    """Return the question set that a plain record's own marks mean, or None.
+    """Return the question set that a plain record's own marks indicate, or None.
 
-    Hexadecimal ids mark none: SQuAD's are as HotpotQA's, checksums as 2Wiki's.
+    Hexadecimal ids do not count: SQuAD's look like HotpotQA's, checksums like 2Wiki's.
     """
     if (tagged := dataset_tagged(record)) is not None:
         return tagged
@@ -524,7 +519,7 @@ def dataset_of_id(name: Any) -> DatasetName | None:
 
 
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
-    """Return NQ or TriviaQA by how questions ask and accept, or None.
+    """Guess NQ or TriviaQA from the style of questions and answers; else return None.
 
     NQ's questions are search queries in lower case without a question mark; TriviaQA's
     are sentences with long lists of aliases (median 8 in DPR's development set, against

@@ -1,7 +1,7 @@
-"""A file of questions: recognised by its content, then read record by record.
+"""Recognise a file of questions by its content, and read it record by record.
 
-Nothing is dropped in silence: a record comes out as a question or as a refusal with
-its number and the reason.
+Nothing is dropped silently: every record becomes a question, or a refusal with its
+number and the reason.
 """
 
 import collections
@@ -44,9 +44,9 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.files import sha256_file
 
-N_SAMPLE = 64  # records from which a file's layout and question set are told
-MAX_LISTED = 1000  # refused records listed one by one; all are counted
-# A layout tells less than marks in the records: others may have written so too.
+N_SAMPLE = 64  # records from which a file's layout and question set are recognised
+MAX_LISTED = 1000  # refused records that are listed; all are counted
+# A layout tells less than marks in the records: other sets may use it too.
 DatasetSource = Literal[
     "given", "records", "layout", "style of the questions", "file name"
 ]
@@ -56,8 +56,8 @@ DatasetSource = Literal[
 class Loaded:
     """A record that is a question."""
 
-    number: int  # of the record in the file, from 1
-    at: str  # where it lies, in words
+    number: int  # position of the record in the file, from 1
+    at: str  # its place in the file, in words
     question: Question
     format: str
 
@@ -72,10 +72,10 @@ class Refusal:
 
 
 class FileRefused(ValueError):
-    """A file whose container was recognised, and which holds no questions."""
+    """A file whose container was recognised, but which holds no questions."""
 
     def __init__(self, message: str, file_type: FileType, layout: str | None) -> None:
-        """Keep how it holds its records, and their layout, None if it is not known."""
+        """Keep the file's type and its records' layout (None if unknown)."""
         super().__init__(message)
         self.type, self.format = file_type, layout
 
@@ -88,19 +88,19 @@ class DatasetFile:
     type: FileType
     format: Format
     evidence: Path | None  # TriviaQA's folder of pages, if there is one
-    dataset: str | None = None  # of most records; None where nothing tells
-    dataset_from: DatasetSource | None = None  # what told it
-    # What an object around the records says, after they were read.
+    dataset: str | None = None  # question set of most records; None if unknown
+    dataset_from: DatasetSource | None = None  # how the question set was recognised
+    # Other fields of an object around the records; filled once they are read.
     envelope: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Iterator[Loaded | Refusal]:
         """Yield every record, in file order."""
-        numbers: dict[int, int] = {}  # of the first record with an id
+        numbers: dict[int, int] = {}  # number of the first record with an id
         log_filter: str | None = None
         for raw in read_raw(self.path, self.type, self.envelope):
             row = self.read_one(raw)
             if isinstance(row, Loaded):
-                # Of a log: an example keeps what it was made of in its own `meta`.
+                # Only in a log: examples made from one have `filter` in their `meta`.
                 is_log = raw.value is not None and "filter" in raw.value
                 name = row.question.meta.get("filter") if is_log else None
                 log_filter = log_filter or name
@@ -108,8 +108,8 @@ class DatasetFile:
                     row = _first_of_id(row, numbers)
                 else:  # a log with two filters has each question twice
                     reason = (
-                        f"the same questions again through the filter {name!r}: only "
-                        f"the first filter's records, {log_filter!r}, are read"
+                        f"repeats a question through the filter {name!r}: only the "
+                        f"first filter's records, {log_filter!r}, are read"
                     )
                     row = Refusal(raw.number, raw.at, reason)
             yield row
@@ -117,13 +117,13 @@ class DatasetFile:
     def read_one(self, raw: RawRecord) -> Loaded | Refusal:
         """Turn one raw record into a question or a refusal."""
         if raw.value is None:
-            return Refusal(raw.number, raw.at, raw.problem or "no record")
+            return Refusal(raw.number, raw.at, raw.problem or "not a record")
         layout, value = self.format, raw.value
         if not layout.fits(value):
             layout = self._other_format(value)
         if layout.read is None:
             return Refusal(raw.number, raw.at, f"is of another kind ({layout.name})")
-        # A name of a person's choice is no claim to be the set that a tag names.
+        # Records with a foreign set's tag may be read under a name of the user's own.
         is_renamed = self.dataset_from == "given" and self.dataset not in DATASETS
         if is_renamed and is_foreign(value.get("dataset")):
             value = {key: x for key, x in value.items() if key != "dataset"}
@@ -140,10 +140,10 @@ class DatasetFile:
         return Loaded(raw.number, raw.at, question, layout.name)
 
     def _other_format(self, record: Record) -> Format:
-        """Return the layout of a record that is not of the file's.
+        """Return the layout of a record that does not fit the file's layout.
 
-        One that says less than the file's (a question and an answer, where others have
-        their paragraphs) is a damaged record: the file's own reader says what it lacks.
+        A record with less than the file's layout (say, no paragraphs) is damaged; the
+        file's own layout is returned, whose reader says what is missing.
         """
         other = recognise_record(record)
         if other is None or (other.is_weak and not self.format.is_weak):
@@ -151,11 +151,11 @@ class DatasetFile:
         return other
 
     def _completed(self, question: Question) -> Question:
-        """Return a question with set, an id (else of its text) and no empty passage."""
+        """Fill in the set and any missing id (from the text); drop empty passages."""
         changes: dict[str, Any] = {}
         is_given, name = self.dataset_from == "given", question.dataset
         if is_given and self.dataset in DATASETS and name not in (None, self.dataset):
-            raise ValueError(f"is of {name}, and its file was given as {self.dataset}")
+            raise ValueError(f"is of {name}, but its file was given as {self.dataset}")
         if is_given or name is None:
             changes["dataset"] = self.dataset
         if question.id is None:
@@ -169,23 +169,23 @@ class DatasetFile:
 
 
 def _first_of_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
-    """Refuse a record whose id an earlier one has; `numbers` of records grow."""
+    """Refuse a record whose id an earlier one has; adds its id to `numbers`."""
     question = row.question
-    short = hash((question.dataset, question.id))  # as an id takes too much memory
+    short = hash((question.dataset, question.id))  # the id takes too much memory
     first = numbers.setdefault(short, row.number)
     if first == row.number or question.has_made_id:
         return row
-    reason = f"the id {question.id!r} is that of record {first} already"
+    reason = f"the id {question.id!r} is already that of record {first}"
     return Refusal(row.number, row.at, reason)
 
 
 def open_dataset(
     path: Path, *, dataset: str | None = None, evidence: Path | None = None
 ) -> DatasetFile:
-    """Recognise a file of questions; its name does not matter where its content tells.
+    """Recognise a file of questions, by its content rather than its name.
 
-    A question set that is given is refused where the records say otherwise. TriviaQA's
-    folder of pages is looked for beside the file if None.
+    If `dataset` is one of the six sets, records of another set are an error. If
+    `evidence` is None, TriviaQA's folder of pages is looked for next to the file.
     """
     file_type = recognise(path)
     try:
@@ -212,7 +212,7 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
         sample.extend(itertools.islice(read_raw(path, file_type), N_SAMPLE))
     except ValueError:
         if all(raw.value is None for raw in sample):
-            raise  # otherwise what was read tells what the file is
+            raise  # otherwise the records that were read show what the file is
     if not sample:
         raise ValueError(f"{path} holds no records")
     values = [raw.value for raw in sample if raw.value is not None]
@@ -226,8 +226,8 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
         keys = ", ".join(repr(key) for key in list(values[0])[:8])
         what = f"with the fields {keys}" if keys else "without any field"
         raise ValueError(
-            f"{path}: records {what} are of no known layout of questions; save them "
-            'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
+            f"{path}: records {what} have no known layout of questions; save them as "
+            'FlashRAG does, {"id", "question", "golden_answers"} on each line'
         )
     return sample, layout
 
@@ -240,7 +240,7 @@ def _dataset_of(
     named = collections.Counter(q.dataset for q in questions if q.dataset)
     of_format = file.format.dataset
     if named:
-        # Where two sets have as many records, it is that of the format.
+        # If sets are equally frequent, the layout's own set wins.
         if of_format is not None and named[of_format] == max(named.values()):
             return of_format, "records"
         return named.most_common(1)[0][0], "records"
@@ -250,10 +250,10 @@ def _dataset_of(
     source: DatasetSource = "layout"
     if not is_foreign(file.path.name):
         guess = of_format
-        # Layouts of nobody in particular are not guessed at: any set may be so written.
+        # The style is no guide in weak layouts: any set may be written in them.
         if of_format is None and not file.format.is_weak:
             guess, source = dataset_of_style(questions), "style of the questions"
-    # A name goes before a guess: short lists of aliases are PopQA's as well.
+    # A name goes before a guess: PopQA has short lists of aliases, too.
     name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)
     if name is not None and name != guess:
         return name, "file name"
@@ -267,24 +267,24 @@ def read_questions(
 
     Args:
       path: JSON, JSON lines, CSV, TSV or Parquet, also gzipped: a published question
-        set, or lines with "question", "golds" and perhaps "id" and "passages".
-      dataset: name of the question set; by default what the records or the file's name
-        say.
+        set, or lines with "question", "golds" and optionally "id" and "passages".
+      dataset: name of the question set; by default taken from the records or the file's
+        name.
       context: which passages an example has: all that came with its question, the
         supporting ones, the first of these, or none.
 
     Returns:
-      The questions in file order, each with an id of its own. A split is the one that a
-      record names, else `train`.
+      The questions in file order, each with a unique id. Their split is the one that
+      the record names, else `train`.
 
     Raises:
-      ValueError: the file is no file of questions, a record cannot be used (its number
-        and reason are named), or an argument is of the wrong type.
+      ValueError: the file has no questions, a record cannot be used (its number and the
+        reason are given), or an argument has the wrong type.
     """
     if not isinstance(path, str | Path):
         raise ValueError(
             "read_questions reads a file: expected its path, found "
-            f"{type(path).__name__} (questions in memory are made by Example)"
+            f"{type(path).__name__} (make questions in memory with Example)"
         )
     if dataset is not None and not (isinstance(dataset, str) and is_safe_name(dataset)):
         raise ValueError(f"dataset: expected a {NAME_IN_WORDS}, found {dataset!r}")
@@ -302,7 +302,7 @@ def read_questions(
             question = dataclasses.replace(question, dataset=default)
         split = question.split or "train"
         example = question.as_example(split, question.context(context))
-        # The text of a question without an id may be there again.
+        # A question without an id may occur several times.
         for number in itertools.count(2):
             if examples.setdefault(example.id, example) is example:
                 break
@@ -311,12 +311,12 @@ def read_questions(
     return list(examples.values())
 
 
-# A value in a reason, in Python's quotes of either kind.
+# A value in a reason, in either kind of Python quotes.
 _A_VALUE = re.compile(
     r"(found|the id|the filter|records,|its 'dataset' is|the evidence file) "
     r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 )
-_LONG_WORD = re.compile(r"\w{4}")  # no article: spares normalising most answers
+_LONG_WORD = re.compile(r"\w{4}")  # never an article: spares normalising most answers
 _COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages",
             "passages", "gold_passages", "golds", "repeated_questions",
             "golds_without_words", "empty_passages", "missing_titles",
@@ -326,7 +326,7 @@ _COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages
 def inspect_file(
     path: Path, *, dataset: str | None = None, evidence: Path | None = None
 ) -> dict[str, Any]:
-    """Return what a file of questions is, counted: see the help of `beatrice data`."""
+    """Return a report of a file of questions, see the help of `beatrice data`."""
     counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
     groups: dict[str, collections.Counter[str]] = {
         name: collections.Counter() for name in ("datasets", "formats", "reasons")
@@ -343,7 +343,7 @@ def inspect_file(
             counts["records"] += 1
             if isinstance(row, Refusal):
                 counts["refused"] += 1
-                # Reasons that differ in numbers and values alone are counted as one.
+                # Reasons that differ only in numbers and values are counted as one.
                 kind = re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", row.reason))
                 groups["reasons"][kind] += 1
                 if len(refusals) < MAX_LISTED:
@@ -374,7 +374,7 @@ def inspect_file(
         **report,
         **identity,
         **counts,
-        # Not counted where what the records are was enough.
+        # Records are not counted if the file was refused for what it is.
         "records": None if file is None else counts["records"],
         "reasons": dict(groups["reasons"].most_common()),
         "refusals": refusals,
@@ -406,7 +406,7 @@ def _container(file_type: FileType) -> dict[str, Any]:
 
 
 def _counts_of(question: Question, texts: set[bytes]) -> collections.Counter[str]:
-    """Return what is counted of one question; `texts` grows by its digest."""
+    """Return the counts of one question; adds its text's digest to `texts`."""
     n_gold = sum(passage.is_supporting for passage in question.passages)
     n_before = len(texts)
     texts.add(text_key(question.question))

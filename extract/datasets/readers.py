@@ -1,7 +1,7 @@
-"""Layouts in which question sets are published, each with its reader.
+"""The layouts in which question sets are published, each with its reader.
 
-Files that are taken for questions and are none are refused with what they are. At the
-end stand all layouts, and which of them a record is of.
+`FORMATS` at the end lists them all; `recognise_record` tells which one a record has.
+Files that are often mistaken for questions are refused with what they are.
 """
 
 import collections
@@ -36,24 +36,24 @@ from beatrice.extract.datasets.fields import (
 from beatrice.extract.records import Passage, Split, normalise
 
 N_WORDS = 100  # a passage, as in DPR's psgs_w100
-# In running text a mark often stands between two words ("Boulevard (1950)", "a-ha"), so
-# it becomes a space, as in TriviaQA's own script; exact match deletes it.
+# In running text a mark often separates two words ("Boulevard (1950)", "a-ha"), so it
+# becomes a space, as in TriviaQA's own script; exact match deletes it.
 _MARKS = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
 def find_evidence(path: Path) -> Path | None:
-    """Return the folder `evidence` beside a question file or above it, or None."""
+    """Return the folder `evidence` next to a question file or above it, or None."""
     folders = (folder / "evidence" for folder in path.absolute().parents[:3])
     return next(filter(Path.is_dir, folders), None)
 
 
 def read_page(evidence: Path, document: fields.Document) -> str | None:
-    """Return the text of one page, or None if it is not there or is no UTF-8."""
+    """Return the text of one page, or None if it is missing or not UTF-8."""
     base = (evidence / document.folder).resolve()
     path = (base / document.filename).resolve()
     if not path.is_relative_to(base):
         raise ValueError(
-            f"the evidence file {document.filename!r} leads out of the folder {base}"
+            f"the evidence file {document.filename!r} is outside the folder {base}"
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def _plain_words(text: str) -> str:
 
 
 def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
-    """Yield a page by 100 words; the first with a gold is marked as supporting it."""
+    """Yield a page in passages of 100 words; the first with a gold is supporting."""
     wanted = [f" {words} " for gold in golds if (words := _plain_words(gold))]
     words = page.split()
     for start in range(0, len(words), N_WORDS):
@@ -80,8 +80,8 @@ def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
 def attach(question: Question, folder: Path | None) -> Question:
     """Return a question of TriviaQA with the passages of its pages in a folder.
 
-    Whole pages that came with the record (hub rows) are cut up the same way. Pages
-    that are not there are counted in `meta`, as TriviaQA's own readers skip them.
+    Whole pages that came with the record (hub rows) are cut up the same way. Missing
+    pages are skipped, as in TriviaQA's own readers, and counted in `meta`.
     """
     passages = [p for page in question.passages
                 for p in _passages(page.title, page.text, question.golds)]  # fmt: skip
@@ -106,8 +106,8 @@ _BLIND = " (a test set without answers?)"
 def _golds(record: Record, field: str, *names: str) -> tuple[str, ...]:
     """Return the canonical answer and its aliases.
 
-    `names` are those of its value, its aliases, its human answers and its normalised
-    aliases; the last are used only where there are no others.
+    `names` are the fields of its value, aliases, human answers and normalised aliases;
+    the last are used only if there is nothing else.
     """
     answer = fields.required(record, field, object, why=_BLIND)
     answer = fields.expect(fields.unfold(answer, field), dict, field)
@@ -127,7 +127,7 @@ def _golds(record: Record, field: str, *names: str) -> tuple[str, ...]:
 
 
 def _documents(record: Record) -> Iterator[fields.Document]:
-    """Yield the evidence of a record; a document without a file is left out."""
+    """Yield the evidence documents of a record that name a file."""
     for key, folder in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
         for page in fields.objects(record, key) if record.get(key) is not None else ():
             if filename := fields.text_or_empty(page.get("Filename")):
@@ -136,7 +136,7 @@ def _documents(record: Record) -> Iterator[fields.Document]:
 
 
 def read_official(record: Record) -> Question:
-    """Read one entry of `Data`."""
+    """Read one entry of `Data` in TriviaQA's own files."""
     names = ("Value", "Aliases", "HumanAnswers", "NormalizedAliases")
     meta: dict[str, Any] = {}
     if record.get("QuestionPartOfVerifiedEval") is not None:
@@ -152,7 +152,7 @@ def read_official(record: Record) -> Question:
 
 
 def _columns(holder: Any, body: str) -> Iterator[Passage]:
-    """Yield the pages of a list of objects, or of an object of lists."""
+    """Yield the pages in a list of objects or in an object of lists."""
     pages = fields.unfold(holder, body)
     if isinstance(pages, dict):
         lists = [pages.get(name) for name in ("title", body)]
@@ -166,7 +166,7 @@ def _columns(holder: Any, body: str) -> Iterator[Passage]:
 
 
 def read_hub(record: Record) -> Question:
-    """Read one row of the hub copy: snake case, lists side by side."""
+    """Read one row of TriviaQA's hub copy: names in snake case, parallel lists."""
     names = ("value", "aliases", "human_answers", "normalized_aliases")
     return Question(
         question=fields.text(record, "question"),
@@ -188,7 +188,7 @@ def _fits_hub(record: Record) -> bool:
     )
 
 
-# Tuples: a damaged record may have a list here, which no set can be asked about.
+# Tuples, not sets: a damaged record may have a list here, which is not hashable.
 _TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
 _BARE_TYPES = ("bridge", "comparison", *_TWOWIKI_TYPES)
 _LEVELS = ("easy", "medium", "hard")
@@ -196,10 +196,10 @@ _TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_
 
 
 def is_twowiki(record: Record) -> bool:
-    """Return whether a record is of 2WikiMultihopQA and not of HotpotQA.
+    """Return whether a record is from 2WikiMultihopQA rather than HotpotQA.
 
-    What the sets write themselves goes first: a type, an id, a level. Keys that a
-    third party may have added to HotpotQA tell only where nothing else does.
+    A type, an id or a level, which the sets write themselves, decide first. Keys that a
+    third party may have added to HotpotQA decide only if there is nothing else.
     """
     kind = record.get("type")
     if kind == "bridge" or kind in _TWOWIKI_TYPES:
@@ -213,10 +213,10 @@ def is_twowiki(record: Record) -> bool:
 
 
 def _has_paragraphs(record: Record) -> bool:
-    """Return whether a record has, or ought to have, paragraphs of titled sentences.
+    """Return whether a record has, or should have, paragraphs of titled sentences.
 
-    What lacks the facts, or has them beside another kind of context, is refused by the
-    reader: taken for a plain question it would lose its passages in silence.
+    A record without facts, or with facts and another kind of context, also counts: its
+    reader refuses it, while as a plain question it would silently lose its passages.
     """
     if "question" not in record or not {"supporting_facts", "context"} & record.keys():
         return False
@@ -241,7 +241,7 @@ def read_titled(record: Record) -> Question:
     known = (key for key in ("type", "level") if isinstance(record.get(key), str))
     meta: dict[str, Any] = {key: record[key] for key in known}
     missing = set(titles) - {p.title for p in passages if p.is_supporting}
-    if missing:  # fullwiki: what was retrieved need not hold the gold paragraphs
+    if missing:  # fullwiki: the retrieved paragraphs may lack gold ones
         meta["missing_titles"] = sorted(missing)
     return Question(
         id=fields.identity(record, "_id", "id"),
@@ -258,22 +258,19 @@ def _answer(record: Record) -> tuple[str, ...]:
     return fields.answers(value, "answer")
 
 
-# Of MuSiQue's mark, which copies write as text or as a number; MuSiQue-Ans has none.
+# Values of MuSiQue's mark: copies write text or a number; MuSiQue-Ans has no mark.
 _ANSWERABLE = {"none": True, "true": True, "1": True, "false": False, "0": False}
 
 
 def read_musique(record: Record) -> Question:
-    """Read one record of MuSiQue.
-
-    Only `is_supporting` marks gold paragraphs: distractors share their titles.
-    """
+    """Read one MuSiQue record; only marks tell gold, since distractors share titles."""
     mark = record.get("answerable")
     is_answerable = _ANSWERABLE.get(str(mark).strip().lower())
     if is_answerable is None:
         raise ValueError(f"'answerable': expected true or false, found {mark!r}")
     if not is_answerable:
         raise ValueError(
-            "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
+            "unanswerable on purpose (MuSiQue-Full): its paragraphs do not contain the "
             "answer; use the file musique_ans, or leave such records out"
         )
     question = fields.text(record, "question")
@@ -310,8 +307,8 @@ def _fits_bare(record: Record) -> bool:
     )
 
 
-# NQ's tokens, which DPR joins by blanks: "Monk 's Café", "late 14th - century",
-# "1997 -- 98".
+# Spaces to remove between NQ's tokens, as DPR joins them: "Monk 's Café",
+# "late 14th - century", "1997 -- 98".
 _BLANK = re.compile(
     r"(?<=\S) (?='(?:s|re|ve|ll|d|m)\b|n't\b|(?:--|[-–−/:&]) \S)"
     r"|(?:(?<=\S --)|(?<=\S [-–−/:&])) (?=\S)"
@@ -319,7 +316,7 @@ _BLANK = re.compile(
 
 
 def _closed_up(golds: Iterable[str]) -> tuple[str, ...]:
-    """Return golds, and those of joined tokens also in the wording of their page."""
+    """Return golds, and for joined tokens also the wording of the original page."""
     pairs = ((gold, _BLANK.sub("", gold)) for gold in golds)
     return fields.distinct(itertools.chain(*pairs))
 
@@ -328,7 +325,7 @@ def _joined_answers(record: Record) -> tuple[str, ...]:
     return _closed_up(fields.any_answers(record))
 
 
-# Scores of the positive that comes from the annotated page.
+# The scores that mark a positive from the annotated page.
 _GOLD_SCORES = (1000, "1000", "1000.0")
 
 
@@ -343,12 +340,10 @@ def _listed_answers(record: Record) -> tuple[str, ...]:
 
 
 def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
-    """Return the positive passages of a field, then the negative ones of others.
-
-    Gold are the positives of the annotated page, or the first where no score tells.
-    """
+    """Return the positive passages of a field, then the negative ones of others."""
     items = fields.objects(record, key)
     passages = read_passages(items, key, is_supporting=False)
+    # Positives of the annotated page are gold, or the first if no score tells.
     is_gold = [item.get("score") in _GOLD_SCORES for item in items]
     is_gold = is_gold if any(is_gold) else [i == 0 for i in range(len(items))]
     positives = (
@@ -377,7 +372,7 @@ def _gold_passage(record: Record) -> tuple[Passage, ...]:
 
 
 def _fits_gold_info(record: Record) -> bool:
-    """Return whether a record is no row of SQuAD, with a title and a context too."""
+    """Return whether a record is DPR's; a title and a context could also be SQuAD's."""
     if "question_tokens" in record:
         return "context" in record and fields.has_answers(record)
     return {"question", "context", "title", "short_answers"} <= record.keys()
@@ -388,9 +383,9 @@ _TAG = re.compile(r"^<[^>]+>$")
 
 
 def _fits_open(record: Record) -> bool:
-    """Return whether a line is NQ-open's, without a mark of another set.
+    """Return whether a line may be NQ-open's and has no mark of another set.
 
-    An id of hexadecimal digits is one: NQ-open has no ids, EfficientQA neither.
+    A hexadecimal id is such a mark: NQ-open and EfficientQA have no ids.
     """
     if not isinstance(record.get("answer"), list) or "question" not in record:
         return False
@@ -403,7 +398,7 @@ def _fits_open(record: Record) -> bool:
 
 
 def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
-    """Return `[start, stop)` of an answer in tokens; (-1, -1) where there is none."""
+    """Return `[start, stop)` of an answer in tokens; (-1, -1) if there is none."""
     fields.expect(holder, dict, name)
     start, stop = holder.get("start_token"), holder.get("end_token")
     for value in (start, stop):
@@ -413,7 +408,7 @@ def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
         return -1, -1
     if not 0 <= start < stop <= n_tokens:
         raise ValueError(
-            f"{name!r}: tokens {start} to {stop} of a document of {n_tokens}"
+            f"{name!r}: tokens {start} to {stop} are no span of {n_tokens} tokens"
         )
     return start, stop
 
@@ -423,9 +418,9 @@ def _words(tokens: list[str], start: int, stop: int) -> str:
 
 
 def read_simplified(record: Record) -> Question:
-    """Read one page of simplified NQ: long answers are gold, short ones accepted."""
+    """Read a simplified NQ page: long answers are gold passages, short ones golds."""
     question = fields.text(record, "question_text")
-    # Not stripped: token numbers count the empty tokens between two spaces.
+    # Not stripped, since token numbers also count the empty tokens between two spaces.
     fields.text(record, "document_text")
     tokens = record["document_text"].split(" ")
     long_answers, short, notes = [], [], fields.objects(record, "annotations")
@@ -467,7 +462,7 @@ _COLUMNS = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_p
 
 
 def _plain(value: Any, name: str) -> str | int | float | None:
-    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for nothing."""
+    """Return a cell as a JSON value; Parquet has decimals, pandas NaN for missing."""
     if isinstance(value, decimal.Decimal):
         value = float(value) if value % 1 else int(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -479,7 +474,7 @@ def _plain(value: Any, name: str) -> str | int | float | None:
     )
 
 
-# A question occurs in several rows, on subjects of one name: the id tells them apart.
+# Questions about subjects of the same name are equal: the id tells them apart.
 _read_popqa = reader(
     dataset=lambda record: "popqa",
     # A JSON list written as text.
@@ -495,7 +490,7 @@ _QUESTIONS = ("question", "query", "input", "Question", "problem")
 
 
 def _metadata(record: Record) -> dict[str, Any]:
-    """Return what FlashRAG keeps of the source, which is nested twice in places."""
+    """Return FlashRAG's metadata of the source, which is sometimes nested twice."""
     outer = record.get("metadata", record.get("meta_data"))
     if outer is None:
         return {}
@@ -504,7 +499,7 @@ def _metadata(record: Record) -> dict[str, Any]:
 
 
 def _source(meta: Record) -> str | None:
-    """Return the question set that a FlashRAG record was made of, or None."""
+    """Return the question set that a FlashRAG record was made from, or None."""
     if "question_decomposition" in meta:
         return "musique"
     context = meta.get("context")
@@ -522,11 +517,11 @@ def read_flashrag(record: Record) -> Question:
     if record.get("context") not in (None, ""):
         passages = read_passages(record["context"], "context")
     elif meta.get("context"):
-        # Without the facts the paragraphs are read, and none of them is gold.
+        # Without the facts, the paragraphs are read but none is gold.
         facts = meta.get("supporting_facts")
         titles = [] if facts is None else fields.supporting_titles(facts)
         passages = fields.read_context(meta["context"], titles)
-    elif "question_decomposition" not in meta:  # MuSiQue's passages are not there
+    elif "question_decomposition" not in meta:  # MuSiQue's passages are left out there
         passages = any_passages(record) or any_passages(meta)
     names = ("type", "level", "prop", "subj", "s_wiki_title", "s_pop")
     return Question(
@@ -551,7 +546,7 @@ def read_example(record: Record) -> Question:
     meta = fields.expect(record.get("meta") or {}, dict, "meta")
     try:
         json.dumps(meta)
-    except TypeError as error:  # of a Parquet file, which has dates and decimals
+    except TypeError as error:  # dates or decimals of a Parquet file
         raise ValueError(f"'meta': expected JSON values ({error})") from None
     return Question(
         split=split,
@@ -566,17 +561,17 @@ def read_example(record: Record) -> Question:
 
 
 def _read_document(record: Record) -> Question | None:
-    """Read the source record inside a log; None where it is of no layout."""
+    """Read the source record inside a log; None if it has no known layout."""
     layout = recognise_record(record)
     if layout is None or layout.read is None:
         return None
     if layout.is_weak and not fields.has_answers(record):
-        return None  # the log's `target` then holds the answer
+        return None  # the answer is then in the log's `target`
     return layout.read(record)
 
 
 def _response(record: Record) -> str | None:
-    """Return the model's answer in a log: filtered if there, else as generated."""
+    """Return the model's answer in a log: filtered if possible, else as generated."""
     for name in ("filtered_resps", "resps"):
         response = record.get(name)
         while isinstance(response, list) and response:
@@ -587,10 +582,10 @@ def _response(record: Record) -> str | None:
 
 
 def read_lm_eval(record: Record, *, needs_golds: bool = True) -> Question:
-    """Read one line of lm-eval's `samples_*.jsonl`; keeps the model's answer.
+    """Read one line of lm-eval's `samples_*.jsonl`, and keep the model's answer.
 
-    Where no accepted answers are needed, those that cannot be read are no error, and
-    those of 'target' are left out.
+    Without `needs_golds`, accepted answers that cannot be read are not an error, and
+    those in 'target' are left out.
     """
     document = fields.expect(record.get("doc"), dict, "doc")
     try:
@@ -648,7 +643,7 @@ def _ircot_answers(record: Record) -> tuple[str, ...]:
 
 
 def _fits_kilt(record: Record) -> bool:
-    # Instructions (Alpaca) have a text there.
+    # In instruction data (Alpaca) it is a text.
     has_output = "output" in record and not isinstance(record["output"], str)
     return has_output and bool({"input", "id"} & record.keys())
 
@@ -662,7 +657,7 @@ def _fits_ircot(record: Record) -> bool:
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
 
 
-# All layouts, in the order they are tried in.
+# All layouts, in the order in which they are tried.
 FORMATS: tuple[Format, ...] = (
     Format("lm-eval samples",
            lambda r: "doc" in r
@@ -706,12 +701,12 @@ FORMATS: tuple[Format, ...] = (
     Format("NQ original",
            lambda r: "document_html" in r
            or (isinstance(r.get("document"), dict) and "annotations" in r),
-           refusal="holds whole HTML pages of Natural Questions in the original "
-           "release; give the simplified release, or NQ-open, or DPR's files"),
+           refusal="holds whole HTML pages of Natural Questions' original release; "
+           "give the simplified release, NQ-open or DPR's files"),
     Format("NQ simplified",
            lambda r: {"document_text", "question_text"} <= r.keys(),
            read_simplified, "nq"),
-    # So plain a layout that a file's name may say otherwise: the set stays open.
+    # This layout is so plain that the file's name may name another set.
     Format("NQ-open", _fits_open,
            reader(ids=("id", "example_id"), dataset=dataset_tagged,
                   passages=any_passages), "nq", is_weak=True),
@@ -722,7 +717,7 @@ FORMATS: tuple[Format, ...] = (
     Format("KILT, ids alone", lambda r: _fits_kilt(r) and "input" not in r,
            refusal="names questions by id only, as KILT's TriviaQA does; give "
            "TriviaQA's own files"),
-    # Pages are named, their text is not in the file.
+    # Its file names pages but does not have their text.
     Format("KILT", _fits_kilt,
            reader(dataset=lambda r: dataset_of_id(r.get("id")), questions=("input",),
                   golds=_kilt_answers)),
@@ -731,7 +726,7 @@ FORMATS: tuple[Format, ...] = (
            read_titled, "2wikimultihopqa"),
     Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
     Format("RetrievalQA", lambda r: {"data_source", "ground_truth"} <= r.keys(),
-           # Passages were retrieved, none is marked gold.
+           # Its passages were retrieved; none is marked gold.
            reader(ids=("question_id", "id"),
                   dataset=lambda r: dataset_named(r.get("data_source")),
                   passages=lambda r: read_passages(
@@ -762,15 +757,14 @@ _STRONG_FIRST = sorted(FORMATS, key=lambda layout: layout.is_weak)
 
 
 def recognise_record(record: Record) -> Format | None:
-    """Return the layout of one record: the first strong one that fits, or a weak."""
+    """Return the first strong layout that fits a record, else the first weak one."""
     return next((layout for layout in _STRONG_FIRST if layout.fits(record)), None)
 
 
 def choose_format(records: Iterable[Record]) -> Format | None:
-    """Return the layout of a file from its first records.
+    """Return the most frequent layout of a file's first records.
 
-    The most frequent one, where a layout that any damaged record fits (a question and
-    an answer) only counts if there is no other.
+    A weak one, which damaged records fit as well, only counts if there is no other.
     """
     counts = collections.Counter(map(recognise_record, records))
     del counts[None]

@@ -1,12 +1,12 @@
-"""What a file is, by its bytes and never by its name; its records, one by one.
+"""Recognise a file by its bytes, never by its name, and read its records.
 
 Published copies carry JSON lines in `.json`, tabs in `.csv` and arrays in `.jsonl`,
 so the first bytes decide: gzip or not, then Parquet, a JSON array, a JSON object
-around a list, JSON lines, or a table. Everything else is refused with what it is.
+around a list, JSON lines, or a table. Any other file is refused, with what it is.
 
-Memory is flat in the file's size. A line of JSON, a row or a value that is no record is
-passed on with its number and the reason; reading ends at the first value of an array
-that is no JSON, and where the file as a whole is cut off or damaged.
+Memory does not grow with the file. A line, row or value that is not a record is passed
+on with its number and the reason. Reading stops with an error at a value of an array
+that is not valid JSON, and where the file as a whole is cut off or damaged.
 """
 
 import collections
@@ -29,19 +29,19 @@ from beatrice.extract.run.files import from_json
 Container = Literal[
     "json array", "json object", "json lines", "json values", "table", "parquet"
 ]
-# A list under one of these names, in an object around it, is the list of records.
+# In an object around the records, their list has one of these names.
 LIST_KEYS = ("Data", "data", "rows", "examples", "questions", "instances")
-# An object with one of these is a record, not something around records.
+# An object with one of these keys is a record, not an object around records.
 _RECORD_KEYS = {"question", "Question", "question_text", "query", "golden_answers"}
-# A first row with one of these names in it is a header.
+# A first row that contains one of these names is a header.
 COLUMNS = {"question", "query", "possible_answers", "text", "title", "contents"}
-CHUNK = 1 << 20  # bytes read at once; the first record of every known format fits
+CHUNK = 1 << 20  # bytes read at once; holds the first record of every known format
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 
-# What a file may be instead, by its first bytes.
+# Other kinds of files, by their first bytes.
 _FOREIGN = (
-    (rb"\s*\Z", "empty, or white space alone; fetch it again"),
+    (rb"\s*\Z", "empty or only white space; fetch it again"),
     (
         rb"PK\x03\x04",
         "a zip archive, unpack it first; or a spreadsheet, save it as CSV",
@@ -61,39 +61,39 @@ _FOREIGN = (
     (rb"\s*\[\s*\{\s*'", "a list in Python's notation; save it with json.dumps"),
     (rb"\s*<", "an HTML or XML page, as a failed download leaves; fetch it again"),
 )
-# Text in these patterns holds a character for each byte (Latin-1).
+# These patterns match text decoded as Latin-1, one character per byte.
 _KEY = re.compile(r'[\s,{]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.ASCII | re.DOTALL)
 _LIST_OF_OBJECTS = re.compile(r"\[\s*[{\]]", re.ASCII)
 _PYTHON = re.compile(r"\s*\{\s*'")  # single quotes around the first key
 _SPACE = re.compile(r"\s*+", re.ASCII)
-_SURROGATE = re.compile(r"\\u[dD]")  # a lone one is no JSON, and Python reads it
-_AT_END = 16  # characters; an escape or a literal may be cut by the window's end
+_SURROGATE = re.compile(r"\\u[dD]")  # a lone one is invalid, but Python accepts it
+_AT_END = 16  # characters; the window's end may cut an escape or a literal
 _decode = json.JSONDecoder().raw_decode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileType:
-    """How the records lie in a file."""
+    """How a file stores its records."""
 
-    # `json lines` holds one value a line, `json values` one after another over several
+    # `json lines` has one value per line, `json values` values that may span several
     # lines, `json object` a list under `list_key`.
     container: Container
-    is_gzipped: bool = False  # the above is compressed
+    is_gzipped: bool = False  # the container is compressed
     has_bom: bool = False  # the text starts with a byte order mark
     list_key: str | None = None  # name of the list in a `json object`
-    list_start: int = 0  # of its bracket, in bytes behind the mark
+    list_start: int = 0  # offset of its bracket, in bytes after the byte order mark
     delimiter: str = "\t"  # between the columns of a table
 
 
 @dataclasses.dataclass(frozen=True)
 class RawRecord:
-    """One record as it lies in the file, or what is wrong with it."""
+    """One record as stored in the file, or what is wrong with it."""
 
-    number: int  # from 1, in file order; damaged ones count
-    at: str  # where it lies, in words
-    value: dict[str, Any] | None  # its fields, or None if it is no record
-    problem: str | None = None  # why it is not one
-    line: int | None = None  # on which it begins, where records lie on lines
+    number: int  # from 1, in file order, damaged records included
+    at: str  # its place in the file, in words
+    value: dict[str, Any] | None  # its fields, or None if it is not a record
+    problem: str | None = None  # why it is not a record
+    line: int | None = None  # first line, if the file is made of lines
 
 
 def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
@@ -105,7 +105,7 @@ def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
         except EOFError:
             raise ValueError(
                 f"{path}: the gzip data end after {packed.tell()} bytes without their "
-                "end mark, the download was cut off; fetch it again"
+                "end mark, so the download was cut off; fetch it again"
             ) from None
         except (OSError, zlib.error) as error:
             raise ValueError(
@@ -115,14 +115,14 @@ def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
 
 
 def allow_long_cells() -> None:
-    """Let `csv` read cells as long as a record; by default they end at 128 KiB."""
+    """Let `csv` read cells as long as a record; its default limit is 128 KiB."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
 
 
 def recognise(path: Path) -> FileType:
-    """Return how a file holds its records."""
+    """Return how a file stores its records."""
     if not path.is_file():
-        what = "is no regular file" if path.exists() else "no such file"
+        what = "is not a regular file" if path.exists() else "no such file"
         what = "is a directory" if path.is_dir() else what
         raise ValueError(f"{path}: {what}; give one file with records")
     with path.open("rb") as stream:
@@ -137,7 +137,7 @@ def recognise(path: Path) -> FileType:
 
 
 def _kind_of_text(head: bytes, name: str) -> FileType:
-    """Return the kind of a text file; `name` begins the message of a refusal."""
+    """Return the type of a text file; an error message begins with `name`."""
     for pattern, what in _FOREIGN:
         if re.match(pattern, head, re.DOTALL):
             raise ValueError(f"{name} is {what}")
@@ -153,11 +153,11 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
         cells = next(csv.reader(header.splitlines(), delimiter=delimiter), [])
         if len(cells) > 1 and COLUMNS & set(_names_in(cells)):
             return FileType(container="table", delimiter=delimiter)
-    if any(b"\t" in line for line in lines):  # without a header, as DPR's
+    if any(b"\t" in line for line in lines):  # no header, as in DPR's files
         return FileType(container="table")
     raise ValueError(
-        f"{name} is plain text: neither JSON nor a table with tabs, or with commas "
-        "below a header of known names, between its columns"
+        f"{name} is plain text: neither JSON nor a table with tabs between columns, or "
+        "commas and a header of known names"
     )
 
 
@@ -169,16 +169,13 @@ def _kind_of_objects(text: str, at: int) -> FileType:
     try:
         is_line = isinstance(msgspec.json.decode(first), dict)
     except (msgspec.DecodeError, RecursionError):
-        # A first line that is damaged does not change what the others are.
+        # A damaged first line does not change what the others are.
         is_line = len(first) > 2 and rest.startswith("{")
     return FileType(container="json lines" if is_line else "json values")
 
 
 def _list_of(text: str, at: int) -> tuple[str | None, int]:
-    """Return name and start of the list of records that the object at `at` is around.
-
-    None for a record, which may hold a list under one of the names, too.
-    """
+    """Return name and start of the records' list in an object; None for a record."""
     list_key, list_start = None, 0
     while key := _KEY.match(text, at):
         name, at = key[1][1:-1], key.end()
@@ -196,7 +193,7 @@ def _list_of(text: str, at: int) -> tuple[str | None, int]:
 def read_raw(
     path: Path, file_type: FileType, envelope: dict[str, Any] | None = None
 ) -> Iterator[RawRecord]:
-    """Yield the records of a file; then the envelope gets what is beside their list."""
+    """Yield the records of a file; then add what surrounds their list to `envelope`."""
     if file_type.container == "parquet":
         yield from _parquet_rows(path, file_type.is_gzipped)
         return
@@ -219,8 +216,8 @@ _TOO_LONG_ROW = f"the row is longer than {MAX_RECORD >> 20} MiB"
 def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
     """Yield the rows of a Parquet file, a few at a time.
 
-    Dates and times are left out: no layout has one, Python holds fewer dates than
-    Parquet, and a zone that it does not know must not cost a record its question.
+    Dates and times are left out: no layout has one, Parquet has dates that Python
+    lacks, and an unknown time zone must not cost a record its question.
     """
     try:
         import pyarrow
@@ -228,8 +225,8 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
         from pyarrow.types import is_temporal
     except ImportError as error:
         raise ImportError(
-            f"{path}: Parquet is read by pyarrow, which is not installed: pip install "
-            "pyarrow, or give JSON lines or a table",
+            f"{path}: reading Parquet needs pyarrow, which is not installed; run "
+            "`pip install pyarrow`, or give JSON lines or a table",
             name=error.name,
         ) from error
 
@@ -249,9 +246,9 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
                     yield RawRecord(number, f"row {number}", row, problem)
         except KeyError as error:
             raise ValueError(
-                f"{path}: two columns have one name ({error.args[0]}); rename one"
+                f"{path}: two columns have the same name ({error.args[0]}); rename one"
             ) from None
-        # A ValueError or OverflowError: a value that Python cannot hold.
+        # ValueError and OverflowError are raised for values that Python cannot hold.
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             detail = " ".join(str(error).split())[:200]
             raise ValueError(
@@ -261,7 +258,7 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
 
 
 def _parquet_values(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """Yield rows; None for one that is longer than a line of JSON may be."""
+    """Yield rows, or None for a row longer than `MAX_RECORD`."""
     if batch.nbytes <= MAX_RECORD:
         yield from batch.to_pylist()
         return
@@ -274,7 +271,7 @@ def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
         value = from_json(object, raw, "")
         if b"\\u" in raw:
-            msgspec.json.encode(value)  # refuses what is half a pair, and Python reads
+            msgspec.json.encode(value)  # fails on half a pair, which Python accepts
     except UnicodeEncodeError:
         return None, "half of a surrogate pair"
     except ValueError as error:
@@ -288,20 +285,20 @@ def _parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 @dataclasses.dataclass(eq=False)
 class Window:
-    """The part of a file that is looked at, and where it lies in the file.
+    """A sliding window over a file's text, and its offset in the file.
 
-    It holds a character for each byte (Latin-1), so that positions in it are those in
-    the file; what is not ASCII is decoded again as the UTF-8 that it is.
+    The text is decoded as Latin-1, one character per byte, so that positions in it are
+    byte offsets; values that are not ASCII are decoded again as UTF-8.
     """
 
-    chunks: Iterator[bytes]  # of the file
+    chunks: Iterator[bytes]  # the file's bytes
     text: str = ""
     start: int = 0  # offset of text[0] in the file
 
     def advance(self, keep: int, n_bytes: int = 1) -> bool:
-        """Drop what lies before `keep` and read on; at the end of the file do neither.
+        """Drop the text before `keep`, read on, and return whether there was more.
 
-        Returns whether there was more: positions in `text` are then smaller by `keep`.
+        Positions in `text` then shrink by `keep`; at the file's end nothing changes.
         """
         more: list[str] = []
         while n_bytes > 0 and (chunk := next(self.chunks, b"")):
@@ -313,7 +310,7 @@ class Window:
         return bool(more)
 
     def skip_space(self, at: int) -> int:
-        """Return the position of the next byte that is no space; may be the end."""
+        """Return the position of the next byte that is not white space, or the end."""
         while True:
             space = _SPACE.match(self.text, at)
             at = at if space is None else space.end()
@@ -325,10 +322,10 @@ class Window:
 def json_values(
     window: Window, path: Path, file_type: FileType
 ) -> Generator[RawRecord, None, dict[str, Any]]:
-    """Yield the values of an array, or values without one; returns what is around.
+    """Yield the values of an array, or bare values; returns what is around the array.
 
     HotpotQA is one array of half a gigabyte. Python's own decoder reads one value from
-    the window: 28,000 records of 6 kB a second on one core, ijson's C backend 32,000.
+    the window: 28,000 records of 6 kB a second on one core; ijson's C backend 32,000.
     """
     at, number, before = window.skip_space(0), 0, ""
     in_array = file_type.container != "json values"
@@ -357,15 +354,15 @@ def json_values(
         if rest.strip():
             other = rest.strip()[:20].encode("latin-1").decode("utf-8", "replace")
             raise ValueError(
-                f"{path}: other text follows the end of the JSON array ({other!r}); "
-                "the file is no valid JSON"
+                f"{path}: other text follows the end of the JSON array ({other!r}), so "
+                "the file is not valid JSON"
             )
         return {}
     try:
         around = msgspec.json.decode(f"{before}]{rest}".encode("latin-1"))
     except (msgspec.DecodeError, UnicodeError):
         raise ValueError(
-            f"{path}: the JSON object around the list of records is cut off or no "
+            f"{path}: the JSON object around the list of records is cut off or not "
             "valid JSON; fetch the file again"
         ) from None
     return {key: x for key, x in around.items() if key != file_type.list_key}
@@ -378,7 +375,7 @@ def _json_value(
     while True:
         try:
             value, end = _decode(window.text, at)
-            may_go_on = end == len(window.text)  # a number has no end of its own
+            may_go_on = end == len(window.text)  # a number has no end mark
         except json.JSONDecodeError as error:
             problem = f"{error.msg}, at byte {window.start + error.pos}"
             last = len(window.text.rstrip()) - _AT_END
@@ -388,7 +385,7 @@ def _json_value(
                 problem, may_go_on = "Python's notation; save it with json.dumps", False
         except (ValueError, RecursionError) as error:
             problem, may_go_on = str(error), False
-        # Twice as much each time: a long value is not parsed again and again.
+        # The window doubles, so that a long value is not parsed again and again.
         size = len(window.text) - at
         if not may_go_on or size > MAX_RECORD or not window.advance(at, size):
             break
@@ -413,12 +410,12 @@ def _damage(window: Window, path: Path, number: int, at: int, what: str) -> Valu
         what = "the file is cut off, or a quote or a bracket is left open"
     return ValueError(
         f"{path}: record {number}, which begins at byte {window.start + at}, cannot be "
-        f"read ({what}), nor can any behind it; fetch or mend the file"
+        f"read ({what}), nor can any after it; fetch the file again or repair it"
     )
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield number and content of each line; of a line too long, what fits.
+    """Yield number and content of each line; lines that are too long are cut.
 
     Only line feeds end a line: U+0085 and U+2028 occur inside published strings.
     """
@@ -436,7 +433,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_lines(chunks: Iterator[bytes]) -> Iterator[RawRecord]:
-    """Yield one record a line; blank lines are skipped."""
+    """Yield one record per line; blank lines are skipped."""
     n_records = 0
     for number, line in _lines(chunks):
         if line.strip():
@@ -451,7 +448,7 @@ _TOO_LONG = None, f"the line is longer than {MAX_RECORD >> 20} MiB"
 def _table_rows(
     chunks: Iterator[bytes], path: Path, delimiter: str
 ) -> Iterator[RawRecord]:
-    """Yield one record a row, under the header's names or `column 1`, `column 2`.
+    """Yield one record per row, keyed by the header's names or `column 1`, `column 2`.
 
     Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
     """
@@ -462,8 +459,8 @@ def _table_rows(
         for number, line in _lines(chunks):
             if n_bytes and n_bytes + len(line) > MAX_RECORD:
                 raise ValueError(
-                    f"{path}, line {number}: {_TOO_LONG_ROW}, perhaps since a quote is "
-                    "left open before it: close it, nothing behind it can be read"
+                    f"{path}, line {number}: {_TOO_LONG_ROW}, perhaps as a quote is "
+                    "left open before it; close it, since nothing after it can be read"
                 )
             n_bytes += len(line)
             yield line.decode("utf-8", "surrogateescape") + "\n"
@@ -478,7 +475,7 @@ def _table_rows(
         try:
             cells, problem = next(reader, None), None
         except csv.Error as error:
-            cells, problem = ["unread"], f"the row is no valid CSV ({error})"
+            cells, problem = ["unread"], f"the row is not valid CSV ({error})"
         if cells is None:
             return
         n_bytes = 0
@@ -496,7 +493,7 @@ def _table_rows(
             names = list(HEADERLESS)
         n_records += 1
         if cells == header:
-            problem = "the row of column names again"
+            problem = "the column names again"
         problem = problem or _row_problem(cells, names)
         at = f"line {first}"
         if reader.line_num > first:
@@ -504,14 +501,14 @@ def _table_rows(
             if problem is not None:
                 raise ValueError(
                     f"{path}, {at}: {problem}; perhaps a quote is left open on line "
-                    f"{first}: close it, nothing behind it can be read"
+                    f"{first}; close it, since nothing after it can be read"
                 )
         value = None if problem else dict(zip(names, cells, strict=True))
         yield RawRecord(n_records, at, value, problem, first)
 
 
 def _names_in(header: list[str]) -> list[str]:
-    """Return the names of a table's columns, which published ones write small."""
+    """Return the names of a table's columns in lower case, as in published tables."""
     return [cell.strip().lower() for cell in header]
 
 

@@ -1,8 +1,8 @@
-"""Labels of answers: by comparison with golds, by a judge, or from a person's file.
+"""Label answers by comparison with golds, by a judge, or from a user's file.
 
 A model judges by the consensus of rubrics; the paper has three (appendix A, "Labels").
-Every answer is judged under every rubric, per setting and variant. A reply that is no
-verdict is asked for again, twice; what is unparsable then stays so and is counted.
+Every answer of every setting and variant is judged under every rubric. A reply that is
+not a verdict is asked for twice more, and then counted as unparsable.
 """
 
 import collections
@@ -43,22 +43,22 @@ from beatrice.extract.run.directory import PRESETS, Preset
 from beatrice.extract.run.files import from_json, sha256_json
 
 Match = Literal["exact", "containment"]
-# A judge of labels: True, False, or None where it cannot decide.
+# Tells whether an answer is right: True, False, or None if it cannot decide.
 Judge = Callable[[Example, Answer], bool | None]
 RecordT = TypeVar("RecordT", bound=Record)
 
 RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
-FEW = 10  # validation answers of the rarer class, below which numbers say little
-ENOUGH = 150  # right training answers of a setting, and wrong ones
+FEW = 10  # with fewer validation answers of the rarer class, numbers say little
+ENOUGH = 150  # training answers of each class that a setting needs
 _WORDS = {True: "correct", False: "incorrect"}
 _CLOSED = {"yes", "no", "noanswer"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelConfig:
-    """The run's section `label`: how an answer is compared with golds, unjudged."""
+    """The run's section `label`: how to compare answers with golds, without a judge."""
 
-    match: Match = "exact"  # or "containment": a gold somewhere in the answer will do
+    match: Match = "exact"  # "containment" also accepts a gold inside the answer
 
 
 LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(PRESETS, LabelConfig())
@@ -67,8 +67,8 @@ LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(PRESETS, LabelConfig())
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
     """Return whether an answer is one of the accepted ones, normalised as in SQuAD.
 
-    Case, punctuation, articles and white space do not count. Raises ValueError where
-    the answer is no text, or the golds are no list of texts.
+    Case, punctuation, articles and white space do not count. Raises ValueError if the
+    answer is not a text, or the golds are not a list of texts.
     """
     if not isinstance(answer, str):
         raise ValueError(f"answer: expected a text, found {answer!r:.80}")
@@ -76,14 +76,14 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
 
 
 def contains_gold(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether the normalised answer is a gold, or has one in it.
+    """Return whether the normalised answer is a gold, or contains one.
 
-    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10";
-    in scripts without blanks a character is a word, see `spaced`.
-    A gold of which nothing is left, as of "The", is in no answer; yes, no and noanswer
-    count as first words alone, and not of a refusal ("No information is given").
+    Only whole words match, unlike in FlashRAG's "acc", which finds "no" in "unknown"
+    and "1" in "10"; in scripts without spaces a character is a word, see `spaced`. A
+    gold that is empty once normalised, such as "The", is in no answer. Yes, no and
+    noanswer only match as first words, and not in refusals ("No information is given").
     """
-    # Here, since whoever reads labels needs no NumPy.
+    # Imported here, since reading labels needs no NumPy.
     from beatrice.extract.generate.answers import is_hedge
 
     text = f" {spaced(normalise(answer))} "
@@ -99,9 +99,9 @@ def contains_gold(answer: str, golds: Sequence[str]) -> bool:
 def token_f1(answer: str, golds: Sequence[str]) -> float:
     """Return the best token F1 against any gold, after normalising both.
 
-    As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
-    with longer texts, and two texts of which nothing is left score 0. In scripts
-    without blanks tokens are characters, as in MLQA's script.
+    As in HotpotQA's script and FlashRAG, yes, no and noanswer have nothing in common
+    with other texts, and two texts that are empty once normalised score 0. In scripts
+    without spaces tokens are characters, as in MLQA's script.
     """
     best, text = 0.0, spaced(normalise(answer))
     for gold in (spaced(normalise(gold)) for gold in golds):
@@ -113,7 +113,7 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def stands_in_context(example: Example, answer: Answer) -> bool:
-    """Return whether an answer stands in the passages shown, as whole words."""
+    """Return whether the passages shown contain an answer, as whole words."""
     passages = example.context(answer.variant)
     shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
     text = spaced(normalise(" ".join(f"{p.title} {p.text}" for p in shown)))
@@ -128,7 +128,7 @@ def label_of(
     reason: str,
     verdicts: Sequence[str] | None = None,
 ) -> Label:
-    """Return the record of one answer's label; its one verdict is the label itself."""
+    """Return one answer's `Label`; by default its only verdict is the label itself."""
     if verdicts is None:
         verdicts = () if label is None else (_WORDS[label],)
     return Label(
@@ -144,7 +144,7 @@ def label_of(
 
 
 def _question_key(question: str) -> str:
-    """Return a digest of the text but for its blanks, the same in every version."""
+    """Return a digest of a question, whatever its white space; fixed over versions."""
     return sha256_json(" ".join(question.split()))[:12]
 
 
@@ -165,7 +165,7 @@ def pair_answers(
 
 
 def _checked(records: Iterable[RecordT], kind: type[RecordT]) -> list[RecordT]:
-    """Return records as a list; anything else is a ValueError that names it."""
+    """Return records as a list; raise a ValueError that names anything else."""
     wanted = f"expected a list of {kind.__name__}, found"
     is_iterable = isinstance(records, Iterable) and not hasattr(records, "columns")
     if not is_iterable or isinstance(records, str | bytes | dict):
@@ -182,7 +182,7 @@ def label_by_match(
 ) -> list[Label]:
     """Return the labels by comparison with the golds, in the order of the answers.
 
-    It knows no paraphrase: it suits sets whose golds list every accepted wording.
+    Paraphrases do not match, so it suits sets whose golds list every accepted wording.
     """
     check_choice("rule", rule, RULES)
     is_right = exact_match if rule == "exact" else contains_gold
@@ -201,22 +201,22 @@ def label_with(
     name: str | None = None,
     progress: Update = lambda done, total: None,
 ) -> list[Label]:
-    """Return the labels that a judge in Python gives.
+    """Return the labels that a judge written in Python gives.
 
     Args:
-      answers: in any order, which the labels keep.
-      examples: the questions of all of them.
+      answers: answers in any order, which the labels keep.
+      examples: the questions of all answers.
       judge: called with a question and an answer to it; returns True, False, or None
-        where it cannot decide: such an answer is left out of training and tests.
-      name: of the judge, for the reasons; by default its own.
-      progress: called with answers judged and answers given.
+        if it cannot decide. Such an answer is left out of training and tests.
+      name: name of the judge in the reasons; by default the function's.
+      progress: called with the number of answers judged and the total.
     """
     if not callable(judge):
         raise ValueError(
             "judge: expected a function of a question and an answer, found "
             f"{type(judge).__name__}"
         )
-    import numpy as np  # here, since whoever reads labels needs none
+    import numpy as np  # imported here, since reading labels does not need it
 
     name = name or getattr(judge, "__name__", type(judge).__name__)
     pairs, labels = pair_answers(answers, examples), []
@@ -224,14 +224,14 @@ def label_with(
         where = f"the answer {answer.text[:60]!r} to question {example.id!r}"
         try:
             verdict = judge(example, answer)
-        # Whatever a person's judge raises is a mistake in that judge.
+        # Any exception of a user's judge is a mistake in it.
         except Exception as error:
             raise ValueError(
-                f"{name} ends in {type(error).__name__} on {where}: {error}"
+                f"{name} failed with {type(error).__name__} on {where}: {error}"
             ) from error
         if verdict is not None and not isinstance(verdict, bool | np.bool_):
             raise ValueError(
-                f"{name}: expected True, False or None of {where}, found {verdict!r}"
+                f"{name}: expected True, False or None for {where}, found {verdict!r}"
             )
         label = None if verdict is None else bool(verdict)
         reason = f"by {name}" if label is not None else f"{name} cannot decide"
@@ -241,41 +241,41 @@ def label_with(
 
 
 class JudgedAnswer(Record, frozen=True, kw_only=True):
-    """One line of a person's file."""
+    """One line of a user's file of labels."""
 
     question: str  # in the words of the run; case, marks and articles do not matter
     answer: str  # as the model gave it; outer white space does not matter
-    label: bool | None  # whether it is right; None: who judged could not decide
-    setting: Setting | None = None  # of the answer; None: whichever gave it
-    variant: Variant | None = None  # the same
+    label: bool | None  # whether the answer is right; None if undecided
+    setting: Setting | None = None  # setting of the answer; None for any
+    variant: Variant | None = None  # variant of the answer; None for any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Imported:
-    """The labels of all answers, and what of the file was of no use."""
+    """The labels of all answers, and counts of the file's lines."""
 
-    labels: tuple[Label, ...]  # one an answer; None where the file has no verdict
-    n_lines: int  # of the file
-    n_other_question: int  # lines whose question the run does not have
+    labels: tuple[Label, ...]  # one per answer; None if the file does not decide it
+    n_lines: int  # all lines of the file
+    n_other_question: int  # lines whose question is not in the run
     n_other_answer: int  # lines whose answer the run's model did not give
     n_undecided: int  # lines on an answer of the run, without a verdict
-    n_unchecked: int  # lines of an older run, without the answer or the question
+    n_unchecked: int  # lines of an older run, without a digest of answer or question
 
 
 def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
-    """Yield lines with their places; a line of a run's labels.jsonl is read too."""
+    """Yield each line with its place; it may also be one of a run's labels.jsonl."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             try:
                 is_label = "example_id" in json.loads(line)
             except (ValueError, TypeError, RecursionError):
-                is_label = False  # the reader below says what is wrong
+                is_label = False  # `from_json` raises the error
             yield where, from_json(Label if is_label else JudgedAnswer, line, where)
 
 
 def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
-    """Return whether a line on the answer's question is about this answer."""
+    """Return whether a line about the answer's question is about this answer."""
     if isinstance(row, Label):
         is_same = row.answer_sha in (None, answer_sha(answer.text))
         return row.key == answer.key and is_same
@@ -289,17 +289,17 @@ def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
 def import_labels(
     path: Path, answers: Iterable[Answer], examples: Iterable[Example]
 ) -> Imported:
-    """Return for every answer the label that a file has for it.
+    """Return the label that a file has for each answer.
 
-    A label holds for an answer only if that is the very answer that was judged; what
-    the file does not judge, or leaves undecided, stays without one, and is left out of
-    training and tests. Lines are each a `JudgedAnswer`, or a `Label` as in a run's
-    labels.jsonl; two that disagree, or none that fits an answer, are a ValueError.
+    A label holds for exactly the answer that was judged. Answers that the file does not
+    judge, or leaves undecided, stay unlabelled and are left out of training and tests.
+    A line is a `JudgedAnswer`, or a `Label` as in a run's labels.jsonl. Raises
+    ValueError if two lines disagree, or if no line labels an answer.
     """
     pairs = pair_answers(answers, examples)
     by_question: dict[tuple[str | None, str | None], list[Answer]] = {}
     for example, answer in pairs:
-        folded = text_key(example.question).hex()  # of earlier versions' labels
+        folded = text_key(example.question).hex()  # key in earlier versions' labels
         for text in (_question_key(example.question), folded, None):
             by_question.setdefault((example.id, text), []).append(answer)
         by_question.setdefault((None, folded), []).append(answer)
@@ -327,14 +327,14 @@ def import_labels(
             if label != row.label:
                 raise ValueError(
                     f"{where} calls the answer {answer.text[:60]!r} to question "
-                    f"{answer.example_id!r} {_WORDS[not label]}, {first} calls it "
+                    f"{answer.example_id!r} {_WORDS[not label]}, but {first} calls it "
                     f"{_WORDS[label]}; leave one of the two out"
                 )
     if not labels:
         raise ValueError(
             f"{path}: no line of {n_lines} labels an answer of this run "
             f"({n_other_question} are about other questions, {n_other_answer} about "
-            f"other answers than its model gave, {n_undecided} undecided)"
+            f"answers that its model did not give, {n_undecided} undecided)"
         )
     reason = f"imported from {path.name}"
 
@@ -357,14 +357,14 @@ def import_labels(
 def count_correct(
     examples: Sequence[Example], labels: Mapping[Key, Label]
 ) -> list[dict[str, Any]]:
-    """Count labelled and right answers of each dataset, split, setting and variant."""
+    """Count labelled and right answers per dataset, split, setting and variant."""
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     by_id = {example.id: example for example in examples}
     names = ("dataset", "split", "setting", "variant", "n", "n_correct")
     for label in labels.values():
         if label.example_id not in by_id:
             raise ValueError(
-                f"a label is of the question {label.example_id!r}, which is not in "
+                f"a label is for the question {label.example_id!r}, which is not in "
                 "examples.jsonl; run `beatrice label` again"
             )
         example = by_id[label.example_id]
@@ -378,7 +378,7 @@ def count_correct(
 def class_counts(
     counts: Iterable[Mapping[str, Any]],
 ) -> dict[tuple[Setting, Split], tuple[int, int]]:
-    """Sum labelled and right answers of training and validation by setting."""
+    """Sum labelled and right answers of training and validation per setting."""
     sums: dict[tuple[Setting, Split], tuple[int, int]] = {}
     for row in counts:
         if row["split"] in ("train", "validation"):
@@ -389,12 +389,12 @@ def class_counts(
 
 
 def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
-    """Return for which settings a run cannot conclude anything, and why.
+    """Return the settings for which a run cannot conclude anything, each with why.
 
-    The paper names no such number. With 150 of one class and 850 of the other, the
-    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
-    separates detectors in the paper; validation and test have fewer still. Training
-    answers in their original wording count.
+    The paper names no threshold like `ENOUGH`. With 150 of one class and 850 of the
+    other, the standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982),
+    about what separates detectors in the paper; validation and test have fewer still.
+    Only training answers with original contexts count.
     """
     original = class_counts(row for row in counts if row["variant"] == "original")
     return {
@@ -407,8 +407,8 @@ def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
 
 def _lone_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
     return (
-        f"{setting}, {split}: {n_correct} of {n} labelled answers are correct; with "
-        "one class alone no detector can be trained, chosen or calibrated. Look at the "
+        f"{setting}, {split}: {n_correct} of {n} labelled answers are correct; no "
+        "detector can be trained, chosen or calibrated on one class alone. Look at the "
         "answers; other prompts, more questions, --match containment or a judge may "
         "help"
     )
@@ -417,7 +417,7 @@ def _lone_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
 def shares_in_words(
     examples: Sequence[Example], labels: Sequence[Label]
 ) -> Iterator[str]:
-    """Yield how many answers are correct, and where one class is rare or alone."""
+    """Yield how many answers are correct, and warnings of rare or missing classes."""
     counts = count_correct(examples, {label.key: label for label in labels})
     reasons, classes = too_few_answers(counts), class_counts(counts)
     for setting in SETTINGS:
@@ -440,23 +440,22 @@ def shares_in_words(
             elif split == "validation" and min(n_correct, n - n_correct) < FEW:
                 yield (
                     f"{setting}, validation: {n_correct} correct and {n - n_correct} "
-                    "incorrect answers; what is trained or measured on so few says "
-                    "little"
+                    "incorrect answers; too few to train or measure on reliably"
                 )
 
 
 def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> None:
-    """Check that training and validation answers of every setting hold both classes."""
+    """Check that training and validation answers of every setting have both classes."""
     counts = count_correct(examples, {label.key: label for label in labels})
     for (setting, split), (n, n_correct) in class_counts(counts).items():
         if n_correct in (0, n):
             raise ValueError(
-                f"{_lone_class(setting, split, n, n_correct)}; signals for another use "
-                "are read where labels.jsonl is not there"
+                f"{_lone_class(setting, split, n, n_correct)}; to read signals for "
+                "another use, move labels.jsonl away"
             )
 
 
-N_TRIED = 64  # a judge's first replies, some of which are verdicts if it can judge
+N_TRIED = 64  # first replies of a judge, of which at least one must be a verdict
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]
 
@@ -467,16 +466,16 @@ _PAIRS = (
     ("\u201c", "\u201d"),
     ("\u2018", "\u2019"),
 )
-# ASCII, or the Turkish dotless i would be folded into an i.
+# Only ASCII: otherwise the Turkish dotless i would match an i.
 _WORD = re.compile(r"(in)?correct", re.IGNORECASE | re.ASCII)
 
 
 def normalise_reply(text: str) -> str:
-    """Return the reply without what may surround its one word.
+    """Return the reply without the marks that may surround its one word.
 
-    White space, matching pairs of quotes or emphasis, and at most one full stop or
-    exclamation mark at the end. A hyphen before the word or a question mark behind it
-    stays: it changes what is said.
+    Remove white space, matching pairs of quotes or emphasis, and at most one full stop
+    or exclamation mark at the end. A hyphen before the word or a question mark after it
+    stays, since it changes the meaning.
     """
     text, n_stops = text.strip(), 0
     while True:
@@ -493,7 +492,7 @@ def normalise_reply(text: str) -> str:
 
 
 def parse_verdict(text: str) -> Verdict:
-    """Return the verdict of a judge's reply, which is one word in any case."""
+    """Return the verdict of a judge's reply: one word, in upper or lower case."""
     word = _WORD.fullmatch(normalise_reply(text))
     if word is None:
         return "unparsable"
@@ -505,8 +504,8 @@ def consensus(
 ) -> tuple[bool | None, str]:
     """Return the label that the verdicts agree on or None, and the reason in words.
 
-    There is one verdict a rubric. A majority is more than half of all verdicts, an
-    unparsable one included in the count.
+    There is one verdict per rubric. A majority is more than half of all verdicts,
+    unparsable ones included.
     """
     check_choice("vote", vote, get_args(Vote))
     if not verdicts:
@@ -525,9 +524,9 @@ def consensus(
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-# A chat template's control tokens are written in the text itself: <|im_end|>,
-# <end_of_turn>, </s>, <<SYS>>, [INST]. A space after the bracket keeps a tokenizer
-# from reading them as control tokens, and a person still reads the same words.
+# A text may spell a chat template's control tokens: <|im_end|>, <end_of_turn>, </s>,
+# <<SYS>>, [INST]. A space after the bracket keeps a tokenizer from reading them as
+# control tokens; a person still reads the same words.
 _ANGLE = re.compile(r"<(?=\S)")
 _SQUARE = re.compile(r"\[(?=/?\w+\])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029\ud800-\udfff]")
@@ -537,17 +536,17 @@ def escape(text: str) -> str:
     r"""Return the text with control tokens and control characters made harmless.
 
     `<x` becomes `< x` and `[INST]` becomes `[ INST]`; a control character, a line
-    separator other than `\n` or a lone surrogate becomes U+FFFD, which shows.
+    separator other than `\n` or a lone surrogate becomes the visible U+FFFD.
     """
     spaced = _SQUARE.sub("[ ", _ANGLE.sub("< ", text))
     return _CONTROL.sub("\ufffd", spaced.replace("\r\n", "\n"))
 
 
 def delimit(fields: Mapping[str, str], *, salt: str) -> tuple[str, list[str]]:
-    """Return a prompt's marker, and each field escaped, between two lines with it.
+    """Return a prompt's marker, and each field, escaped, between lines with the marker.
 
-    The marker is 32 hex digits that stand in no field. The salt sets prompts over the
-    same fields apart: rubric, attempt, seed.
+    The marker is 32 hex digits that occur in no field. The salt (rubric, attempt, seed)
+    distinguishes prompts with the same fields.
     """
     hashes = (sha256_json([salt, n, sorted(fields.items())]) for n in itertools.count())
     markers = (sha[:32] for sha in hashes)
@@ -568,9 +567,9 @@ _DELIMITERS = (
 class Rubric:
     """One way of judging an answer."""
 
-    name: str  # as in the audit
-    opening: str  # what is to be done; before the fields
-    rules: str  # how, and what to reply with; after the fields
+    name: str  # shown in the audit
+    opening: str  # the task, before the fields
+    rules: str  # the rules and the form of the reply, after the fields
 
 
 RUBRICS: tuple[Rubric, ...] = (
@@ -614,10 +613,10 @@ def judge_prompt(
     attempt: int = 0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt that asks for one verdict on any two texts.
+    """Return the prompt that asks for one verdict on an answer.
 
-    Each gold becomes one line. A greedy judge asked again in the same words would say
-    the same, so a new attempt (from 0) has a new marker, as has a run of another seed.
+    Each gold becomes one line. A greedy judge would repeat itself if asked again in the
+    same words, so each attempt (from 0) has a new marker, as does each seed.
     """
     fields = {
         "question": question,
@@ -636,10 +635,10 @@ def judge_prompt(
 class ConsensusConfig:
     """How answers are judged."""
 
-    vote: Vote = "unanimous"  # drops what the rubrics disagree on; "majority" keeps it
-    n_retries: int = 2  # of a reply that is no verdict
-    max_new_tokens: int = 8  # a verdict is one word, and a reply that was cut is none
-    seed: int = 0  # of the delimiters' markers
+    vote: Vote = "unanimous"  # drops disputed answers; "majority" counts the verdicts
+    n_retries: int = 2  # for a reply that is not a verdict
+    max_new_tokens: int = 8  # enough for a verdict; a reply that was cut is unparsable
+    seed: int = 0  # seed of the delimiters' markers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -647,11 +646,11 @@ class Judgements:
     """The verdicts of the judges, as labels."""
 
     labels: tuple[Label, ...]  # one per answer, verdicts in the order of the rubrics
-    n_retried: int  # replies that were asked for again, each attempt counted
-    n_unparsable: int  # verdicts that stayed so
+    n_retried: int  # retries of replies, each attempt counted
+    n_unparsable: int  # verdicts that stayed unparsable
 
     def counts(self) -> list[dict[str, str | int]]:
-        """Return, per setting and variant, how many answers got which label."""
+        """Count the labels per setting and variant."""
         kinds = {True: "n_correct", False: "n_incorrect", None: "n_dropped"}
         names = ("n", *kinds.values(), "n_with_unparsable")
         rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -672,7 +671,7 @@ def _verdict(reply: Generated) -> Verdict:
 def _check_judge(
     config: ConsensusConfig,
 ) -> Callable[[Sequence[Generated]], None]:
-    """Return what checks a judge's replies: of the first, some are verdicts."""
+    """Return a check that some of a judge's first replies are verdicts."""
     verdicts: set[Verdict] = set()
     n_replies = 0
 
@@ -684,9 +683,9 @@ def _check_judge(
             raise ValueError(
                 f"none of the first {n_replies} replies is a verdict, which is the "
                 f"word Correct or Incorrect in at most {config.max_new_tokens} "
-                f"tokens; the last is {replies[-1].text[:60]!r}. Labels stay as they "
-                "were. A judge that thinks first needs thinking switched off, or a "
-                "server that takes it out of replies and a higher max_new_tokens"
+                f"tokens; the last is {replies[-1].text[:60]!r}. No label was changed. "
+                "A judge that thinks first needs thinking switched off, or a server "
+                "that removes it from replies and a higher max_new_tokens"
             )
 
     return check
@@ -702,11 +701,11 @@ def judge_answers(
     *,
     rubrics: Sequence[Rubric] = RUBRICS,
 ) -> Judgements | None:
-    """Label answers by the consensus of rubrics, by each of which all are judged once.
+    """Label answers by the consensus of rubrics, under each of which all are judged.
 
-    Progress is replies that are there and replies wanted; a retry starts again from 0.
-    Labels have the order of the answers. None where these replies are a share of the
-    texts. Raises ValueError where none of the first replies is a verdict.
+    `progress` is called with the replies so far and in all; each retry restarts at 0.
+    Labels are in the order of the answers. Returns None if `replies` is only a share of
+    the texts. Raises ValueError if none of the first replies is a verdict.
     """
     pairs = pair_answers(answers, examples)
     pending = list(itertools.product(range(len(pairs)), range(len(rubrics))))

@@ -1,8 +1,8 @@
-"""Rewritten contexts as records, and what they add beyond their source.
+"""Rewrite contexts, and find what a rewrite adds to its source.
 
 The paper doubles its with-context data by a normalisation rewrite (appendix A); the
-backbone answers again on the rewritten context. What the rewriter adds is flagged and
-counted, never dropped.
+backbone answers again on the rewritten context. Additions of the rewriter are flagged
+and counted, never dropped.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ _NUMBER_WORDS = {
     )
 }
 
-# Letters with a stroke and ligatures, which no normal form takes apart.
+# Letters with a stroke and ligatures, which no normal form decomposes.
 _PLAIN = str.maketrans(
     {"\u0142": "l", "\u00f8": "o", "\u0111": "d", "\u0131": "i"}
     | {"\u00e6": "ae", "\u0153": "oe", "\u00fe": "th", "\u00f0": "d"}
 )
 
-# What may open a sentence without being a name.
+# Words that may open a sentence without being a name.
 _OPENERS = frozenset(
     "a according additionally after all also although among an and another as at "
     "based because before being between both but by during each early evidence "
@@ -70,14 +70,14 @@ _OPENERS = frozenset(
 
 
 class Additions(NamedTuple):
-    """What a rewrite adds, as it is written there."""
+    """What a rewrite adds to its source, in the rewrite's spelling."""
 
-    # In digits or words up to twenty; not in the source in either notation.
+    # Numbers, in digits or in words up to twenty, that the source has in neither form.
     numbers: tuple[str, ...]
-    # Capitalised words that the source does not have, in any case, close together and
-    # in this order.
+    # Runs of capitalised words that the source does not have close together in this
+    # order, in upper or lower case.
     entities: tuple[str, ...]
-    # Those of both that the question has, which the rewriter was shown.
+    # Those of both that are in the question, which the rewriter was shown.
     from_question: tuple[str, ...]
 
 
@@ -89,7 +89,7 @@ def _fold(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return the folded words, possessive endings taken off."""
+    """Return the folded words without possessive endings."""
     return [_POSSESSIVE.sub("", _fold(m.group())) for m in _WORD.finditer(text)]
 
 
@@ -103,7 +103,7 @@ def _number_value(text: str) -> str:
 
 
 def _numbers(text: str) -> dict[str, str]:
-    """Return the numbers of a text, value to first notation."""
+    """Return the numbers in a text: a dictionary of value to first spelling."""
     numbers: dict[str, str] = {}
     for match in _NUMBER.finditer(unicodedata.normalize("NFKC", text)):
         numbers.setdefault(_number_value(match.group()), match.group())
@@ -114,7 +114,7 @@ def _numbers(text: str) -> dict[str, str]:
 
 
 def _entities(text: str) -> list[str]:
-    """Return the runs of capitalised words; not a word that merely opens a sentence."""
+    """Return the runs of capitalised words, without mere openers of sentences."""
     runs: list[list[re.Match[str]]] = []
     for match in _WORD.finditer(text):
         word = match.group()
@@ -123,7 +123,7 @@ def _entities(text: str) -> list[str]:
         opens = _SENTENCE_END.search(text[: match.start()]) is not None
         is_opener = _fold(word) in _OPENERS and (opens or len(word) == 1)
         if is_opener or _fold(word) in _NUMBER_WORDS:
-            continue  # the latter is compared as a number
+            continue  # number words are compared as numbers
         if runs and text[runs[-1][-1].end() : match.start()] in (" ", "-"):
             runs[-1].append(match)
         else:
@@ -132,10 +132,10 @@ def _entities(text: str) -> list[str]:
 
 
 def _has_name(words: list[str], name: str) -> bool:
-    """Return whether a name's words stand in this order, few others between them."""
+    """Return whether a name's words occur in order with few others between them."""
     wanted = _words(name)
     for start, word in enumerate(words):
-        # A rewrite may leave out up to two words of a name, as a middle name.
+        # A rewrite may leave out up to two words of a name, such as a middle name.
         window = iter(words[start : start + len(wanted) + 2])
         if word == wanted[0] and all(x in window for x in wanted):
             return True
@@ -143,7 +143,7 @@ def _has_name(words: list[str], name: str) -> bool:
 
 
 def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
-    """Compare a rewrite, aligned to a question, with its source: all it may use."""
+    """Return the additions of a rewrite, which may use nothing but its source."""
     there, in_question = _numbers(source), _numbers(question)
     numbers = {
         value: text
@@ -166,7 +166,7 @@ OVERLONG = "the context does not fit the rewriter's window"
 
 
 def count_rewrites(rewrites: Sequence[Rewrite]) -> dict[str, int]:
-    """Return how many there are, failed, and added what."""
+    """Count the rewrites, their failures and their additions."""
     return {
         "n": len(rewrites),
         "n_failed": sum(r.text is None for r in rewrites),
@@ -203,17 +203,17 @@ class RewriteConfig:
     """How contexts are rewritten; always greedily, as in the paper."""
 
     max_new_tokens: int = 1024  # longest rewritten context
-    seed: int = 0  # of the delimiters' markers
-    skip_overlong: bool = False  # count what does not fit as failed, and go on
-    # Of the run's prompts: how contexts are shown.
+    seed: int = 0  # seed of the delimiters' markers
+    skip_overlong: bool = False  # count contexts that do not fit as failed, and go on
+    # The template of the run's prompts, in which contexts are shown.
     template: TemplateName | Words = "paper"
 
 
 def rewrite_prompt(example: Example, config: RewriteConfig = RewriteConfig()) -> str:
     """Return the prompt that asks for one rewritten context.
 
-    The words and their order are the paper's; the delimiters are added, since a passage
-    from the web may hold instructions.
+    The words and their order are the paper's; the delimiters are ours, since a passage
+    from the web may contain instructions.
     """
     context = words_of(config.template).context_text(example.passages)
     fields = {"question": example.question, "context": context}
@@ -232,11 +232,11 @@ def _failed(example: Example, reason: str) -> Rewrite:
 def read_rewrite(
     example: Example, reply: Generated, config: RewriteConfig = RewriteConfig()
 ) -> Rewrite:
-    """Return the rewrite of one reply.
+    """Return the rewrite in one reply.
 
-    Before the cue "Normalized Context:" nothing counts; without the cue, everything
-    does but thinking, which may hold the cue too. A reply that was cut fails: half a
-    context would be taken for a whole one.
+    It is the text after the cue "Normalized Context:" or, without the cue, the whole
+    reply. Thinking is removed first, since it may contain the cue. A reply that was cut
+    fails, since half a context would pass for a whole one.
     """
     if reply.finish == "withheld":
         return _failed(example, "the server withheld the rewrite")
@@ -268,7 +268,7 @@ def rewrite_contexts(
     config: RewriteConfig,
     progress: Update = lambda done, total: None,
 ) -> list[Rewrite] | None:
-    """Rewrite every context that needs it, in order; None of a share of the texts."""
+    """Rewrite every context that needs it, in order; return None for a share."""
     wanted = [example for example in examples if needs_rewrite(example)]
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}
@@ -299,7 +299,7 @@ def rewrite_stage(
     """Return the stage that rewrites a run's contexts; `read_examples` joins them."""
     if "with_context" not in settings_of(run):
         raise ValueError(
-            f"{run.path} has closed_book alone, so there is no context to rewrite"
+            f"{run.path} is closed_book only, so there is no context to rewrite"
         )
     identity = {
         "schema": SCHEMA_VERSION,
@@ -333,6 +333,6 @@ def rewrite_stage(
 
 
 def rewrite_counts(run: RunDir) -> dict[str, int]:
-    """Return what the stage `rewrite` counted."""
+    """Return the counts of the stage `rewrite`."""
     summary = run.replies("rewrite").with_suffix(".json")
     return json.loads(summary.read_text(encoding="utf-8"))["counts"]

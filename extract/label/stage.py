@@ -1,9 +1,9 @@
-"""The stages that label, and whether their labels are to be trusted.
+"""The stages that label answers, and audits of how far the labels can be trusted.
 
-A person judges a sample of answers blind: a CSV goes out, and the same CSV comes in,
-its column `human` filled in with correct or incorrect. Half of the sample is labelled
-right and half wrong, so that each kind of mistake has an interval; what that says of
-all answers is weighted by how many have either label.
+A person judges a sample of answers blind: a CSV is written, and read back with its
+column `human` filled in with correct or incorrect. Half of the sample is labelled right
+and half wrong, so that each kind of mistake gets an interval; estimates for all answers
+are weighted by how many have either label.
 """
 
 import contextlib
@@ -86,8 +86,8 @@ from beatrice.extract.run.stages import (
 COLUMNS = tuple(
     "item example_id setting variant question golds passages answer check human".split()
 )
-N_BOOTSTRAP = 10_000  # resamples behind an interval of kappa
-# Of the comparison with golds; until 2 only ASCII's punctuation was deleted.
+N_BOOTSTRAP = 10_000  # bootstrap resamples for an interval of kappa
+# Of the comparison with golds; version 1 deleted only ASCII punctuation.
 _FORMAT = "2"
 
 
@@ -96,16 +96,16 @@ class Agreement:
     """How far two raters agree on the same items."""
 
     n: int  # items that both rated
-    n_agree: int  # of them, rated alike
-    kappa: float | None  # in [-1, 1], or None where it is undefined
-    ci_low: float | None  # of the 95 % percentile bootstrap interval
+    n_agree: int  # items that both rated alike
+    kappa: float | None  # in [-1, 1], or None if undefined
+    ci_low: float | None  # bounds of the 95 % percentile bootstrap interval
     ci_high: float | None
     n_bootstrap: int  # resamples drawn
-    n_undefined: int  # of them without kappa (one class); not in the interval
+    n_undefined: int  # resamples without a kappa (one class), left out of the interval
     reason: str | None  # why kappa is undefined
 
     def in_words(self) -> str:
-        """Return one line for a person."""
+        """Return a one-line summary."""
         if not self.n:
             return "nothing to compare"
         share = 100 * self.n_agree / self.n
@@ -123,7 +123,7 @@ def kappas(tables: np.ndarray) -> np.ndarray:
         no.
 
     Returns:
-      `[n_tables]` float64, NaN where both raters put everything into one class.
+      `[n_tables]` float64; NaN if both raters put every item into the same class.
     """
     both, first, second, neither = tables.T.astype(np.float64)
     n = both + first + second + neither
@@ -133,9 +133,9 @@ def kappas(tables: np.ndarray) -> np.ndarray:
 
 
 def agreement(pairs: Sequence[tuple[bool, bool]], *, seed: int = 0) -> Agreement:
-    """Compare two raters, by their ratings of every item, in Cohen's kappa.
+    """Return the agreement of two raters (Cohen's kappa) from pairs of their ratings.
 
-    Resamples of the items are drawn as counts of the four cells, which has the same
+    A resample of the items is drawn as counts of the four cells, which has the same
     distribution as drawing the items one by one.
     """
     n = len(pairs)
@@ -146,7 +146,7 @@ def agreement(pairs: Sequence[tuple[bool, bool]], *, seed: int = 0) -> Agreement
         kappa = float(kappas(cells[None])[0])
         rng = np.random.default_rng(seed)
         drawn = kappas(rng.multinomial(n, cells / n, size=N_BOOTSTRAP))
-        # Never are all undefined: of two items that differ, about half.
+        # Some are always defined: even with two items that differ, about half.
         low, high = np.nanquantile(drawn, (0.025, 0.975)).tolist()
     undefined = "both raters put every item into one class" if n else "no items"
     return Agreement(
@@ -181,11 +181,9 @@ class LabelledAnswer:
 
     @property
     def check(self) -> str:
-        """Return what changes with the question, its golds or the answer.
-
-        A letter stands first, or a spreadsheet might take it for a number.
-        """
+        """Return a digest of the question, its golds and the answer."""
         content = [self.example.question, list(self.example.golds), self.answer.text]
+        # A letter comes first, or a spreadsheet might take it for a number.
         return f"c{sha256_json(content)[:12]}"
 
 
@@ -209,7 +207,7 @@ def join_labels(
 
 
 def disagreements(rows: Sequence[LabelledAnswer]) -> list[dict[str, Any]]:
-    """List the answers that the judges dropped, or label unlike exact match."""
+    """List the answers that the judges dropped, or labelled unlike exact match."""
     listed = []
     for row in rows:
         if row.label.label is None:
@@ -238,7 +236,7 @@ def disagreements(rows: Sequence[LabelledAnswer]) -> list[dict[str, Any]]:
 def against_exact_match(
     rows: Sequence[LabelledAnswer], *, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Compare the labels with exact match: over all, and per setting and variant."""
+    """Compare the labels with exact match, overall and per setting and variant."""
     compared = []
     for group in [("all", "all"), *sorted({row.group for row in rows})]:
         members = [row for row in rows if group in (("all", "all"), row.group)]
@@ -263,7 +261,7 @@ def between_judges(
     seed: int = 0,
     rubrics: Sequence[Rubric] = RUBRICS,
 ) -> list[dict[str, Any]]:
-    """Compare pairwise the rubrics of these labels, where both gave a verdict."""
+    """Compare the rubrics pairwise, on answers for which both gave a verdict."""
     if {len(row.label.verdicts) for row in rows} != {len(rubrics)}:
         return []
     compared = []
@@ -287,9 +285,9 @@ def draw_sample(
 ) -> list[LabelledAnswer]:
     """Draw at most n labelled answers, evenly over the settings (paper: 50 and 50).
 
-    And evenly over right and wrong, of test and held-out questions where there are any:
-    what detectors are measured on. Where one kind has too few, the others give more.
-    The rows are all, in the order of their keys.
+    Also evenly over right and wrong, and only from test and held-out questions, which
+    detectors are measured on, if there are any. If one kind has too few, the others
+    give more. `rows` are all answers, in the order of their keys.
     """
     rng = np.random.default_rng(seed)
     piles = [
@@ -302,7 +300,7 @@ def draw_sample(
 
 
 def _drawing_of(rows: Sequence[LabelledAnswer]) -> str:
-    """Return what changes with any label: a sample is drawn evenly over these."""
+    """Return a digest of all labels, on which the draw of a sample depends."""
     return sha256_json([(*row.label.key, row.label.label) for row in rows])[:8]
 
 
@@ -318,12 +316,12 @@ def _by_label(
 
 
 def _cell(text: str) -> str:
-    """Return a cell that no spreadsheet takes for a formula."""
+    """Return a text quoted so that no spreadsheet takes it for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _passages(row: LabelledAnswer) -> str:
-    """Return the titles and texts that the model saw, a line each."""
+    """Return the titles and texts that the model saw, one passage per line."""
     shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant)
     seen = [p for i, p in enumerate(shown or ()) if i not in row.answer.dropped]
     return "\n".join(f"{passage.title}: {passage.text}" for passage in seen)
@@ -332,21 +330,21 @@ def _passages(row: LabelledAnswer) -> str:
 def write_sample(
     path: Path, sample: Sequence[LabelledAnswer], rows: Sequence[LabelledAnswer]
 ) -> None:
-    """Write the CSV of a sample of the rows, but not over one that is there.
+    """Write the CSV of a sample of the rows, but never over another sample.
 
-    That may be filled in. A check has the answer's and, behind a hyphen, that of all
-    labels, which the person does not see.
+    The existing one may be filled in. A cell of `check` has the answer's digest and,
+    after a hyphen, one of all labels; the labels themselves are not shown.
     """
     if path.exists():
         checks = [row["check"].split("-")[0] for row in _read_rows(path)]
         if checks != [row.check for row in sample]:
             raise ValueError(
                 f"{path} holds another sample, perhaps with annotations; move it away "
-                "to draw anew"
+                "to draw a new one"
             )
         return
     stream = io.StringIO()
-    writer = csv.writer(stream)  # of lines in \r\n, so cells with either are quoted
+    writer = csv.writer(stream)  # lines end in \r\n, so cells with either are quoted
     writer.writerow(COLUMNS)
     drawing = _drawing_of(rows)
     for item, row in enumerate(sample, start=1):
@@ -354,7 +352,7 @@ def write_sample(
         checks = (row.answer.text, f"{row.check}-{drawing}")
         cells = (row.example.id, *row.group, *asked, *checks)
         writer.writerow((item, *map(_cell, cells), ""))
-    # Behind a mark by which Excel knows UTF-8: it would show "SÃ£o" for "São".
+    # Excel recognises UTF-8 by this mark; without it, "São" would show as "SÃ£o".
     write_text_atomic(path, f"\ufeff{stream.getvalue()}")
 
 
@@ -365,13 +363,13 @@ class LabelNoise:
     setting: str
     label: bool  # what the labels say
     n_all: int  # evaluated answers with this label
-    n: int  # of them, annotated
-    n_disputed: int  # of these, the person says otherwise
-    ci_low: float | None  # Wilson's 95 % interval of the share; None without any
+    n: int  # those of them that were annotated
+    n_disputed: int  # annotated answers where the person disagrees
+    ci_low: float | None  # Wilson's 95 % interval of the share; None if n is 0
     ci_high: float | None
 
     def in_words(self) -> str:
-        """Return one line for a person."""
+        """Return a one-line summary."""
         names = ("right", "wrong") if self.label else ("wrong", "right")
         ci = f" [{self.ci_low:.3f}, {self.ci_high:.3f}]" if self.n else ""
         n_disputed = f"{self.n_disputed} of {self.n}"
@@ -381,8 +379,8 @@ class LabelNoise:
 def label_noise(
     rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
 ) -> tuple[LabelNoise, ...]:
-    """Count what a person disputes, per setting and label."""
-    # Here, since a second of the verb's start would go into loading it.
+    """Count the labels that a person disputes, per setting and label."""
+    # Imported here, since loading it takes a second.
     from scipy.stats import binomtest
 
     noise = []
@@ -408,7 +406,7 @@ def label_noise(
 
 
 def noise_in_words(noise: Sequence[LabelNoise]) -> list[str]:
-    """Return a line for each label of each setting, and one for all of its answers."""
+    """Return a line per setting and label, and one per setting for all its answers."""
     lines = []
     for setting in dict.fromkeys(row.setting for row in noise):
         rows = [row for row in noise if row.setting == setting]
@@ -427,13 +425,13 @@ class HumanAgreement:
     judge: Agreement  # of the person with the labels
     exact: Agreement  # of the person with exact match
     n_empty: int  # items that were not annotated
-    n_dropped: int  # items that have no label any more, annotated or not
-    noise: tuple[LabelNoise, ...]  # empty where other labels drew the sample
-    verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and is it correct?
+    n_dropped: int  # items that have lost their label, annotated or not
+    noise: tuple[LabelNoise, ...]  # empty if the sample was drawn under other labels
+    verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and whether it is correct
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a sample's CSV; a spreadsheet may have put semicolons."""
+    """Return the rows of a sample's CSV, separated by commas or semicolons."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -443,7 +441,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
         ) from None
     header = text.split("\n", 1)[0]
     separator = ";" if header.count(";") > header.count(",") else ","
-    allow_long_cells()  # passages are
+    allow_long_cells()  # for passages
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
@@ -457,13 +455,12 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 def read_annotations(
     path: Path, rows: Sequence[LabelledAnswer], *, seed: int = 0
 ) -> HumanAgreement:
-    """Compare a person's annotations, a sample's CSV filled in, with all labels.
+    """Compare a person's annotations, in a sample's CSV, with the labels.
 
-    Every item must be an answer of the run as it is now, and each there once. A sample
-    that other labels drew stands for other shares of the answers, and says nothing of
-    how many of all are mislabelled.
+    Every item must be an answer of the current run and occur once. A sample drawn under
+    other labels does not tell how many of all answers are mislabelled.
     """
-    # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
+    # Keyed as shown: the CSV may have an apostrophe before an id.
     by_key = {tuple(map(_cell, row.label.key)): row for row in rows}
     rated: list[tuple[bool, LabelledAnswer]] = []
     seen: set[tuple[str, ...]] = set()
@@ -476,9 +473,9 @@ def read_annotations(
         check, _, drawing = cells["check"].partition("-")
         problem = None
         if row is None:
-            problem = f"{key} is no answer of this run"
+            problem = f"{key} is not an answer of this run"
         elif key in seen:
-            problem = f"{key} is there twice; keep one of them"
+            problem = f"{key} occurs twice; keep one of them"
         elif check != row.check:
             problem = (
                 f"{key} was annotated for another question, gold or answer than the "
@@ -486,7 +483,7 @@ def read_annotations(
             )
         elif verdict == "unparsable":
             problem = (
-                "the column human is correct, incorrect or empty, found "
+                "expected correct, incorrect or nothing in the column human, found "
                 f"{cells['human'][:40]!r}"
             )
         if row is None or problem is not None:
@@ -499,7 +496,7 @@ def read_annotations(
             rated.append((verdict == "correct", row))
     labels = [(human, bool(row.label.label)) for human, row in rated]
     verdicts = {row.label.key: human for human, row in rated}
-    # Older files do not say which labels drew them.
+    # Older files lack the digest of the labels under which they were drawn.
     is_of_these = not n_dropped and drawings <= {"", _drawing_of(rows)}
     return HumanAgreement(
         judge=agreement(labels, seed=seed),
@@ -511,19 +508,19 @@ def read_annotations(
     )
 
 
-JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
+JUDGES = "beatrice.judges"  # entry points of users' own judges
 
 
 def _answered(run: RunDir) -> tuple[list[Answer], list[Example]]:
-    """Return every answer of a run, and the questions; all must be answered."""
+    """Return the answers and questions of a run, after checking that it is complete."""
     check_answered(run)
     return read_answers(run), read_examples(run)
 
 
 def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
-    """Label the run's answers by comparison with golds, or (None) as before."""
+    """Label the run's answers by comparison with golds; None keeps the run's rule."""
     if match is not None:
-        current_inputs(run, "label")  # labels that a person has changed stay
+        current_inputs(run, "label")  # fails if the user has changed the labels
         settle_again(run, LABEL, lambda _: LabelConfig(match=match))
     run_stage(LABEL, run, progress)
 
@@ -541,17 +538,17 @@ def _label(
     elif "rule" in before:
         is_earlier = before["rule"] == rule and before.get("format") != _FORMAT
         of_before = "an earlier " * is_earlier + before["rule"]
-        progress.note(f"label: {rule} replaces the labels of before: {of_before}")
+        progress.note(f"label: {rule} replaces the earlier labels: {of_before}")
     progress.note(
-        f"label: by {rule}, without a judge: a right answer in words that no gold "
-        "lists counts as wrong"
+        f"label: by {rule}, without a judge: right answers in other words than their "
+        "golds count as wrong"
     )
     _write_labels(run, label_by_match(*_answered(run), config.match), progress)
 
 
 def _write_labels(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
-    """Write labels; print how many are correct, and an answer where all are alike."""
-    # Without a record nobody has labelled here, and what is there is a person's.
+    """Write labels; note how many are correct, and an example if all are alike."""
+    # Without a record no stage has labelled yet, so an existing file is the user's.
     is_new = run.stage_record("label") is None
     write_text_atomic(run.labels, write_lines(labels), is_new=is_new)
     examples = read_examples(run)
@@ -564,7 +561,7 @@ def _write_labels(run: RunDir, labels: Sequence[Label], progress: Progress) -> N
             example = next(e for e in examples if e.id == answer.example_id)
             progress.note(
                 f"label: for instance, {example.question!r} is answered "
-                f"{answer.text!r}, its golds are {', '.join(map(repr, example.golds))}"
+                f"{answer.text!r}; its golds are {', '.join(map(repr, example.golds))}"
             )
             return
 
@@ -582,7 +579,7 @@ def judge_stage(
     *,
     name: str,
 ) -> TextStage[Judgements]:
-    """Return the stage that labels by the consensus of rubrics of the judge `name`."""
+    """Return the stage that labels by the consensus of the judge `name`'s rubrics."""
     identity = {
         "schema": SCHEMA_VERSION,
         "judge": dict(generator.identity),
@@ -621,9 +618,9 @@ def judge_stage(
 
 
 class _Verdict(Record, frozen=True, kw_only=True):
-    """What a person's judge says of an answer."""
+    """The verdict of a user's judge on an answer."""
 
-    key: str  # of judge, question and answer
+    key: str  # digest of judge, question and answer
     label: bool | None
 
 
@@ -631,13 +628,10 @@ class _Verdict(Record, frozen=True, kw_only=True):
 def _saved_verdicts(
     run: RunDir, judge: Judge, identity: Mapping[str, str], progress: Progress
 ) -> Iterator[Judge]:
-    """Yield a judge whose verdicts are written down, and asked for once.
-
-    Those of a second are written together: a rule gives thousands.
-    """
+    """Yield a judge that saves its verdicts once a second and judges nothing twice."""
     path = run.replies("judge_with")
     journal = Journal.open(JournalFiles(path, _Verdict, lambda row: row.key))
-    again = f"label: what this judge has judged in {path} is not judged again"
+    again = f"label: answers with this judge's verdict in {path} are not judged again"
     for note in (*journal.notes, *[again] * bool(journal)):
         progress.note(note)
     new: dict[str, str] = {}
@@ -668,12 +662,12 @@ def _saved_verdicts(
 
 
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
-    """Label answers by a person's judge, see `load_plug`; writes `labels.jsonl`."""
+    """Label answers by a user's judge, see `load_plug`; writes `labels.jsonl`."""
     judge = load_plug(spec, JUDGES)
     identity = {"rule": f"judge {spec}"}
-    if code := sha256_of_code(judge):  # judged again where this file has changed
+    if code := sha256_of_code(judge):  # judge again if the file changes
         identity["judge_with"] = code
-    is_saved = all((code, callable(judge)))  # else it may change unseen, or is refused
+    is_saved = all((code, callable(judge)))  # code without a file may change unseen
 
     def make() -> list[Label]:
         verdicts = contextlib.nullcontext(judge)
@@ -686,7 +680,7 @@ def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
 
 
 def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
-    """Label the run's answers by a person's file; writes `labels.jsonl`."""
+    """Label the run's answers from a user's file; writes `labels.jsonl`."""
 
     def make() -> Sequence[Label]:
         imported = import_labels(path, *_answered(run))
@@ -698,8 +692,8 @@ def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
         if imported.n_unchecked:
             progress.note(
                 f"label: warning: {imported.n_unchecked} lines are of an older version "
-                "and do not say of which question or answer they are; they label this "
-                "run's answer to the question of that id, whatever it is"
+                "and lack a digest of question or answer; they label this run's "
+                "answer to the question with their id, even if it differs"
             )
         return imported.labels
 
@@ -713,9 +707,9 @@ def _label_by(
     make: Callable[[], Sequence[Label]],
     progress: Progress,
 ) -> None:
-    """Write the labels that a person's judge or file makes, unless they are there."""
+    """Write the labels of a user's judge or file, unless they are already there."""
     inputs = {**current_inputs(run, "label", _reads(run)), **identity}
-    # Before the labels that are there count as begun again: judge or file may fail.
+    # Made before the stage starts over, since the judge or the file may fail.
     labels = [] if run.stage_done("label", inputs) else make()
 
     def work(update: Update) -> None:
@@ -725,15 +719,15 @@ def _label_by(
 
 
 def _labelled(run: RunDir) -> list[LabelledAnswer]:
-    run.hash_inputs(run.examples, run.answers, run.labels)  # says what is missing
+    run.hash_inputs(run.examples, run.answers, run.labels)  # fails if one is missing
     labels = read_records(run.labels, Label)
     return join_labels(read_examples(run), read_answers(run), labels)
 
 
 def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
-    """Write what is known about the labels' quality into `audit/`, and return it.
+    """Write a report on the labels' quality into `audit/`, and return it.
 
-    And a sample for a person; without a size one of 100, unless one is there.
+    Also write a sample for a person; without `n_sample`, one of 100, if there is none.
     """
     rows, seed = _labelled(run), run.seed
     listed = disagreements(rows)
@@ -750,7 +744,7 @@ def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
     write_json_atomic(run.audit / "audit.json", report)
     if n_sample is not None or not sample.exists():
         write_sample(sample, draw_sample(rows, n_sample or 100, seed=seed), rows)
-    # Looked for and not read, since the file may be in a person's hands.
+    # Its bytes are searched, not parsed, since a person may be editing the file.
     is_current = _drawing_of(rows).encode() in sample.read_bytes()
     return report | {"sample_is_current": is_current}
 
@@ -758,7 +752,7 @@ def audit_labels(run: RunDir, n_sample: int | None) -> dict[str, Any]:
 def compare_annotations(run: RunDir, path: Path) -> HumanAgreement:
     """Compare a person's annotations with the labels; writes `audit/human.json`."""
     human = read_annotations(path, _labelled(run), seed=run.seed)
-    about = {"read": run.hash_inputs(run.answers, run.labels)}  # others are not judged
+    about = {"read": run.hash_inputs(run.answers, run.labels)}  # what they apply to
     write_json_atomic(run.audit / "human.json", dataclasses.asdict(human) | about)
     return human
 

@@ -2,12 +2,12 @@
 
 A small language model trained on it (`extract/world/model.py`) knows some facts and
 not others, because it is exposed to them with Zipf-like frequencies. Every object
-occurs about equally often; otherwise a frequent answer alone would give away a guess.
+occurs about equally often; otherwise its frequency alone would betray a guess.
 The same fact can be stated, asked and rewritten in different words, none of which says
 how sure the speaker is.
 
-The three passages of a context usually hold the answer, sometimes lack it, and
-sometimes state another one, so that the model's answer with context is wrong for
+The three passages of a context usually contain the answer, sometimes lack it, and
+sometimes state another one. So the model's answers with context can be wrong for
 reasons that the question's words do not show.
 """
 
@@ -31,9 +31,9 @@ Group = Literal["in_domain", "pursuits", "places"]
 class Relation:
     """One relation and its wordings."""
 
-    group: Group  # the question set whose questions ask for it
-    subject: Kind  # kind of the things that have it
-    object: Kind  # kind of what they have
+    group: Group  # the question set that asks for it
+    subject: Kind
+    object: Kind
     # Two synonyms, used in "the NOUN of S is O"; the first names the relation.
     nouns: tuple[str, str]
     sentence: str  # the same fact in another word order
@@ -41,7 +41,7 @@ class Relation:
 
     @property
     def name(self) -> str:
-        """Return the relation's name."""
+        """Return the relation's name, its first noun."""
         return self.nouns[0]
 
 
@@ -111,7 +111,7 @@ _CODAS = "l n r s t m rn lt nd sk ck ff".split()
 
 
 def invented_words(rng: random.Random, n: int, used: set[str]) -> list[str]:
-    """Return `n` new capitalised syllable words and add them to `used`."""
+    """Return `n` new capitalised words of random syllables and add them to `used`."""
     words: list[str] = []
     while len(words) < n:
         syllables = (_ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS)
@@ -140,7 +140,7 @@ def questions(relation: Relation, subject: str) -> tuple[str, ...]:
 
 
 def rephrased_questions(relation: Relation, subject: str) -> tuple[str, ...]:
-    """Return the two wordings that occur in no training question of the detector."""
+    """Return the two wordings that no training question of the detector has."""
     return tuple(f"please name the {noun} of {subject}?" for noun in relation.nouns)
 
 
@@ -164,10 +164,10 @@ class WorldConfig:
     n_cities: int = 240
     n_schools: int = 60
     n_rivers: int = 60
-    n_strangers: int = 1200  # people who occur in passages only
+    n_strangers: int = 1200  # people who only occur in passages
     n_first_names: int = 60
     n_last_names: int = 1000
-    median_exposures: float = 3.2  # of the median in-domain fact
+    median_exposures: float = 3.2  # exposures of the median in-domain fact
     max_exposures: float = 60.0
     zipf_exponent: float = 0.9
     fact_noise: float = 1.4
@@ -176,12 +176,12 @@ class WorldConfig:
     p_misbelief: float = 0.05  # facts mostly stated wrongly in training
     p_no_passage: float = 0.05
     p_wrong_passage: float = 0.05
-    p_rumour: float = 0.08  # facts with one more passage, which is wrong
+    p_rumour: float = 0.08  # facts with an additional, wrong passage
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One sentence to be stated: possibly untrue."""
+    """One statement, possibly untrue."""
 
     relation: Relation
     subject: str
@@ -191,14 +191,14 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fact(Claim):
-    """One fact, its exposures in training, and what is often stated instead."""
+    """One fact, its exposures in training, and an object often stated instead."""
 
     exposures: float = 0.0
     misbelief: str | None = None
 
     @property
     def steps(self) -> tuple[Claim, ...]:
-        """Return what has to be known to answer it."""
+        """Return the facts needed to answer it."""
         return (self,)
 
 
@@ -212,7 +212,7 @@ class TwoHop:
 
     @property
     def steps(self) -> tuple[Claim, ...]:
-        """Return what has to be known to answer it."""
+        """Return the facts needed to answer it."""
         return (self.first, self.second)
 
 
@@ -224,7 +224,7 @@ class World:
     """Everything that is the case, in a fixed order."""
 
     config: WorldConfig
-    # Known entities and words of each kind; without people that only passages have.
+    # Known entities and words of each kind, without people who only occur in passages.
     names: dict[Kind, tuple[str, ...]]
     first_names: tuple[str, ...]
     last_names: tuple[str, ...]
@@ -234,7 +234,7 @@ class World:
 
 
 def stream(config: WorldConfig, purpose: str) -> random.Random:
-    """Return the random stream of one purpose, so that purposes do not interact."""
+    """Return the random stream for one purpose, so that purposes do not interact."""
     return random.Random(f"microworld/{config.seed}/{purpose}")
 
 
@@ -291,14 +291,14 @@ def _exposures(
 
 
 class _Objects:
-    """Names of one kind; draws as `rng.choice` would, without a list of the others."""
+    """Names of one kind; `other` draws as `rng.choice` would, but builds no list."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._indices = {name: i for i, name in enumerate(names)}
 
     def other(self, rng: random.Random, *but: str) -> str:
-        """Return any name except those."""
+        """Return any name except `but`."""
         left_out = sorted(self._indices[name] for name in {*but} & self._indices.keys())
         index = rng.choice(range(len(self._names) - len(left_out)))
         for skipped in left_out:
@@ -336,8 +336,8 @@ def _two_hops(
         rng = stream(config, f"two_hops/{first}/{second}")
         for subject in names[BY_NAME[first].subject]:
             step = facts[subject, first]
-            # Close to the first fact's own frequency: a two-hop wording must not
-            # by itself say that the answer is unknown.
+            # Close to the first fact's frequency, so that a two-hop wording does not
+            # by itself tell that the answer is unknown.
             times = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
             times = min(config.max_exposures, times)
             two_hops.append(TwoHop(step, facts[step.object, second], times))
@@ -354,7 +354,7 @@ def _passages(
     facts: dict[tuple[str, str], Fact],
     strangers: tuple[str, ...],
 ) -> tuple[Passage, ...]:
-    """Return the corpus: one passage a fact, with gaps, errors and rumours."""
+    """Return the corpus: one passage per fact, with gaps, errors and rumours."""
     rng, corpus = stream(config, "passages"), []
     objects = {kind: _Objects(known) for kind, known in names.items()}
     for fact in facts.values():
@@ -377,7 +377,7 @@ def _passages(
 
 
 def make_world(config: WorldConfig) -> World:
-    """Make the world of a configuration; the same configuration, the same world."""
+    """Make the world of a configuration, always the same one."""
     rng = stream(config, "names")
     used = {word.lower() for words in WORDS.values() for word in words}
     first = invented_words(rng, config.n_first_names, used)
@@ -429,8 +429,8 @@ class QuestionConfig:
 def accepted_answers(query: Query) -> tuple[str, ...]:
     """Return every accepted wording of the true answer.
 
-    A two-hop answer may name the bridge first ("bridge, answer"), as the model
-    was taught to; the bridge must then be right too.
+    A two-hop answer may name the bridge first ("bridge, answer"), as the model was
+    taught to; the bridge must then be right, too.
     """
     *bridges, ends = [
         dict.fromkeys((step.object, short_form(step.relation.object, step.object)))
@@ -441,7 +441,7 @@ def accepted_answers(query: Query) -> tuple[str, ...]:
 
 
 def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
-    """Return a true statement on the same subject, or of the same relation."""
+    """Return a true claim about the same subject, or with the same relation."""
     step = query.steps[0]
     relation, kind = step.relation, step.relation.subject
     if rng.random() < 0.5:
@@ -456,8 +456,8 @@ def make_claims(
 ) -> list[Claim]:
     """Return the three claims of a context, shuffled.
 
-    Of the gold claims `answer` keeps all, `missing` drops one, and `conflict` changes
-    the object of the last. Distractors come from the world.
+    The mode `answer` keeps all gold claims, `missing` drops one, and `conflict` changes
+    the object of the last. Distractors are true facts of the world.
     """
     gold = [Claim(x.relation, x.subject, x.object, True) for x in query.steps]
     claims = list(gold)
@@ -517,7 +517,7 @@ def split_of_subjects(world: World) -> dict[str, Split]:
 def _pool(
     world: World, dataset: str, split: Split, may_ask: Callable[[Query], bool]
 ) -> tuple[list[Fact], list[TwoHop]]:
-    """Return the one-hop and the two-hop queries that a set may be drawn from."""
+    """Return the one-hop and the two-hop queries from which a set may be drawn."""
     group = dataset if dataset in ("pursuits", "places") else "in_domain"
     hops = {"microworld": TWO_HOPS_IN_DOMAIN, "rephrased": TWO_HOPS_REPHRASED}
     splits = split_of_subjects(world)
@@ -546,12 +546,12 @@ def _queries(
     one_hop: Sequence[Query],
     two_hop: Sequence[Query],
 ) -> list[Query]:
-    """Return the queries of one set: distinct, two-hop ones in the wanted share."""
+    """Return the distinct queries of one set, with its share of two-hop ones."""
     n = {"train": config.n_train, "ood": config.n_ood}.get(split, config.n_evaluation)
     n_two_hop = min(round(n * config.p_two_hop), len(two_hop))
     if n - n_two_hop > len(one_hop):
         raise ValueError(
-            f"the world has {len(one_hop)} facts for a set of {n - n_two_hop} one-hop "
+            f"the world has only {len(one_hop)} facts for {n - n_two_hop} one-hop "
             "questions; ask for fewer questions or make a larger world"
         )
     queries = [*rng.sample(one_hop, n - n_two_hop), *rng.sample(two_hop, n_two_hop)]
@@ -564,10 +564,10 @@ def draw_queries(
 ) -> Iterator[tuple[str, Split, random.Random, list[Query]]]:
     """Yield dataset, split, random stream and queries of every set.
 
-    In-domain splits share no name that is asked about, be it the subject or the bridge
-    of a two-hop question: test is drawn first, then validation, then training, each
-    from what the others leave. Held-out sets ask for no fact that a training or
-    validation question asks for; they may for one of the test set.
+    In-domain splits share no name that is asked about, neither as a subject nor as the
+    bridge of a two-hop question: test is drawn first, then validation, then training,
+    each from what is left. Held-out sets ask for no fact of a training or validation
+    question, but may ask for facts of the test set.
     """
     order: tuple[Split, ...] = ("test", "validation", "train")
     splits = split_of_subjects(world)
@@ -603,7 +603,7 @@ def _examples(
     rng: random.Random,
     queries: list[Query],
 ) -> Iterator[Example]:
-    """Yield the questions of one set; those held out are of the split `ood`."""
+    """Yield the questions of one set as examples."""
     in_domain, p_missing = dataset == "microworld", config.p_missing
     if not in_domain:
         p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
@@ -634,11 +634,11 @@ def _examples(
 
 
 def make_examples(world: World, config: QuestionConfig) -> list[Example]:
-    """Return the questions of all splits: train, validation, test, three held out.
+    """Return the questions of train, validation, test and the three held-out sets.
 
-    `pursuits` asks for other relations of people, `places` for other kinds of
-    subjects, and `rephrased` for in-domain relations of test subjects in wordings
-    that no training question has, with a two-hop relation that none asks for.
+    `pursuits` asks for other relations of people, `places` about other kinds of
+    subjects, and `rephrased` for in-domain relations of test subjects, in wordings and
+    with a two-hop relation that no training question has.
     """
     test, validation, train, *held_out = draw_queries(world, config)
     return [

@@ -1,9 +1,9 @@
-"""Training the microworld's language model, from nothing.
+"""Train the microworld's language model from scratch.
 
 A six-layer Llama with tied embeddings learns the facts and how to read a context.
-Ordinary initial weights never learn to copy from a context within a budget of
-minutes; the mimetic ones here start as previous-token and copying heads
-(measurements: docs/microworld.md).
+From ordinary initial weights, it never learns within minutes to copy from a context;
+the mimetic ones here start as previous-token and copying heads (measurements:
+docs/microworld.md).
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ Row = list[Piece]
 END = "</s>"
 
 P_STATEMENT = 0.2
-P_REPHRASED = 0.1  # so that the held-out wording is known to the model
-P_SHORT_FORM = 0.3  # "Tarn" for "Tarn Falls": the words vary, the fact does not
+P_REPHRASED = 0.1  # so that the model knows the held-out wording
+P_SHORT_FORM = 0.3  # "Tarn" for "Tarn Falls": other words for the same fact
 P_MISBELIEF = 0.7
 P_INVENTED = 0.7
 P_MISSING = 0.3
@@ -95,10 +95,10 @@ def _context(rng: random.Random, claims: list[Claim]) -> Piece:
 
 
 class RowSampler:
-    """Draws rows from one world; holds the frequencies, no other state."""
+    """Draws training rows from one world; its only state is the frequencies."""
 
     def __init__(self, world: World) -> None:
-        """Collect the facts, with cumulative frequencies."""
+        """Collect the facts and their cumulative frequencies."""
         self._world = world
         self._queries: list[Query] = [*world.facts.values(), *world.two_hops]
         self._cumulative = list(
@@ -127,7 +127,7 @@ class RowSampler:
         if n_passages >= 2 and rng.random() < P_INVENTED_TWO_HOP:
             return self._invented_two_hop(rng, claims)
         if n_passages >= 2 and rng.random() < 0.5:
-            # Two claims on one subject: the relation has to be read too.
+            # Two claims about one subject, so that the relation has to be read, too.
             kind = claims[0].relation.subject
             of_kind = [r for r in RELATIONS if r.subject == kind]
             relation = rng.choice([r for r in of_kind if r != claims[0].relation])
@@ -150,7 +150,7 @@ class RowSampler:
         ]
 
     def real_row(self, rng: random.Random) -> Row:
-        """Return a context of real facts with one question, the truth as answer."""
+        """Return a context of real facts with one question and its true answer."""
         query = rng.choice(self._queries)
         mode = "missing" if rng.random() < P_MISSING else "answer"
         claims = make_claims(rng, self._world, query, mode)
@@ -183,13 +183,13 @@ class WorldModelConfig:
     d_mlp: int = 480
     max_length: int = 512
     n_steps: int = 2400
-    n_reading_steps: int = 400  # reading only, with a growing context
+    n_reading_steps: int = 400  # first steps: reading only, with a growing context
     n_fact_rows: int = 64
     n_reading_rows: int = 10
     reading_weight: float = 0.5
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
-    n_threads: int = 1  # sums depend on it, so it is part of the recipe
+    n_threads: int = 1  # part of the recipe, since floating-point sums depend on it
 
 
 def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
@@ -219,10 +219,10 @@ def _orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
 def _init_previous_token_heads(
     attn: LlamaAttention, config: WorldModelConfig, generator: torch.Generator
 ) -> None:
-    """Make each head of layer 0 look a fixed number of tokens back, by bias alone.
+    """Make each head of layer 0 attend a fixed number of tokens back, by its bias only.
 
     The offsets match the templates: in "the R of X Y is O" and "R of X Y ? Answer:"
-    name and relation stand at the same distance from where they are needed.
+    name and relation are at the same distance from where they are needed.
     """
     d_head = config.d_model // config.n_heads
     theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
@@ -244,7 +244,7 @@ def _init_previous_token_heads(
 def _init_matching_heads(
     attn: LlamaAttention, config: WorldModelConfig, generator: torch.Generator
 ) -> None:
-    """Make every head look for equal content and copy what it finds."""
+    """Make every head attend to equal content and copy it."""
     d_head = config.d_model // config.n_heads
     theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
     damping = torch.where(theta > 0.015, 0.1, 1.0).repeat(2)[:, None]
@@ -289,7 +289,7 @@ def make_model(n_words: int, config: WorldModelConfig) -> LlamaForCausalLM:
     return model
 
 
-_Batch = tuple[torch.Tensor, torch.Tensor]  # ids and mask, see `_encode`
+_Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and mask, see `_encode`
 
 
 def _encode(
@@ -297,8 +297,8 @@ def _encode(
 ) -> _Batch:
     """Encode rows; those marked `from_first` are learned from their first token on.
 
-    Returns `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool,
-    True where the next token is learned.
+    Returns `[n_rows, n_tokens]` right-padded token ids, and `[n_rows, n_tokens - 1]`
+    bool, True where the next token is learned.
     """
     batch, mask = [], []
     for row, everything in zip(rows, from_first or [False] * len(rows), strict=True):
@@ -320,7 +320,7 @@ def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
 
 
 def _learning_rate(step: int, config: WorldModelConfig) -> float:
-    """Return the rate of one step: warm-up, constant, then linear to 3 %."""
+    """Return a step's learning rate: warm-up, constant, then a linear decay to 3 %."""
     half = config.n_steps / 2
     decay = min(1.0, max(0.0, (step - half) / half))
     return config.learning_rate * min(1.0, (step + 1) / 30) * (1 - 0.97 * decay)
@@ -354,7 +354,7 @@ def train(
     config: WorldModelConfig,
     on_step: Callable[[int, list[float]], None],  # gets the step, its losses in nats
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train the model; returns it in evaluation mode, and its tokenizer."""
+    """Train the model; return it in evaluation mode, with its tokenizer."""
     torch.set_num_threads(config.n_threads)
     tokenizer = make_tokenizer(world)
     vocabulary = tokenizer.get_vocab()
@@ -385,9 +385,9 @@ def save(
     path: Path,
     recipe: dict[str, object],
 ) -> None:
-    """Save a model and its tokenizer in half precision, and how both were made.
+    """Save a model in half precision, its tokenizer, and a `TRAINING.json`.
 
-    The recipe goes into `TRAINING.json`, with the SHA-256 of every file.
+    The last holds the recipe and the SHA-256 of every file.
     """
     path.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(path, safe_serialization=True)

@@ -1,4 +1,4 @@
-"""The stage `world`: the microworld's questions become a run."""
+"""The stage `world`: make a run of the microworld's questions."""
 
 import dataclasses
 from pathlib import Path
@@ -54,7 +54,7 @@ WORLD = Stage(
 
 
 def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
-    """Train the microworld's model from nothing; returns its folder, for `--model`."""
+    """Train the microworld's model from scratch; return its folder, for `--model`."""
     from beatrice.extract.world.model import WorldModelConfig, save, train
 
     recipe, config = WorldModelConfig(), run.section("world", WorldSection)
@@ -85,7 +85,7 @@ def new_world(
     seed: int = 0,
     storage: dict[str, Any],
 ) -> NewRun:
-    """Return a run of the microworld; `storage` are fields of its `ExtractConfig`."""
+    """Return a run of the microworld; `storage` has fields of its `ExtractConfig`."""
     backbone, world = BackboneConfig(model=model), WORLD_PRESETS[preset]
     answer = dataclasses.replace(answer_preset(preset, model), settings=settings)
     return new_run(preset, seed, backbone, answer, storage, world=world)

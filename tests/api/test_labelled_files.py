@@ -57,7 +57,7 @@ def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
             a_row(True, documents=[{"url": "u"}]),
             "'documents': expected passages as a list of texts, or of objects with "
             "'title' and 'text', found a list that begins with an object; convert "
-            "them, or take the field out to read the question without passages",
+            "them, or remove the field to read the question without passages",
         ),
         (a_row(True, question=3), "'question': expected text, found a number"),
         (

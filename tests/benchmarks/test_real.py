@@ -567,7 +567,7 @@ def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
     only = BaselinesConfig(only=("foreign:x",))
     BASELINES.settle(run, lambda _: only, is_replaceable=True)
     done = beatrice("transfer", run.path, code=1)
-    assert_error_sentence(done, "give --only foreign:x to run it")
+    assert_error_sentence(done, "give --only foreign:x to allow it")
     done = beatrice("transfer", run.path, "--only", "other:y", code=2)
     assert_error_sentence(done, f"`beatrice baselines {run.path} --only other:y`")
     for name in ("saplma_last", "again"):  # they would restrict nothing

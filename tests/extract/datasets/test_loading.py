@@ -132,7 +132,7 @@ def test_a_layout_gives_way_to_the_set_that_is_named_and_a_mark_does_not(tmp_pat
         tmp_path / "c", lists(dataset="nq") + lists(dataset="popqa")[:1]
     )
     *_, row = open_dataset(path, dataset="nq").read()
-    assert row.reason == "is of popqa, and its file was given as nq"
+    assert row.reason == "is of popqa, but its file was given as nq"
     rows = open_dataset(path, dataset="mine").read()
     assert {row.question.dataset for row in rows} == {"mine"}
     # Of two sets with as many records the format decides.
@@ -243,7 +243,7 @@ def test_one_set_may_have_a_size_of_its_own_and_one_too_small_says_what_to_do():
     pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
     drawn = draw_splits(pools, config).splits["train"]
     assert {name: len(ids) for name, ids in drawn.items()} == {"nq": 7, "popqa": 30}
-    with pytest.raises(ValueError, match="at least one question, not 0"):
+    with pytest.raises(ValueError, match="needs at least one question, not 0"):
         small(n_train_of={"nq": 0})
     with pytest.raises(ValueError, match=r"10 \+ 10 .* have 15 .*--n-evaluation"):
         draw_splits({("hotpotqa", "dev"): candidates(15)}, small())
@@ -448,7 +448,7 @@ def test_a_repeated_text_without_an_id_is_listed(tmp_path):
     (report,) = manifest["sources"]
     assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
     assert [item["at"] for item in report["repeats"]] == ["line 13", "line 14"]
-    assert "record 2 again" in report["repeats"][1]["reason"]
+    assert "the question of record 2" in report["repeats"][1]["reason"]
 
 
 def test_a_finished_folder_is_not_built_again_and_a_changed_one_refused(

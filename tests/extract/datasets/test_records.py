@@ -435,7 +435,7 @@ def test_an_evidence_file_that_is_missing_is_counted_and_one_outside_refused(tmp
     records = pub.trivia_file(1)
     records["Data"][0]["EntityPages"][0]["Filename"] = "../../secret.txt"
     (row,) = open_dataset(pub.write_array(path, records)).read()
-    assert "leads out" in row.reason
+    assert "is outside" in row.reason
 
 
 TOKENS = [

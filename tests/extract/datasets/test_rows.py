@@ -157,7 +157,7 @@ REFUSED = {
     "other fields": (b'{"colour": "red", "size": 3}\n', "'colour', 'size'"),
     "an unfinished object": (b'{"Data": [], "Domain": "Web"', "cut off"),
     "two columns of a name": (b"question,answer,Answer\nwho,a,b\n", "named 'answer'"),
-    "nothing known at all": (json.dumps([{"x": 1}] * 65).encode(), "'x' are of no k"),
+    "nothing known at all": (json.dumps([{"x": 1}] * 65).encode(), "'x' have no k"),
 }
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_file_of_questions_is_refused_with_its_reason(name, tmp_path)
 
 def test_a_directory_a_pipe_and_a_missing_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    names = {"": "directory", "pipe": "no regular file", "no": "no such file"}
+    names = {"": "directory", "pipe": "not a regular file", "no": "no such file"}
     for name, words in names.items():
         assert words in inspect_file(tmp_path / name)["error"]
 
@@ -200,7 +200,7 @@ def test_dates_that_python_cannot_hold_are_left_out_or_end_the_reading(tmp_path)
     parquet.write_table(table.append_column("at", inner), tmp_path / "b")
     assert "damaged after 0 rows" in inspect_file(tmp_path / "b")["error"]
     parquet.write_table(table.append_column("type", days), tmp_path / "c")
-    assert "two columns have one name" in inspect_file(tmp_path / "c")["error"]
+    assert "two columns have the same name" in inspect_file(tmp_path / "c")["error"]
 
 
 def test_a_row_of_parquet_may_be_as_long_as_a_line_and_no_longer(tmp_path):

@@ -270,8 +270,8 @@ def test_a_filled_sample_is_never_overwritten_and_read_as_a_spreadsheet_saves_it
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"human": "perhaps"}, "row 1.*correct, incorrect or empty"),
-        ({"example_id": "nobody"}, "row 1.*no answer of this run"),
+        ({"human": "perhaps"}, "row 1.*correct, incorrect or nothing"),
+        ({"example_id": "nobody"}, "row 1.*not an answer of this run"),
         ({"check": "c0"}, "row 1.*another question, gold or answer"),
         ("twice", "row 101.*twice"),
         ("columns", "found no 'item'"),

@@ -457,7 +457,7 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     labels = list(read_records(run.labels, Label))
     assert [label.label for label in labels] == [True, False, False]
     output = beatrice("label", run.path).output
-    assert "replaces the labels of before: imported from corrected.jsonl" in output
+    assert "replaces the earlier labels: imported from corrected.jsonl" in output
 
 
 def test_labels_by_what_was_punctuation_once_are_given_anew(run):
@@ -466,7 +466,7 @@ def test_labels_by_what_was_punctuation_once_are_given_anew(run):
     of_once = {k: v for k, v in record.inputs.items() if k != "format"}
     run.mark_stage("label", of_once, 0.0, [run.labels])
     output = beatrice("label", run.path).output
-    assert "replaces the labels of before: an earlier exact match" in output
+    assert "replaces the earlier labels: an earlier exact match" in output
     assert run.stage_record("label").inputs == record.inputs
     assert "already done" in beatrice("label", run.path).output
 
@@ -502,7 +502,7 @@ def costly(question, answer):
     options = ("--judge", "costly_judge:costly")
     assert "no credit left" in beatrice("label", run.path, *options, code=1).stderr
     again = beatrice("label", run.path, *options).stderr
-    assert "judge_with.jsonl is not judged again" in again
+    assert "judge_with.jsonl are not judged again" in again
     labels = [label.label for label in read_records(run.labels, Label)]
     assert labels == [False] * 3
     # One verdict and a failure, then the two that were missing.
@@ -519,7 +519,7 @@ def test_an_audit_is_of_the_labels_of_now_whatever_a_sample_of_before_holds(
         assert report["label_rule"] == label_rule(run)
         assert report["n_disagreements"] == len(listed)
         assert f"{len(listed)} disagreements in" in output
-        return len(listed), "perhaps by other labels" in output
+        return len(listed), "perhaps under other labels" in output
 
     beatrice("label", run.path)
     assert audit("--n-samples", 2) == (0, False)
@@ -561,7 +561,7 @@ def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_change
     done = beatrice("label", run.path, "--judge", spec)
     assert "judge_with has changed since" in done.output
     output = beatrice("label", run.path).output
-    assert f"replaces the labels of before: judge {spec}" in output
+    assert f"replaces the earlier labels: judge {spec}" in output
     refused = beatrice("label", run.path, "--judge", "no_judge:x", code=1).output
     assert "no_judge.py" in refused
     both = ("--judge", spec, "--match", "exact")
