@@ -1,10 +1,10 @@
-"""The stage that takes something away: a signal family, or a token span.
+"""The ablation stage: removes a signal family or a token span.
 
-Without a family: the greedy search over the encoders that do not read it. Without a
-span: the champion's encoders trained anew, then its head; `zeroed` is the paper's way
-(appendix E), `without` leaves the span out of training and evaluation. A head reads the
-answer span's vector, so without that span it loses by construction: the encoders' own
-probabilities are rows too.
+Without a family, the greedy search runs over the encoders that do not read it. Without
+a span, the champion's encoders are retrained, then its head: `zeroed` is the paper's
+method (appendix E), `without` leaves the span out of training and evaluation. A head
+reads the answer span's vector, so without that span it loses by construction; there are
+therefore also rows for the encoders' own probabilities.
 """
 
 import dataclasses
@@ -61,11 +61,9 @@ SPANS: dict[Setting, tuple[str, ...]] = {
     setting: tuple(families.SPAN_NAMES[span] for span in spans)
     for setting, spans in families.SPANS.items()
 }
-
-
-WAYS = ("zeroed", "without")  # in which a span is taken away
+WAYS = ("zeroed", "without")  # how a span is removed
 ENCODERS = "encoders"  # kind of rows: mean of encoders' own probabilities, no head
-# What the rows of a variant measure, by its name.
+# Variant -> what its rows measure.
 SUBJECTS = {
     **{
         f"without_{family}": Subject("without_family", LETTERS.replace(letter, ""))
@@ -80,24 +78,24 @@ SUBJECTS = {
 
 
 def span_variants(setting: Setting) -> list[str]:
-    """Return the names of what is trained anew in a setting, in the order of tables."""
+    """Return the names of a setting's span variants, in table order."""
     return [f"{way}_{span}_span" for way in WAYS for span in SPANS[setting]]
 
 
 def variants(setting: Setting) -> list[str]:
-    """Return the names of what is taken away in a setting, in the order of tables."""
+    """Return the names of all variants of a setting, in table order."""
     return [*(f"without_{family}" for family in FAMILIES), *span_variants(setting)]
 
 
 def rows_without(data: TrainingSet, setting: Setting, variant: str) -> TrainingSet:
-    """Return a setting's training rows as a span variant reads them."""
+    """Return a setting's training rows with the variant's span zeroed or left out."""
     way, name, _ = variant.split("_")
     span = SPANS[setting].index(name)
     return data.with_zeroed(span) if way == "zeroed" else data.without(span)
 
 
 def own_scores(pool: PoolOutputs, members: Sequence[int]) -> np.ndarray:
-    """Return the mean of some encoders' own probabilities, `[n_seeds, n_examples]`."""
+    """Return the mean of the members' own probabilities, `[n_seeds, n_examples]`."""
     return np.asarray(pool.outputs)[:, list(members), -1].mean(axis=1)
 
 
@@ -111,10 +109,10 @@ def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
 def replaced(
     outputs: MemberOutputs, by: MemberOutputs, subsets: tuple[int, ...]
 ) -> MemberOutputs:
-    """Put the outputs of some encoders in the place of the grid's.
+    """Replace the grid's outputs of some encoders by new ones.
 
-    Both are seed-major, `[n_seeds * 15, ...]` of the grid and `[n_seeds * n_subsets,
-    ...]` of the subsets, which are rows of SUBSETS.
+    Both are seed-major: `outputs` is `[n_seeds * 15, ...]`, `by` is `[n_seeds *
+    n_subsets, ...]`; `subsets` are rows of SUBSETS.
     """
     n_seeds = len(outputs.logits) // N_SUBSETS
     indices = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
@@ -128,7 +126,7 @@ def replaced(
 
 
 def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
-    """Return the rows of a search that found nothing to select."""
+    """Return null rows for a search that found no encoder to select."""
     return [
         ResultRow(
             experiment=EXPERIMENT,
@@ -160,23 +158,23 @@ def _inputs(run: RunDir) -> list[Path]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation:
-    """What is taken away from what was selected, setting by setting."""
+    """Ablations of the selected sets of all settings."""
 
     # Pool positions of the selected encoders, by setting.
     champions: Mapping[Setting, tuple[int, ...]]
     rows: Mapping[Setting, Rows]
-    # Reads what all encoders of a pass put out on its rows.
+    # Reads the outputs of all encoders of a pass on its rows.
     read_outputs: Callable[[Setting], MemberOutputs]
-    # Reads a setting's rows as encoders are trained on them.
+    # Reads a setting's rows as the training of encoders does.
     read_training_set: Callable[[Setting], TrainingSet]
     grid: GridConfig
     config: SelectConfig  # heads and search, with the run's seed
-    # Where finished variants are saved; its key names all that they depend on.
+    # Finished variants; the key covers everything that they depend on.
     cache: Cache
 
     @cached_property
     def subsets(self) -> dict[Setting, tuple[int, ...]]:
-        """The encoders of each pass that a champion reads, as rows of SUBSETS."""
+        """The encoders of each pass that any champion reads, as rows of SUBSETS."""
         read: dict[Setting, set[int]] = {setting: set() for setting in self.champions}
         for setting, members in self.champions.items():
             for where, name in reads(setting, members):
@@ -184,14 +182,14 @@ class Ablation:
         return {setting: tuple(sorted(subsets)) for setting, subsets in read.items()}
 
     def n_members(self, setting: Setting) -> int:
-        """Return how many of a pass's encoders are trained for each span variant."""
+        """Return how many encoders of a pass each variant without a span retrains."""
         return self.grid.train.n_seeds * len(self.subsets[setting])
 
     def train_without_spans(self, setting: Setting, tick: Callable[[], None]) -> None:
-        """Train the champions' encoders of a pass, once for each of its span variants.
+        """Retrain the champions' encoders of a pass for each variant without a span.
 
-        Every member has the weights, batches and noise it began with in the grid: what
-        differs is the span. Finished members and variants are not trained again.
+        Every member starts from the same weights and sees the same batches and noise as
+        in the grid; only the span differs. Finished members and variants are skipped.
         """
         subsets, data = self.subsets[setting], None
         for variant in span_variants(setting):
@@ -210,12 +208,12 @@ class Ablation:
                 cache=members,
                 on_part=tick,
             )
-            assert trained is not None  # None is of a share
+            assert trained is not None  # only a share of the members returns None
             self.cache.save(name, trained[1]._asdict())
             members.clear()
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
-        """Return a pass's outputs, those of the champions' encoders as retrained."""
+        """Return a pass's outputs, with those of the champions' retrained encoders."""
         outputs = self.read_outputs(setting)
         subsets = self.subsets[setting]
         if variant not in span_variants(setting) or not subsets:
@@ -231,10 +229,10 @@ class Ablation:
         return pool_of(outputs, self.rows, setting, self.grid.train.n_seeds)
 
     def fit_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
-        """Train the heads of every variant of a setting that is not finished yet.
+        """Train the heads of every unfinished variant of a setting.
 
-        Without a span, on the champion's encoders as retrained. Without a family, of a
-        search among the other encoders, which may be no better than chance.
+        Without a span, they are trained on the champion's retrained encoders; without a
+        family, by a search among the other encoders, which may find no signal.
         """
         heads = None
         for variant in variants(setting):
@@ -258,7 +256,7 @@ class Ablation:
     def result_rows(
         self, setting: Setting, bootstrap: BootstrapConfig
     ) -> list[ResultRow]:
-        """Return the rows of a setting's variants, undefined ones last."""
+        """Return the result rows of a setting's variants, undefined ones last."""
         rows = self.rows[setting]
         scores = own_scores(self._pool(setting).all_rows, self.champions[setting])
         champion = Subject("champion", kind=ENCODERS)
@@ -276,7 +274,7 @@ class Ablation:
 
 
 def load_variants(cache: Cache, setting: Setting) -> dict[str, dict[str, np.ndarray]]:
-    """Return the encoders and scores of every variant of a setting, see `_arrays`."""
+    """Return the arrays (see `_arrays`) of every variant of a setting."""
     return {
         variant: load_part(cache, f"{setting}.{variant}.scores", ABLATE.verb)
         for variant in variants(setting)
@@ -288,12 +286,11 @@ def _cache(run: RunDir) -> Cache:
 
 
 def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | None:
-    """Return a variant's scores `[n_seeds, n_rows]`; None if nothing was selected."""
+    """Read a variant's scores `[n_seeds, n_rows]`; None if nothing was selected."""
     return load_variants(_cache(run), setting)[variant].get("scores")
 
 
 def _summary(run: RunDir, cache: Cache) -> dict[str, dict[str, list[str]]]:
-    """Return which encoders every variant reads, by setting and name."""
     summary = {
         setting: {
             variant: pool_names(setting, arrays["members"].tolist())
@@ -303,7 +300,7 @@ def _summary(run: RunDir, cache: Cache) -> dict[str, dict[str, list[str]]]:
     }
     if len(summary) > 1:
         members = run_selection(run, "single_pass")[1]["members"]
-        names = pool_names("single_pass", members)  # its scores are rows of `evaluate`
+        names = pool_names("single_pass", members)  # `evaluate` writes its scores
         summary["with_context"]["without_closed_book"] = names
     return summary
 
@@ -325,7 +322,7 @@ def _ablate(
     )
     n_members = sum(ablation.n_members(s) * len(span_variants(s)) for s in settings)
     n_all = n_members + sum(len(variants(setting)) for setting in settings)
-    # The with-context heads need the closed-book encoders, so training comes first.
+    # With-context heads read closed-book encoders too, so all encoders come first.
     side_by_side(
         ablation.train_without_spans,
         settings,
@@ -346,7 +343,7 @@ def _ablate(
 
 
 def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:
-    """Return which encoders every variant reads, by setting and name."""
+    """Read the encoders that each variant reads, by setting and variant."""
     again = "run `beatrice evaluate RUN_DIR --ablations` again"
     kind = dict[str, dict[str, list[str]]]
     return read_json(_folder(run) / "summary.json", kind, again)

@@ -1,12 +1,12 @@
-"""The input and the output of every analysis, and shares as rows with intervals.
+"""Input and output of every analysis, and ratios as rows with intervals.
 
 An analysis reads the encoders and heads of a finished run and returns rows; the table
-is in `selection.anatomy`.
+of all analyses is in `selection.anatomy`.
 
-A signal is taken away by putting its mean over the evaluation data in its place (paper,
-appendix G). The mean is that of its span, over all labelled test and held-out answers:
-every span has a convolution of its own, so one mean of all spans would put that of the
-passages into the answer. The paper does not say which it takes.
+A signal is removed by replacing it with its mean over the evaluation data (paper,
+appendix G). Means are per span, over all labelled test and held-out answers: each span
+has its own convolution, and a mean over all spans would put the passages' mean into the
+answer. The paper does not say which mean it uses.
 """
 
 import dataclasses
@@ -57,18 +57,18 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.exhaustive import Ranking
 
 EVERY_FAMILY = "HPRA"
-# Of each family `[n_spans, d_family]`: values of every span's channels, or which.
+# `[n_spans, d_family]` for each family: a value, or a flag, per channel of every span.
 PerChannel = tuple[Any, ...]
-_N_STEPS = (32, 64, 128, 256, 512, 1024)  # until attributions add up
-_STEPS_AT_ONCE = 16  # what is compiled, whatever the number of steps
-TOLERANCE = 0.01  # of completeness, relative to the differences that are attributed
+_N_STEPS = (32, 64, 128, 256, 512, 1024)  # tried until attributions add up
+_STEPS_AT_ONCE = 16  # steps per compiled call, whatever the total
+TOLERANCE = 0.01  # largest incompleteness, relative to the attributed differences
 
 
 @jax.jit
 def replaced(
     features: FamilyTokens, means: PerChannel, gone: PerChannel
 ) -> FamilyTokens:
-    """Put means `[n_spans, d_family]` in the place of real tokens' signals."""
+    """Replace real tokens' signals by means `[n_spans, d_family]` where `gone`."""
     lengths = np.array([len(mask) for mask in features.masks])
     real = jnp.concatenate(features.masks)
 
@@ -94,22 +94,22 @@ def path_gradients(
     *,
     encoder: Encoder | None,
 ) -> tuple[jax.Array, ...]:
-    """Integrated gradients of the logits along the straight way from start to end.
+    """Return integrated gradients of the logits on the line from start to end.
 
     Sundararajan et al. 2017, by quadrature.
 
     Args:
-      params: of one encoder.
-      family_mask: `[n_families]` bool, which it reads.
-      start: the baseline, of the same masks.
+      params: weights of one encoder.
+      family_mask: `[n_families]` bool, the families that it reads.
+      start: the baseline, with the same masks.
       end: the signals.
       nodes: `[n_steps]` in (0, 1).
       weights: `[n_steps]`, which sum to 1.
-      encoder: the module; None where the network adds nothing to its linear part.
+      encoder: the module; None if its network adds nothing to the linear part.
 
     Returns:
-      Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
-      sum to the difference of an example's logits.
+      For each family, attributions `[n_tokens, n_examples, d_family]` in logits; those
+      of an example sum to the difference of its logits.
     """
 
     def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
@@ -120,7 +120,7 @@ def path_gradients(
 
     def step(so_far, at):
         node, weight = at
-        # Computed once: which token is the largest must not hang on a second rounding.
+        # Computed once, since a second rounding could change which token is largest.
         between = jax.tree.map(
             lambda a, b: materialize(a + node * (b - a), family_mask.any()),
             start.tokens,
@@ -135,7 +135,7 @@ def path_gradients(
 
 
 def quadrature(n_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return nodes in (0, 1) and weights of Gauss and Legendre, `[n_steps]` each."""
+    """Return Gauss-Legendre nodes in (0, 1) and their weights, `[n_steps]` each."""
     nodes, weights = np.polynomial.legendre.leggauss(n_steps)
     return ((nodes + 1) / 2).astype(np.float32), (weights / 2).astype(np.float32)
 
@@ -150,12 +150,12 @@ def attributed(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Return attributions that sum to the differences of logits within `TOLERANCE`.
 
-    Steps are doubled until they do: an encoder has kinks, on which the error falls like
-    one over the steps (.2 to 1 % at 64), or until there are 1,024. Arguments are those
-    of `path_gradients`; the leading `n` examples count.
+    The number of steps is doubled until they do, at most to 1,024: encoders have kinks,
+    for which the error falls in inverse proportion to the steps (.2 to 1 % at 64).
+    Arguments are those of `path_gradients`; only the first `n` examples are returned.
 
     Returns:
-      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
+      `[n_tokens, n, d_family]` for each family, and the differences `[n]`.
     """
     before, after = (
         member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
@@ -181,51 +181,51 @@ def attributed(
 
 
 def of_families(dims: FamilyDims, n_spans: int, families: Sequence[int]) -> PerChannel:
-    """Return which channels are gone where whole families are."""
+    """Return a mask of all channels of some families."""
     return tuple(
         np.full((n_spans, size), f in families) for f, size in enumerate(dims.sizes)
     )
 
 
 def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
-    """Return which channels are gone where a whole span is."""
+    """Return a mask of all channels of one span."""
     at = (np.arange(n_spans) == span)[:, None]
     return tuple(np.repeat(at, size, axis=1) for size in dims.sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deployed:
-    """The encoders of a setting and their rows; values are computed once."""
+    """The encoders of a setting and the rows they score; values are computed once."""
 
-    setting: Setting  # whose answers are looked at
+    setting: Setting  # of the answers analysed
     store: FeatureStore
     rows: Rows
-    layer: int  # entry of the resid axis that the hidden family is read from
-    # Weights, and the outputs of all encoders on all rows; see `jaxprobe.train`.
+    layer: int  # from which the hidden family is read; an entry of the resid axis
+    # Weights and outputs of all encoders on all rows; see `jaxprobe.train`.
     tree: Mapping[str, Any]
     config: GridConfig
-    # Encoders of this pass that some search has selected, by their letters.
+    # Encoders of this pass selected by any search, named by their letters.
     selected: tuple[str, ...]
-    # How intervals are made; its seed is that of all drawings.
+    # How intervals are computed; its seed also serves every other random draw.
     bootstrap: BootstrapConfig
 
     @property
     def n_seeds(self) -> int:
-        """Training seeds of every encoder."""
+        """Number of training seeds of every encoder."""
         return self.config.train.n_seeds
 
     @property
     def seed(self) -> int:
-        """Of all drawings."""
+        """Seed of every random draw."""
         return self.bootstrap.seed
 
     @cached_property
     def queried(self) -> tuple[str, ...]:
-        """Encoders that are looked into: that of all families, and selected ones.
+        """The encoders analysed: that of all families, and selected combinations.
 
-        The paper queries the combination encoders that its search selected. Ours may
-        have selected a single family, which decides alone; the encoder of all four is
-        the one that every run has.
+        The paper queries the combination encoders that its search selected. Our search
+        may have selected only single families, which have nothing to combine, while
+        every run has the encoder of all four.
         """
         combined = (name for name in self.selected if len(name) > 1)
         return tuple(dict.fromkeys([EVERY_FAMILY, *combined]))
@@ -247,12 +247,12 @@ class Deployed:
         return len(SPANS[self.setting])
 
     def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
-        """Return the fields of a row that say where it was measured."""
+        """Return the fields of a row that say on which set it was measured."""
         return {"setting": self.setting, "dataset": dataset, "split": split}
 
     @cached_property
     def logits(self) -> np.ndarray:
-        """Logits of the encoders on every row, `[n_seeds, 15, n_rows]`."""
+        """Logits of all encoders on every row, `[n_seeds, 15, n_rows]`."""
         logits = np.asarray(self.tree["outputs"]["logits"])
         return logits.reshape(self.n_seeds, N_SUBSETS, -1)
 
@@ -265,42 +265,42 @@ class Deployed:
         return self.logits_of(name)[:, self.judged]
 
     def without(self, name: str, what: str) -> np.ndarray:
-        """Return a queried encoder's logits on the judged rows without a signal."""
+        """Return a queried encoder's logits on judged rows without a family or span."""
         variants = (*LETTERS, *self.spans)
         return self._without[self.queried.index(name), variants.index(what)]
 
     @cached_property
     def _without(self) -> np.ndarray:
-        """`[n_queried, n_families + n_spans, n_seeds, n_judged]` logits."""
+        """Logits `[n_queried, n_families + n_spans, n_seeds, n_judged]`."""
         each = [of_families(self.dims, self.n_spans, (f,)) for f in range(N_FAMILIES)]
         each += [of_span(self.dims, self.n_spans, i) for i in range(self.n_spans)]
         return self.logits_without(self.queried, self.judged, each)
 
     @cached_property
     def data(self) -> TrainingSet:
-        """Rows as the encoders read them."""
-        # "streamed": the training rows are read for their statistics and not kept.
+        """The rows as the encoders read them."""
+        # "streamed": training rows are read for their statistics, and not kept.
         return training_set(
             self.store,
             self.rows,
             layer=self.layer,
             n_batch=self.config.train.batch_size,
             streamed=True,
-            device_dtypes=FLOATS,  # signals are replaced, and have gradients
+            device_dtypes=FLOATS,  # signals are replaced and differentiated
         )
 
     @property
     def dims(self) -> FamilyDims:
-        """Channels of the families."""
+        """Number of channels of each family."""
         return self.data.dims
 
     @property
     def encoder(self) -> Encoder:
-        """The module of all encoders."""
+        """The module that all encoders share."""
         return Encoder(self.config.encoder, self.dims)
 
     def params(self, name: str) -> list[Params]:
-        """Return the weights of an encoder, seed by seed."""
+        """Return the weights of an encoder for each seed."""
         indices = np.arange(self.n_seeds) * N_SUBSETS + subset_index(name)
         return [
             jax.tree.map(lambda x, i=i: np.asarray(x)[i], self.tree["params"])
@@ -326,12 +326,12 @@ class Deployed:
     def logits_without(
         self, names: Sequence[str], where: np.ndarray, each: Sequence[PerChannel]
     ) -> np.ndarray:
-        """Return the logits of encoders whose signals are replaced by their means.
+        """Return the logits of encoders after signals are replaced by their means.
 
         Args:
-          names: encoders by their letters.
+          names: encoders, by their letters.
           where: `[n]` rows of the store.
-          each: channels that are gone, of each variant.
+          each: for every variant, a mask of the channels to replace.
 
         Returns:
           `[n_names, n_variants, n_seeds, n]` logits.
@@ -354,11 +354,11 @@ class Deployed:
     def attributions(
         self, name: str, where: np.ndarray, families: Sequence[int] = range(N_FAMILIES)
     ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], Any]]:
-        """Yield integrated gradients from the means of some families, part by part.
+        """Yield integrated gradients batch by batch, from some families at their means.
 
         Yields:
-          Places in `where` `[n]`; differences of the logits `[n_seeds, n]`; per family
-          attributions `[n_seeds, n_tokens, n, d_family]`; the part's tokens.
+          Indices into `where` `[n]`; differences of the logits `[n_seeds, n]`; for each
+          family attributions `[n_seeds, n_tokens, n, d_family]`; the batch's tokens.
         """
         gone = of_families(self.dims, self.n_spans, families)
         mask = jnp.asarray(SUBSETS[subset_index(name)])
@@ -376,7 +376,7 @@ class Deployed:
 
 
 def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:
-    """Return the sum of the errors' sizes over that of the differences'."""
+    """Return the sum of absolute errors relative to that of absolute differences."""
     size = float(np.abs(differences).sum())
     return float(np.abs(summed - differences).sum()) / size if size else 0.0
 
@@ -385,10 +385,10 @@ Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 
 
 class Search(NamedTuple):
-    """The encoders that a search has selected, and the scores of its heads."""
+    """The encoders selected by a search, and the scores of its heads."""
 
     reads: tuple[tuple[Setting, str], ...]  # pass and letters of every selected encoder
-    # `[n_seeds, n_rows]` P(correct) by the head's name, "champion" and others.
+    # P(correct) `[n_seeds, n_rows]` by the head's name: "champion" and others.
     scores: Mapping[str, np.ndarray]
 
 
@@ -401,27 +401,27 @@ class QuestionTexts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AnalysisInput:
-    """The input of an analysis."""
+    """Everything that an analysis may read."""
 
     settings: Mapping[Setting, Deployed]  # the encoders of every setting
     searches: Mapping[HeadName, Search]
     heads: Mapping[HeadName, SettingHead]
-    # Reads the questions and answers; most analyses need none.
+    # Reads the questions and answers, which most analyses do not need.
     read_texts: Callable[[], QuestionTexts]
-    # Identity of each part that not every run has, by its name.
+    # Identity of each available part that some runs lack, by name.
     parts: Mapping[Part, str]
     rankings: Mapping[Setting, Ranking]  # of every set of three encoders, by setting
-    # `[n_seeds, n_rows]` P(correct) by the search among encoders that do not read
-    # hidden states, by setting; where it has selected some.
+    # P(correct) `[n_seeds, n_rows]` from the search among encoders that do not read
+    # hidden states, for each setting where it selected any.
     without_hidden: Mapping[Setting, np.ndarray]
     # The encoders of a run of another backbone, by setting.
     other: Mapping[Setting, Deployed]
-    models: tuple[str, ...]  # names of this run's backbone and of the other one's
-    folder: Path  # of encoders that are trained anew, until all of them are
+    models: tuple[str, ...]  # names of this run's backbone and the other's
+    folder: Path  # of retrained encoders, until all of them are finished
 
 
 class Study(Record, frozen=True, kw_only=True):
-    """One question of a set that shows a kind of decision; `p_…` are calibrated."""
+    """A question that illustrates a kind of decision; `p_…` are calibrated."""
 
     dataset: str
     split: str
@@ -436,7 +436,7 @@ class Study(Record, frozen=True, kw_only=True):
     is_with_context_right: bool
 
 
-AnalysisOutput = Sequence[ResultRow | Study]  # rows, and cases to be shown
+AnalysisOutput = Sequence[ResultRow | Study]  # rows, and cases for the report
 
 
 def row_of(
@@ -449,7 +449,7 @@ def row_of(
     interval: tuple[float | None, float | None] = (None, None),
     reason: str | None = None,
 ) -> ResultRow:
-    """Return a row; `columns` are those of its set, and others beside the subject's."""
+    """Return a result row; `columns` are its set's fields and any further ones."""
     low, high = interval
     fields = {**Subject.of(subject)._asdict(), **columns, "reason": reason}
     fields |= {"value": value, "ci_low": low, "ci_high": high, "n": n}
@@ -459,19 +459,19 @@ def row_of(
 def per_setting(
     rows_of: Callable[[Deployed], list[ResultRow]],
 ) -> Callable[[AnalysisInput], AnalysisOutput]:
-    """Return an analysis of every setting by itself."""
+    """Return an analysis that treats every setting separately."""
     return lambda inputs: [x for s in inputs.settings.values() for x in rows_of(s)]
 
 
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:
-    """Return the test and held-out sets, several in-domain ones together first."""
+    """Return the test and held-out sets, several in-domain ones also together."""
     sets = [x for x in rows.evaluated_sets() if x[1] in ("test", "ood")]
     in_domain = [x for x in sets if x[1] == "test" and x[0] != IN_DOMAIN]
     return [x for x in sets if len(in_domain) > 1 or x not in in_domain]
 
 
 def draw_rows(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Draw `n` of some rows by a hash of their question, whatever their order."""
+    """Draw `n` rows by a hash of their question, independently of their order."""
 
     def key(i: int) -> bytes:
         text = f"{seed} {rows.ids[i]} {rows.variants[i]}"
@@ -485,15 +485,15 @@ class Ratio(NamedTuple):
 
     detector: Subject | str
     metric: str
-    # `[..., n]`, bool where answers are counted; leading axes such as seeds are summed.
+    # `[..., n]`, bool if answers are counted; leading axes such as seeds are summed.
     numerator: np.ndarray
-    denominator: np.ndarray  # the same; 0 where an example does not count
-    # Of the row beside those of its detector, such as `family`.
+    denominator: np.ndarray  # the same; 0 for examples that do not count
+    # Columns of the row besides those of its detector, such as `family`.
     columns: dict[str, Any] = {}
 
     @property
     def is_share(self) -> bool:
-        """Whether answers are counted, and nothing is weighed."""
+        """Whether answers are counted, rather than quantities averaged."""
         return self.numerator.dtype == bool
 
 
@@ -505,19 +505,19 @@ def ratio_rows(
     config: BootstrapConfig,
     reason: str = "no answer of this kind",
 ) -> list[ResultRow]:
-    """Return ratios with 95 % intervals that resample questions.
+    """Return rows of ratios with 95 % intervals from resampled questions.
 
-    Resamples of few answers, or of a share of 0 or 1, are all alike: of a share the
-    wider of that and Wilson's stands. It counts questions, since seeds and wordings are
-    no new evidence.
+    Resamples of few answers, or of a share of 0 or 1, are all alike, so the interval of
+    a share also covers Wilson's. That one counts questions, since seeds and wordings
+    are no new evidence.
 
     Args:
-      experiment: of the rows.
-      ratios: of the same `n` examples.
-      ids: `[n]` questions; two wordings of one move together.
+      experiment: the rows' experiment.
+      ratios: ratios over the same `n` examples.
+      ids: `[n]` questions; two wordings of one are resampled together.
       set_fields: the rows' setting, dataset and split.
       config: of the resamples, which all ratios share.
-      reason: why a ratio is undefined whose denominator is 0.
+      reason: why a ratio with a denominator of 0 is undefined.
     """
     if not ratios:
         return []
@@ -543,7 +543,7 @@ def ratio_rows(
             if ratio.is_share:
                 n_questions = len(np.unique(ids[denominator > 0]))
                 ends = wilson_interval(min(value, 1.0), n_questions)
-            # Sums in single precision can leave a share of everything just beside it.
+            # Single-precision sums can leave a share of 1 just outside its interval.
             interval, missing = (min(low, value, *ends), max(high, value, *ends)), None
         measured = experiment, ratio.detector, ratio.metric, value
         n_counted = int(np.count_nonzero(denominator))
@@ -553,6 +553,6 @@ def ratio_rows(
 
 
 def _summed(values: Iterable[np.ndarray]) -> np.ndarray:
-    """Return arrays `[..., n]` summed over all axes but the last, `[n_values, n]`."""
+    """Sum arrays `[..., n]` over all axes but the last; return `[n_values, n]`."""
     arrays = [np.asarray(x, np.float32) for x in values]
     return np.stack([x.sum(axis=tuple(range(x.ndim - 1))) for x in arrays])

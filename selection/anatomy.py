@@ -1,7 +1,7 @@
-"""The stage that takes the trained detector apart, one analysis after another.
+"""The anatomy stage: analyses of the trained detector, one after another.
 
-Each analysis is saved by what it was made of, so that a killed run continues with the
-next one, and asking for one analysis more does not make the others again.
+Each analysis is saved under a key that covers its inputs, so a killed run resumes with
+the next one, and requesting one more analysis does not repeat the others.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ from beatrice.selection.analysis import (
 )
 from beatrice.selection.exhaustive import read_ranking
 
-FORMAT = 7  # of what is saved: 7 has Wilson's intervals of shares
-# Which stage writes a part that there is on request, and into which folder.
+FORMAT = 7  # of saved analyses: 7 has Wilson's intervals of shares
+# Optional part -> the stage that writes it, and its folder in the run.
 _ON_REQUEST: dict[Part, tuple[str, str]] = {
     "rankings": ("exhaustive", "exhaustive"),
     "ablations": ("ablate", "ablations"),
@@ -66,7 +66,7 @@ _ON_REQUEST: dict[Part, tuple[str, str]] = {
 
 
 class Analysis(NamedTuple):
-    """An analysis of the anatomy; "needs" must be there, "uses" may."""
+    """An analysis of the anatomy; it requires `needs`, and reads `uses` if present."""
 
     run: Callable[[AnalysisInput], AnalysisOutput]
     needs: tuple[Part, ...] = ()
@@ -94,12 +94,11 @@ ANALYSES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnatomyConfig:
-    """Which analyses a run is given."""
+    """Which analyses to run."""
 
-    # Names; empty takes all. Those that were made before, of the same detector, stay in
-    # the rows.
+    # Names; empty: all. Earlier analyses of the same detector stay in the rows.
     only: tuple[str, ...] = ()
-    other: str | None = None  # a run of another backbone, or None
+    other: str | None = None  # path of a run of another backbone
 
 
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(
@@ -108,7 +107,7 @@ ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(
 
 
 def chosen_analyses(config: AnatomyConfig) -> list[str]:
-    """Return the names of the analyses that a run is given, in order."""
+    """Return the names of the analyses to run, in order."""
     if unknown := [name for name in config.only if name not in ANALYSES]:
         raise ValueError(f"no analysis {unknown[0]!r}; there are {', '.join(ANALYSES)}")
     return [name for name in ANALYSES if not config.only or name in config.only]
@@ -124,7 +123,7 @@ def _inputs(run: RunDir) -> list[Path]:
 
 
 def _model_of(run: RunDir) -> str:
-    """Return the last part of the name of a run's backbone."""
+    """Return the name of a run's backbone without its owner or folder."""
     section = read_manifest(run.path)["sections"].get("backbone", {})
     return Path(str(section.get("model", "embedded"))).name
 
@@ -141,7 +140,7 @@ def _searches(run: RunDir) -> dict[HeadName, Search]:
 def _deployed(
     run: RunDir, searches: Mapping[HeadName, Search]
 ) -> dict[Setting, Deployed]:
-    """Return each setting's encoders, with those that any search selected."""
+    """Return each setting's encoders, and which of them any search selected."""
     pairs = dict.fromkeys(p for search in searches.values() for p in search.reads)
     deployed = {}
     for setting in settings_of(run):
@@ -160,7 +159,7 @@ def _deployed(
 
 
 def _on_request(run: RunDir) -> dict[Part, Path]:
-    """Return the folders of parts that are there and up to date."""
+    """Return the folders of the optional parts that are present and up to date."""
     return {
         part: run.path / folder
         for part, (stage, folder) in _ON_REQUEST.items()
@@ -169,7 +168,7 @@ def _on_request(run: RunDir) -> dict[Part, Path]:
 
 
 def _other(config: AnatomyConfig) -> dict[Part, str]:
-    """Return what identifies the run of another backbone, if there is one."""
+    """Return the identity of the run of another backbone, if one is given."""
     if config.other is None:
         return {}
     other = RunDir(Path(config.other))
@@ -209,7 +208,7 @@ def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
 
 
 def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | None:
-    """Return the first part that an analysis needs and a run lacks, or None."""
+    """Describe the first part that an analysis needs and the run lacks, if any."""
     line = functools.partial(shell_line, path=run.path)
     sources = {
         "closed_book": "closed-book answers",

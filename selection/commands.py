@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @RUN_DIR
 def sweep(run_dir: Path) -> None:
-    """Choose the layer of the hidden states on validation.
+    """Choose the layer to read hidden states from, on validation answers.
 
     Example: beatrice sweep runs/demo
     """
@@ -37,15 +37,15 @@ def sweep(run_dir: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedOptions(HeadSizeOptions):
-    """Heads that are not the run's."""
+    """Fusion heads other than the run's own."""
 
     fusion: Literal["mean"] | None = option(
-        "mean: search and fuse by the mean logit, and train nothing; --epochs ends it",
+        "mean: search and fuse by the mean logit, without training; undo with --epochs",
         rare=True,
     )
 
     def change(self, config: SelectConfig) -> SelectConfig:
-        """Return how encoders are selected and fused, as the options say."""
+        """Apply the options to the run's selection config."""
         if self.fusion and self.epochs:
             raise click.UsageError("fusion=mean trains nothing: leave out --epochs")
         sizes = dataclasses.replace(self, fusion=None).sizes()
@@ -55,13 +55,13 @@ class FusedOptions(HeadSizeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What is searched beside the selected set."""
+    """Searches to run in addition to the greedy one."""
 
     exhaustive: bool = option(
-        "Also rank every set of three encoders; a killed ranking continues.", False
+        "Also rank every set of three encoders; a killed ranking resumes.", False
     )
     optimism: bool = option(
-        "Also search on twenty other splits: how much too good validation looks.", False
+        "Also search on twenty other splits, to measure validation's optimism.", False
     )
 
 
@@ -71,8 +71,8 @@ class SearchOptions:
 def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
     """Select encoders greedily and train the fusion heads.
 
-    There is a head for every seed of the encoders. Sizes stay with the run, and may be
-    others until heads have been trained with them.
+    One head is trained for every seed of the encoders. Sizes are stored in the run, and
+    can be changed until heads have been trained with them.
 
     Example: beatrice select runs/demo --exhaustive
 
@@ -93,16 +93,16 @@ def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
 @click.command()
 @RUN_DIR
 @click.argument("other", type=RunPath(), required=False)
-@click.option("--only", multiple=True, metavar="NAME", help="These; all by default.")
+@click.option("--only", multiple=True, metavar="NAME", help="Only these; default: all.")
 def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
-    """Ask where correctness can be read; OTHER is a run of another backbone.
+    """Analyse where correctness can be read; OTHER is a run of another backbone.
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
     from beatrice.selection.anatomy import ANATOMY, chosen_analyses
 
     if other is not None:
-        with checking("OTHER"):  # what is no run is not written down
+        with checking("OTHER"):  # before it is stored in the config
             read_manifest(other)
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":

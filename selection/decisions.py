@@ -1,20 +1,20 @@
-"""Decisions: what combining gains, absent families that flip them, support, and cases.
+"""Decisions: gains from combining, flips without a family, support, and cases.
 
 Complementarity (paper, figure of that name) thresholds every single-family encoder to
 flag as many answers as are wrong (section 4.3). Pairs and fusion are compared question
-by question (paper, figure across backbones, lower half: against the better member;
-table of features and fusion). Combinations are of the ranking that `select
---exhaustive` leaves (paper, figure of the combination search).
+by question (paper: figure across backbones, lower half, which compares with the better
+member; table of features and fusion). Combinations describe the ranking made by `select
+--exhaustive` (paper, figure of the combination search).
 
 Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
-appendix G, table of flips and figure of the boundary band). A flip is a decision,
-P(correct) above or below one half, that changes; it is precise where the intact encoder
-decides correctly. Grounding: the flips of attention on the answers on which verbatim
-support and correctness disagree (appendix G, table of grounding).
+appendix G, table of flips and figure of the boundary band). A decision is P(correct)
+above or below one half; a flip is a decision that changes, and it is precise if the
+intact encoder decides correctly. Grounding: flips of attention on answers for which
+verbatim support and correctness disagree (appendix G, table of grounding).
 
-Cases, after the paper's table of case studies (appendix J), but of every set and kind,
-and chosen by a rule. A closed-book answer with P(correct) of at least the threshold is
-accepted; else the with-context answer is trusted if its P is; else both are flagged.
+Cases follow the paper's table of case studies (appendix J), but for every set and kind,
+and by a rule. A closed-book answer is accepted if its P(correct) reaches its threshold;
+else the with-context answer is trusted if its P reaches its own; else both are flagged.
 """
 
 import itertools
@@ -48,22 +48,22 @@ from beatrice.selection.exhaustive import SET_SIZE, Ranking, traits
 
 COMPLEMENTARITY = "anatomy_complementarity"
 PAIRS, VARIANTS = "anatomy_pairs", "anatomy_fusion"
-_ALL = "anatomy_all"  # rows that others have already
+_ALL = "anatomy_all"  # rows that are dropped, since other stages write them
 COMBINATIONS = "anatomy_combinations"
-N_PARTS = 20  # of the ranking
-N_BEST = 10  # the paper's
+N_PARTS = 20  # parts of the ranking
+N_BEST = 10  # sets, as in the paper
 
 
 def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
-    """Return where a score is wrong that flags as many answers as are wrong.
+    """Return the mistakes of a score that flags as many answers as are wrong.
 
     Args:
       scores: `[n]`, higher = more likely correct.
       labels: `[n]` bool.
-      names: `[n]`, all different; they settle ties, so that order does not.
+      names: `[n]`, all different; they break ties independently of order.
 
     Returns:
-      `[n]` bool: flagged and right, or wrong and not flagged.
+      `[n]` bool, true for answers that are right but flagged, or wrong but not flagged.
     """
     is_flagged = np.zeros(len(scores), bool)
     is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
@@ -71,10 +71,10 @@ def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.nd
 
 
 def complementarity(deployed: Deployed) -> list[ResultRow]:
-    """Return each family's error rate and the share of each other's errors it rights.
+    """Return each family's error rate, and the share of each other's errors it rights.
 
-    Seeds are counted together: a share is over the mistakes of all seeds, each against
-    the same seed of the other family.
+    Seeds are counted together: a share is over the mistakes of all seeds, each compared
+    with the same seed of the other family.
     """
     rows, result = deployed.rows, []
     names = np.char.add(np.char.add(rows.ids, " "), rows.variants)
@@ -106,7 +106,7 @@ def _differences(
     pairs: Sequence[tuple[Subject | str, Subject | str]],
     name: str,
 ) -> list[ResultRow]:
-    """Return how much more AUROC the first of each pair has, on the judged sets."""
+    """Return each pair's difference in AUROC, first minus second, on judged sets."""
     rows = deployed.rows.take(deployed.judged)
     judged = [scores.take(deployed.judged) for scores in scored]
     result = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
@@ -114,7 +114,7 @@ def _differences(
 
 
 def pairs(deployed: Deployed) -> list[ResultRow]:
-    """Return what the encoder of two families has more than that of each of them."""
+    """Return each two-family encoder's AUROC minus that of each of its families."""
     both = [*map("".join, itertools.combinations(LETTERS, 2))]
     scored = [
         Scored(name=encoder(name), scores=deployed.logits_of(name))
@@ -125,9 +125,9 @@ def pairs(deployed: Deployed) -> list[ResultRow]:
 
 
 def fusion(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return what the selected set has more than each other variant.
+    """Return the AUROC of the selected set minus that of each other variant.
 
-    Without hidden states only where `evaluate --ablations` has searched for it.
+    The one without hidden states is included if `evaluate --ablations` found one.
     """
     rows: list[ResultRow] = []
     for setting, deployed in inputs.settings.items():
@@ -148,17 +148,17 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
 def counts_along(
     ranking: Ranking, is_closed_book: np.ndarray, n_parts: int
 ) -> np.ndarray:
-    """Return how many closed-book encoders sets hold, along the ranking.
+    """Return how many closed-book encoders the sets contain, along the ranking.
 
-    `is_closed_book` is `[n_pool]` bool. Returned are `[SET_SIZE + 1, n_parts]`, best
-    part first: of a part's sets, the share that holds 0, 1, 2 or 3.
+    `is_closed_book` is `[n_pool]` bool. Returns `[SET_SIZE + 1, n_parts]`, best part
+    first: the share of a part's sets that contain 0, 1, 2 or 3.
     """
     parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
     return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
 
 
 def combinations(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return the rows of every setting's ranking, by validation AUROC."""
+    """Return rows on the composition of each setting's ranking by validation AUROC."""
     rankings = inputs.rankings
     return per_setting(lambda x: _of_ranking(rankings[x.setting], x))(inputs)
 
@@ -193,28 +193,28 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
 
 
 def _mean(reads: np.ndarray, sets: Sequence[np.ndarray] | np.ndarray) -> float:
-    """Return how many encoders of a set have a trait, on average."""
+    """Return the mean number of encoders per set that have a trait."""
     return float(reads[np.asarray(sets)].sum(axis=1).mean())
 
 
 FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
-NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
-_N_CELLS = 12  # of the boundary's figure, from zero to its edge
-_NARROWEST = 0.5  # logits, of a cell
+NEAR = 1.0  # logits: a remaining score this near the boundary is undecided
+_N_CELLS = 12  # cells of the boundary's figure, from zero to its edge
+_NARROWEST = 0.5  # least width of a cell, in logits
 GROUNDING = "anatomy_grounding"
 CASES = "anatomy_cases"
-TRUSTED_FROM = 0.6  # the paper's, where `calibrate` found no threshold of its own
+TRUSTED_FROM = 0.6  # the paper's threshold, used if `calibrate` found none
 KINDS = ("accepted closed-book", "trusted with context", "both flagged")
 
 
 def flip_ratios(
     name: str, family: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
 ) -> list[Ratio]:
-    """Return how often decisions flip, how often rightly, and how near the boundary.
+    """Return how often decisions flip, how precisely, and how near the boundary.
 
-    Of an encoder, by its letters: logits `[n_seeds, n]`, intact and without a family,
-    by its letter; labels are `[n]` bool. By chance, what flips to "right" is so as
-    often as any answer is right, and likewise what flips to "wrong".
+    `name` and `family` are letters; `intact` and `without` (that family) are logits
+    `[n_seeds, n]`, `labels` `[n]` bool. Precision by chance assumes that an intact
+    decision for "right" holds as often as any answer is right; "wrong" likewise.
     """
     is_flip = (intact > 0) != (without > 0)
     is_right = (intact > 0) == labels[None]
@@ -237,7 +237,7 @@ def flip_ratios(
 
 
 def flips(deployed: Deployed) -> list[ResultRow]:
-    """Return the flips of every family of every queried encoder, and right answers."""
+    """Return flips of each queried encoder and family, and shares of right answers."""
     rows, result = deployed.rows, []
     for dataset, split in judged_sets(rows):
         at = np.isin(deployed.judged, rows.where(split, dataset))
@@ -259,11 +259,11 @@ def flips(deployed: Deployed) -> list[ResultRow]:
 
 
 def boundary(deployed: Deployed) -> list[ResultRow]:
-    """Return how many answers lie where, by remaining score and contribution.
+    """Count answers in cells of remaining score (x) and removed contribution (y).
 
-    Of the in-domain test rows, all seeds: a cell is a row, `answers` with its centre
-    and its width, and `flips` where decisions changed there. All cells of an encoder
-    have one width, the least at which every answer has a cell.
+    Counts are over the in-domain test rows and all seeds. Each cell with its centre and
+    width is a row: `answers` for unchanged decisions, `flips` for changed ones. All
+    cells of an encoder have one width, which covers every answer (see `_width`).
     """
     rows, result = deployed.rows, []
     at = np.isin(deployed.judged, rows.where("test"))
@@ -287,28 +287,28 @@ def boundary(deployed: Deployed) -> list[ResultRow]:
 
 
 def _width(logits: np.ndarray) -> float:
-    """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
+    """Return a width in logits, doubled until `_N_CELLS` cells cover all values."""
     needed = max(float(np.abs(logits).max(initial=0.0)) / _N_CELLS, _NARROWEST)
     return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
 
 
 class Grounded(NamedTuple):
-    """Labels of some with-context answers, and where they stand."""
+    """Labels of with-context answers, and whether the passages contain them."""
 
     labels: np.ndarray  # `[n]` bool
     stands: np.ndarray  # `[n]` bool, whether the answer stands in the passages
-    # `[n]` float, whether the closed-book answer is right; NaN where there is none, or
-    # it has no label.
+    # `[n]` float, whether the closed-book answer is right; NaN if it is missing or has
+    # no label.
     right_without: np.ndarray
 
 
 def grounding_ratios(
     answers: Grounded, flips: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> list[Ratio]:
-    """Return shares of answers and precisions of flips.
+    """Return shares of answers and the precision of flips.
 
-    Of each encoder is given whether decisions flip, and whether the intact one is
-    right, `[n_seeds, n]` bool.
+    `flips` has two `[n_seeds, n]` bool arrays for each encoder: whether decisions flip,
+    and whether the intact decision is right.
     """
     labels, stands, without = answers
     every, has = np.ones(len(labels)), ~np.isnan(without)
@@ -353,7 +353,7 @@ def _grounded(
 
 
 def grounding(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return the rows of every test and held-out set, with context alone."""
+    """Return the grounding rows of every test and held-out set, only with context."""
     deployed, result = inputs.settings["with_context"], []
     closed_book = inputs.settings.get("closed_book")
     grounded = _grounded(
@@ -379,7 +379,7 @@ def grounding(inputs: AnalysisInput) -> AnalysisOutput:
 
 
 def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """Return the place in KINDS of each question, by `[n, 2]` probabilities."""
+    """Return each question's index into KINDS, from probabilities `[n, 2]`."""
     is_trusted = p >= thresholds[None]
     return np.where(is_trusted[:, 0], 0, np.where(is_trusted[:, 1], 1, 2))
 
@@ -387,12 +387,12 @@ def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
 def surest_questions(
     ids: np.ndarray, p: np.ndarray, thresholds: np.ndarray
 ) -> dict[int, int]:
-    """Return the question shown of each kind, by the kind's place.
+    """Return the index of the surest question of each kind, by the kind's index.
 
-    The surest: the smallest distance of a probability that decides from its threshold
-    is the largest; of equals the smaller id. Accepted, the first decides alone. `ids`
-    `[n]` are all different, `p` `[n, 2]` is calibrated P(correct), closed-book and with
-    context, and thresholds are `[2]`.
+    A question is as sure as the deciding probability nearest to its threshold; the
+    closed-book one alone decides an acceptance. Ties go to the smaller id. `ids` `[n]`
+    are all different, `p` `[n, 2]` is calibrated P(correct), closed-book and with
+    context, and `thresholds` is `[2]`.
     """
     kinds, distance = kinds_of(p, thresholds), np.abs(p - thresholds[None])
     margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))
@@ -404,7 +404,7 @@ def surest_questions(
 def _read_decisions(
     inputs: AnalysisInput, setting: Setting
 ) -> tuple[pandas.DataFrame, float]:
-    """Return P and label of a setting's judged original answers; and the threshold."""
+    """Return P and labels of a setting's judged original answers, and the threshold."""
     deployed, head = inputs.settings[setting], inputs.heads[setting]
     rows, where = deployed.rows, deployed.judged
     where = where[rows.variants[where] == "original"]
@@ -416,7 +416,7 @@ def _read_decisions(
 
 
 def cases(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return each kind's share of questions and of right answers, and a case."""
+    """Return each kind's share of questions and of right answers, and its case."""
     settings: tuple[Setting, Setting] = ("closed_book", "with_context")
     deployed = inputs.settings["with_context"]
     frames, ends = zip(*(_read_decisions(inputs, x) for x in settings), strict=True)
@@ -444,7 +444,7 @@ def cases(inputs: AnalysisInput) -> AnalysisOutput:
             CASES, ratios, every_id[at], set_fields, deployed.bootstrap
         )
         if len(set(datasets := rows.datasets[of_set].tolist())) > 1:
-            continue  # all in-domain sets together
+            continue  # no cases for all in-domain sets together
         for kind, i in surest_questions(every_id[at], p, thresholds).items():
             example = examples[ids[i]]
             texts = [answers[ids[i], s, "original"].text for s in settings]

@@ -1,9 +1,9 @@
-"""Every set of a given size, ranked, and the rank of the greedy search's set.
+"""Ranking of every set of three encoders, and the rank of the greedy search's set.
 
 The paper enumerates all three-encoder sets of a pool (section 4.3): 455 closed-book and
-4,060 with context, each with a head per seed. Calls are as large as a round of the
-greedy search, and run through its executable. Each call's AUROCs are saved, so that a
-killed enumeration continues.
+4,060 with context, each with a head per seed. Each call trains as many sets as a round
+of the greedy search and reuses its executable. Each call's AUROCs are saved, so that a
+killed enumeration can resume.
 """
 
 import dataclasses
@@ -44,42 +44,42 @@ from beatrice.jaxprobe.rows import Rows
 from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import HeadTrainer, load_part
 
-SET_SIZE = 3  # of the paper's enumeration
+SET_SIZE = 3  # as in the paper's enumeration
 
 
 class Ranking(NamedTuple):
     """Validation AUROC of every set of a pool."""
 
-    # `[n_sets, set_size]` int32 pool positions, ascending in a set; the sets in
+    # `[n_sets, set_size]` int32 pool positions, ascending in a set, sets in
     # lexicographic order.
     sets: np.ndarray
     aurocs: np.ndarray  # `[n_sets, n_seeds]` float32 validation AUROC
 
     @property
     def means(self) -> np.ndarray:
-        """Mean over seeds, `[n_sets]` float64."""
+        """The AUROCs averaged over seeds, `[n_sets]` float64."""
         return self.aurocs.mean(axis=1, dtype=np.float64)
 
     @property
     def order(self) -> np.ndarray:
-        """Rows best to worst, `[n_sets]`; the earlier one of a tie first."""
+        """Rows from best to worst, `[n_sets]`; ties keep the order of `sets`."""
         return np.argsort(-self.means, kind="stable")
 
     def parts(self, values: np.ndarray, n_parts: int) -> list[np.ndarray]:
-        """Split values of the sets, `[n_sets, ...]`, along the ranking, best first."""
+        """Split values `[n_sets, ...]` into parts of the ranking, best first."""
         return np.array_split(values[self.order], min(n_parts, len(values)))
 
     def row_of(self, members: tuple[int, ...]) -> int:
-        """Return the row of a set that is among them."""
+        """Return the row of a set, which must be in the ranking."""
         return int(np.flatnonzero((self.sets == np.sort(members)).all(axis=1))[0])
 
     def rank_of(self, members: tuple[int, ...]) -> int:
-        """Return a set's rank, from 1: one more than the number of better sets."""
+        """Return a set's rank: one plus the number of better sets."""
         means = self.means
         return 1 + int((means > means[self.row_of(members)]).sum())
 
     def gap_of(self, members: tuple[int, ...]) -> float:
-        """Return how far a set's seed-averaged AUROC is below the best set's."""
+        """Return how far a set's seed-averaged AUROC is below that of the best set."""
         means = self.means
         return float(means.max() - means[self.row_of(members)])
 
@@ -91,14 +91,14 @@ def all_sets(n_pool: int, set_size: int = SET_SIZE) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Enumeration:
-    """All sets of three of one pool, and where finished calls are saved."""
+    """Trains heads for all sets of three of one pool, and saves finished calls."""
 
     heads: HeadTrainer  # of the pool
-    folder: Path | None = None  # of finished calls, a file each; None saves none
+    folder: Path | None = None  # for a file per finished call; None: save none
 
     @cached_property
     def calls(self) -> dict[str, np.ndarray]:
-        """The sets of every call, `[n_sets, SET_SIZE]`, by the name of its part."""
+        """The sets that each call trains, `[n_sets, SET_SIZE]`, by the call's name."""
         size = self.heads.pool.train.n_pool
         sets = all_sets(size)
         width = len(str(len(sets)))
@@ -107,7 +107,7 @@ class Enumeration:
 
     @cached_property
     def cache(self) -> Cache:
-        """Finished calls, by the SHA-256 of everything a head depends on."""
+        """Finished calls, keyed by the SHA-256 of everything heads depend on."""
         pool, config = self.heads.pool, self.heads.config
         shapes = f"{PROTOCOL} {config.head} {config.train} {SET_SIZE}"
         digest = hashlib.sha256(shapes.encode())
@@ -118,16 +118,16 @@ class Enumeration:
         return Cache(self.folder, digest.hexdigest())
 
     def n_heads(self, names: Iterable[str]) -> int:
-        """Return how many heads some calls train."""
+        """Return how many heads the named calls train."""
         n_seeds = self.heads.pool.train.n_seeds
         return sum(len(self.calls[name]) for name in names) * n_seeds
 
     def n_missing(self) -> int:
-        """Return how many heads have not been trained yet."""
+        """Return how many heads are still to be trained."""
         return self.n_heads(self.cache.missing(self.calls))
 
     def run(self, tick: Callable[[int], object] = lambda n_heads: None) -> Ranking:
-        """Train every head that is missing, and rank all sets."""
+        """Train all missing heads, and rank all sets."""
         aurocs = []
         for name, sets in self.calls.items():
             saved = self.cache.load(name)
@@ -142,17 +142,17 @@ class Enumeration:
 
 
 def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
-    """Mean encoders of a set with a trait along the ranking, `[n_traits, n_bins]`.
+    """Return how many encoders with each trait a set contains, along the ranking.
 
-    The ribbon of the paper's figure of all combinations: a local mean, here over equal
-    parts of the ranking. Traits are `[n_traits, n_pool]` bool.
+    The ribbon in the paper's figure of all combinations: means over equal parts of the
+    ranking, `[n_traits, n_bins]`. `traits` is `[n_traits, n_pool]` bool.
     """
     parts = ranking.parts(traits[:, ranking.sets].sum(axis=2).T, n_bins)
     means = [counts.mean(axis=0) for counts in parts]
     return np.stack(means, axis=1)
 
 
-N_BINS = 80  # parts of the ranking that the figure shows
+N_BINS = 80  # parts of the ranking in the figure
 EXPERIMENT = "exhaustive"
 
 
@@ -161,7 +161,7 @@ def _folder(run: RunDir) -> Path:
 
 
 def _pieces(run: RunDir) -> Path:
-    """Return where trained heads' numbers lie until the stage is recorded."""
+    """Return the folder of finished calls, kept until the stage is complete."""
     return run.path / "exhaustive.pieces"
 
 
@@ -170,7 +170,7 @@ def _rankings(run: RunDir) -> Cache:
 
 
 def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]:
-    """Return the search's set after three rounds, if need be without a margin."""
+    """Return greedy's first three encoders, searched without a margin if need be."""
     if len(added) >= SET_SIZE:
         return tuple(sorted(added[:SET_SIZE]))
     return heads.search(margin=-1.0, max_encoders=SET_SIZE).members
@@ -194,11 +194,7 @@ def _rank_rows(
 
 
 def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarray]:
-    """Return which encoders of a pool read which family in which pass.
-
-    Returns:
-      `[n_pool]` bool by the family's letter and the pass.
-    """
+    """Return, by letter and pass, which encoders read that family, `[n_pool]` bool."""
     pool = reads(setting, range(n_pool))
     passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {
@@ -214,7 +210,7 @@ def rank(
     added: Sequence[int],
     bootstrap: BootstrapConfig,
 ) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
-    """Compare a pool's best set of three with greedy's: for the report, and as rows."""
+    """Compare a pool's best set of three with greedy's; return arrays and rows."""
     rows = heads.pool.rows
     best = ranking.sets[ranking.order[0]]
     greedy = _greedy_members(heads, added)
@@ -234,7 +230,7 @@ def _enumerate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    for old in _folder(run).glob("*.pieces"):  # where an earlier version saved them
+    for old in _folder(run).glob("*.pieces"):  # the old place of saved calls
         shutil.copytree(old, _pieces(run) / old.stem, dirs_exist_ok=True)
         shutil.rmtree(old)
     config = config.seeded(run.seed)
@@ -246,7 +242,7 @@ def _enumerate(
     }
     n_heads = sum(search.n_heads(search.calls) for search in searches.values())
     n_missing = sum(search.n_missing() for search in searches.values())
-    progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
+    progress.note(f"exhaustive: {n_missing} of {n_heads} heads still to be trained")
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
@@ -261,13 +257,13 @@ def _enumerate(
 
 
 def read_ranking(run: RunDir, setting: Setting) -> Ranking:
-    """Return a setting's ranking."""
+    """Read a setting's ranking."""
     saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     return Ranking(saved["sets"], saved["aurocs"])
 
 
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
-    """Return what the report shows of a setting's ranking, as JSON values."""
+    """Return the parts of a setting's ranking that the report shows, for JSON."""
     saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())

@@ -1,13 +1,13 @@
 """Greedy forward selection of the encoders to fuse, on validation AUROC.
 
-Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed, for
-every encoder not yet selected, added to the set; the best addition is kept while it
-helps by more than a margin. All heads of all rounds run through one compiled call.
+Algorithm 1 of the paper (appendix B). In each round, every encoder not yet selected is
+added to the set in turn and a fresh head is trained per seed; the best addition is kept
+while it helps by more than a margin. All heads of all rounds use one compiled function.
 
-Another stage measures optimism: the validation and in-domain test questions are split
-anew, at random, into a half that the search sees and a half that it does not, and its
-AUROC on the two is compared. Halves are exchangeable, so anything chosen beforehand has
-no optimism: one encoder of all families is the control.
+A second stage measures optimism: it splits the validation and in-domain test questions
+at random into a half that the search sees and a half that it does not, and compares the
+AUROC on the two. The halves are exchangeable, so anything chosen beforehand has no
+optimism; the encoder of all families is the control.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class SearchRound(NamedTuple):
     aurocs: np.ndarray
     best: int  # pool position of the best candidate
     auroc: float  # its seed-averaged validation AUROC
-    accepted: bool  # whether it helped by more than the margin
+    accepted: bool  # whether the gain is larger than the margin
 
 
 class Selection(NamedTuple):
@@ -85,13 +85,13 @@ class Selection(NamedTuple):
 
     members: tuple[int, ...]  # pool positions in pool order
     auroc: float  # seed-averaged validation AUROC of the fused set
-    # Every round, the last one being that which did not help, if there was one.
+    # Every round; the last one may be the round that did not help.
     path: tuple[SearchRound, ...]
-    config: FusionConfig  # shape of the heads, whose slots may have grown
-    # The heads' weights, leaves `[n_seeds, ...]`. A head depends on (set, seed) only,
-    # so those of the search are those of the final retraining.
+    config: FusionConfig  # shape of the heads; may have more slots than configured
+    # Weights of the heads, leaves `[n_seeds, ...]`. A head depends only on (set, seed),
+    # so retraining at the end would give the heads of the search again.
     params: Params
-    info: FitInfo  # how they were fitted
+    info: FitInfo  # how the heads were fitted
 
 
 class Heads(NamedTuple):
@@ -106,7 +106,7 @@ class Heads(NamedTuple):
 
 
 def slots_for(config: FusionConfig, n_members: int) -> FusionConfig:
-    """Double the slots until a set fits: only then is anything compiled anew."""
+    """Return a config with slots doubled until a set fits, to compile rarely."""
     n_slots = config.n_slots
     while n_slots < n_members:
         n_slots *= 2
@@ -125,7 +125,7 @@ def fit_sets(
 ) -> Heads:
     """Train a head for every set and seed in one call, padded to `n_calls` sets.
 
-    Side by side are `n_at_once` parts, by default one a core of a CPU.
+    `n_at_once` parts train in parallel; default: one per core on a CPU, else one.
     """
     n_sets = max(n_calls or 0, len(sets))
     slots = np.zeros((n_sets, config.n_slots), np.int32)
@@ -138,7 +138,7 @@ def fit_sets(
         with usual_jax():
             return fit_heads(*shard, train, valid, head=head, config=train_config)
 
-    # On a CPU a core for each part: a head's operations are too small to share cores.
+    # On a CPU, a core per part: a head's operations are too small to share cores.
     if n_at_once is None:
         n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
     shards = _split_sets(slots, masks, min(n_at_once, n_sets))
@@ -156,14 +156,14 @@ def fit_sets(
 def _split_sets(
     slots: np.ndarray, masks: np.ndarray, n_parts: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Give every n-th set to a part: the empty ones are all at the end."""
+    """Give each part every n-th set, since the empty sets are all at the end."""
     n_excess = -len(slots) % n_parts
     slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
     return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
 
 
 def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:
-    """P(correct) by the heads of each seed, `[n_seeds, n_examples]`."""
+    """Return P(correct) from the heads of each seed, `[n_seeds, n_examples]`."""
     slots, mask = slots_of(selection.members, selection.config.n_slots)
     head = FusionHead(selection.config)
     logits = [
@@ -185,14 +185,14 @@ class HeadTrainer:
     """Trains fusion heads on the pool of one setting."""
 
     pool: Pool
-    config: SelectConfig  # shape of the heads, whose slots grow with a set; protocol
+    config: SelectConfig  # training protocol, and shape of the heads (see `shape`)
 
     def shape(self, n_members: int) -> FusionConfig:
-        """Return the shape of the heads of a set of so many encoders."""
+        """Return the shape of heads with slots for `n_members` encoders."""
         return slots_for(self.config.head, n_members)
 
     def fit_sets(self, sets: Sequence[tuple[int, ...]]) -> Heads:
-        """Train the heads of sets of one size, all in the executable of the search."""
+        """Train heads for sets of equal size, with the executable of the search."""
         return fit_sets(
             sets,
             self.pool.train,
@@ -209,9 +209,9 @@ class HeadTrainer:
         margin: float | None = None,
         max_encoders: int | None = None,
     ) -> Selection:
-        """Select encoders by greedy forward search among candidates, or all.
+        """Select encoders by greedy forward search among candidates (None: all).
 
-        The margin is of seed-averaged validation AUROC; None takes the configured one.
+        The margin is a gain in seed-averaged validation AUROC; default: the config's.
         """
         valid, n_pool = self.pool.valid, self.pool.train.n_pool
         used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
@@ -236,20 +236,20 @@ class HeadTrainer:
         if best_heads is None:
             raise NoSignalError(
                 "no encoder reaches a validation AUROC above "
-                f"{0.5 + margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
-                "to select from; check labels, or take more training rows"
+                f"{0.5 + margin:.4f} (best: {path[0].auroc:.4f}), so there is no "
+                "signal to select from; check the labels or use more training rows"
             )
         shape = self.shape(len(chosen))
         return Selection(chosen, auroc, tuple(path), shape, *best_heads)
 
     def fit(self, members: tuple[int, ...]) -> Selection:
-        """Train the heads of a given set."""
+        """Train heads for a given set."""
         params, info = self.fit_sets([members]).of_set(0)
         auroc = float(info.best_auroc.mean())
         return Selection(members, auroc, (), self.shape(len(members)), params, info)
 
     def scores(self, selection: Selection) -> np.ndarray:
-        """Return P(correct) of every row by a set's heads, `[n_seeds, n_rows]`."""
+        """Return P(correct) of every row from the set's heads, `[n_seeds, n_rows]`."""
         return fused_probability(selection, self.pool.all_rows)
 
 
@@ -259,10 +259,10 @@ def select_heads(
     config: SelectConfig,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[HeadName, Selection]:
-    """Select encoders for every branch that scores answers of some settings.
+    """Select encoders for every branch that scores answers of the given settings.
 
-    The single pass searches the with-context half of the with-context pool. `tick` is
-    called after each branch.
+    The single-pass branch searches only the with-context half of the with-context pool.
+    `tick` is called after each branch.
     """
     selections = {}
     for branch in branches_of(tuple(pools)):
@@ -274,11 +274,11 @@ def select_heads(
 
 
 EXPERIMENT = "optimism"
-N_SPLITS = 20  # of validation and test questions
+N_SPLITS = 20  # random splits of the validation and test questions
 
 
 def load_part(cache: Cache, name: str, verb: str) -> dict[str, np.ndarray]:
-    """Read the arrays of a part that a stage on request has saved."""
+    """Read the arrays of a part saved by an optional stage (run with `verb`)."""
     arrays = cache.load(name)
     if arrays is None:
         raise ValueError(
@@ -315,7 +315,7 @@ def _summary(selection: Selection, margin: float) -> dict[str, Any]:
 
 
 def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
-    """Return how the search went, with printed names."""
+    """Return the rounds and result of the search, with the encoders' printed names."""
     _, summary = run_selection(run, branch)
     names = pool_names(branch, range(2 * N_SUBSETS))
     return {
@@ -335,7 +335,7 @@ def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
 def _select_setting(
     run: RunDir, config: SelectConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
-    """Select in a setting, for every branch that scores its answers."""
+    """Select encoders for every branch that scores a setting's answers."""
     pool = run_pool(run, setting)
     heads = HeadTrainer(pool, config)
     for branch, champion in select_heads({setting: pool}, config, tick).items():
@@ -350,7 +350,7 @@ def _select_setting(
             for name, selection in selections.items()
         }
         checkpoint.save(run.selection / branch, tree, _summary(champion, config.margin))
-        tick()  # of the search, and of the sets beside it
+        tick()  # the second per branch: `select_heads` has made the first
 
 
 def _select(
@@ -358,7 +358,7 @@ def _select(
 ) -> None:
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
-    # All settings at once, for the same reason as in training.
+    # All settings run in parallel, for the same reason as in training.
     side_by_side(work, settings_of(run), update, 2 * len(run_branches(run)))
 
 
@@ -375,8 +375,8 @@ SELECT = Stage(
 def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split the labelled in-domain questions that no encoder was trained on.
 
-    Rows that a search may see and rows that it may not, indices into the store: each
-    set of questions is split evenly, and a rewording goes with its question.
+    Returned are indices of the rows that a search may see and of those that it may not.
+    Each question set is split evenly, and a rewording stays with its question.
     """
     where = np.concatenate([rows.where("validation"), rows.where("test")])
     is_seen = np.zeros(len(rows.ids), bool)
@@ -388,7 +388,7 @@ def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
-    """Return the pool with other validation rows, in a shape that all splits share."""
+    """Return the pool with `seen` as validation rows, of one shape for all splits."""
     rows = pool.rows
     where = np.concatenate([rows.where("validation"), rows.where("test")])
     weights = np.isin(where, seen).astype(np.float32)
@@ -401,10 +401,10 @@ def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
 def gaps(
     pool: Pool, config: SelectConfig, seen: np.ndarray, unseen: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds.
+    """Return the AUROC on seen rows minus that on unseen rows, averaged over seeds.
 
-    `[1]` by detector: the searched set, and one encoder of all families; NaN where a
-    half has one class, or no encoder ranks the half that is seen.
+    `[1]` for each detector: the set found by the search, and the encoder of all
+    families. NaN if a half has one class, or no encoder beats chance on the seen half.
     """
     heads = HeadTrainer(searched_on(pool, seen), config)
     every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
@@ -419,13 +419,13 @@ def gaps(
     control = gap(every_family)
     champion = np.full(1, np.nan)
     if np.isfinite(control):
-        with contextlib.suppress(NoSignalError):  # the other halves are measured
+        with contextlib.suppress(NoSignalError):  # other splits are still measured
             champion = gap(heads.scores(heads.search()))
     return {"champion": champion, "early_fusion": control}
 
 
 def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
-    """Return means over the splits that are no NaN, in the interval of 95 % of them."""
+    """Return the mean gap over defined splits, and the interval of 95 % of them."""
     at = {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "test", "n": n}
     at |= {"experiment": EXPERIMENT, "metric": "auroc_gap"}
     result = []

@@ -1,15 +1,15 @@
-"""Where correctness is read: heads of attention, spans and tokens, layers.
+"""Where correctness can be read: attention heads, spans and tokens, layers.
 
 Heads (paper, appendix G, figure of attention heads): integrated gradients over the
-channels of attention, from a baseline in which that family lies at its means, over 400
-test answers; a head's share is the absolute attribution of its channels. Measured on
-the answers on which they were chosen, the largest heads of any map hold more than as
-many drawn ones: the paper's do, ours are measured on the other half.
+channels of attention, from a baseline with that family at its means, over 400 test
+answers; a head's share is the absolute attribution of its channels. The largest heads
+of any map beat random ones on the answers on which they were chosen, which is where the
+paper measures them; here, they are measured on the other half.
 
-Positions: integrated gradients say how much each token moves the logit. And a whole
-span is put at its means: the AUROC that is lost is what only that span has.
+Positions: integrated gradients show how much each token moves the logit. In addition, a
+whole span is set to its means: the AUROC lost is what only that span contributes.
 
-Layers: the layer sweep of the paper (figure of the same name), but of every labelled
+Layers: the layer sweep of the paper (figure of the same name), but over every labelled
 answer of validation, test and held-out sets, and with intervals.
 """
 
@@ -37,20 +37,20 @@ from beatrice.selection.analysis import (
 )
 
 HEADS = "anatomy_heads"
-N_ANSWERS = 400  # the paper's
+N_ANSWERS = 400  # as in the paper
 N_HEADS = 8  # likewise
-N_DRAWS = 20  # sets of as many random heads
+N_DRAWS = 20  # random sets of equally many heads to compare with
 _ATTENTION = FAMILIES.index("attn")
 POSITIONS, SPANS_GONE = "anatomy_positions", "anatomy_spans"
-N_POSITIONS = 8  # first tokens of an answer that are told apart
-_FEWEST = 20  # answers that have a position
+N_POSITIONS = 8  # leading tokens of an answer with rows of their own
+_FEWEST = 20  # answers that must reach a position for it to have a row
 LAYERS = "anatomy_layers"
 
 
 def error_rows(
     experiment: str, subject: Subject, metric: str, error: float, n: int, at: dict
 ) -> list[ResultRow]:
-    """Return how far attributions are from adding up; if too far, what lacks for it."""
+    """Return the row of incompleteness; if too large, also a null row of `metric`."""
     result = [row_of(experiment, subject, "incompleteness", error, n, at)]
     if error > TOLERANCE:
         reason = (
@@ -62,7 +62,7 @@ def error_rows(
 
 
 def attributed_rows(deployed: Deployed) -> np.ndarray:
-    """Return the test rows that are attributed, in their original wording."""
+    """Return the test rows used for attributions, in their original wording."""
     rows = deployed.rows
     where = rows.where("test")
     where = where[rows.variants[where] == "original"]
@@ -74,9 +74,9 @@ def head_sums(
 ) -> tuple[np.ndarray, float]:
     """Return how much each head of each layer moves the logit, and the error.
 
-    Of an encoder that reads attention, on rows `[n]` of the store: `[n, n_layers,
-    n_heads]` absolute attributions in logits, summed over seeds, tokens, spans and
-    channels; and the incompleteness.
+    The encoder must read attention. On rows `[n]` of the store, returns its absolute
+    attributions `[n, n_layers, n_heads]` in logits, summed over seeds, tokens, spans
+    and channels, and the incompleteness of the attributions.
     """
     shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))
@@ -93,9 +93,9 @@ def head_sums(
 
 
 def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerChannel:
-    """Return which channels are gone where `[n_layers, n_heads]` heads are."""
+    """Return a mask of the channels of the heads in a mask `[n_layers, n_heads]`."""
     channels = [np.zeros((n_spans, size), bool) for size in dims.sizes]
-    # Two other spans and two readings stand before layers and heads.
+    # The channels' axes: two other spans, two readings, then layers and heads.
     channels[_ATTENTION][:] = np.tile(
         cells.ravel(), dims.sizes[_ATTENTION] // cells.size
     )[None]
@@ -103,7 +103,7 @@ def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerC
 
 
 def heads(deployed: Deployed) -> list[ResultRow]:
-    """Return the share of every head, and what the largest eight of them are worth."""
+    """Return the share of every head, and what the eight largest are worth."""
     where = attributed_rows(deployed)
     names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
     set_fields = deployed.set_fields(IN_DOMAIN, "test")
@@ -130,7 +130,7 @@ def _head_rows(
     ids, config = deployed.rows.ids[where], deployed.bootstrap
     result = ratio_rows(HEADS, ratios, ids, set_fields, config)
     n_heads = min(N_HEADS, n_cells)
-    half = len(where) // 2  # they are in the order of a hash
+    half = len(where) // 2  # a random half: rows are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
     rng = np.random.default_rng(deployed.seed)
     drawn = [rng.choice(n_cells, n_heads, replace=False) for _ in range(N_DRAWS)]
@@ -141,7 +141,7 @@ def _head_rows(
     rest = where[half:]
     variants = [
         channels_of_heads(deployed.dims, deployed.n_spans, cells)
-        for cells in (top & ~top, top, *others)  # none of them first
+        for cells in (top & ~top, top, *others)  # the first masks no head
     ]
     (without,) = deployed.logits_without([name], rest, variants)
     moved = np.abs(without[1:] - without[:1]).mean(axis=1)  # [1 + n_draws, n]
@@ -161,16 +161,16 @@ def _head_rows(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenAttribution:
-    """How much tokens move a logit, summed over seeds."""
+    """How much tokens move an encoder's logit, summed over seeds."""
 
-    families: np.ndarray  # `[n, n_spans, n_families]`, of each span's tokens together
-    answer: np.ndarray  # `[n, longest]` of the tokens of the answer, 0 beyond its end
-    lengths: np.ndarray  # `[n, n_spans]` tokens
+    families: np.ndarray  # `[n, n_spans, n_families]`, summed over each span's tokens
+    answer: np.ndarray  # `[n, longest]`, each token of the answer; 0 beyond its end
+    lengths: np.ndarray  # `[n, n_spans]`, in tokens
     error: float  # incompleteness
 
     @property
     def spans(self) -> np.ndarray:
-        """Of each span's tokens, `[n, n_spans]`; what families move is not summed."""
+        """Movement by each span's tokens, summed over families, `[n, n_spans]`."""
         return self.families.sum(axis=2)
 
 
@@ -179,8 +179,8 @@ def attribute_tokens(
 ) -> TokenAttribution:
     """Return how much every token moves an encoder's logit.
 
-    A token's part is the size of what each family's channels add there together,
-    families apart: what one adds and another takes away is two movements.
+    A token's movement is the absolute sum over each family's channels, added over
+    families: what one family adds and another takes away counts as two movements.
     """
     n, n_spans = len(where), deployed.n_spans
     lengths = deployed.data.lengths[where]
@@ -203,7 +203,7 @@ def attribute_tokens(
 def position_ratios(
     name: str, moved: TokenAttribution, spans: tuple[str, ...]
 ) -> list[Ratio]:
-    """Return shares by span, by family within, and by position in the answer."""
+    """Return shares by span, by family within a span, and by position in the answer."""
     subject = encoder(name)
     total_moved, tokens = moved.spans.sum(axis=1), moved.lengths.sum(axis=1)
     ratios = []
@@ -217,7 +217,7 @@ def position_ratios(
                 Ratio(subject, "share", movement, total_moved, at | {"family": letter})
             )
     length, total = moved.lengths[:, -1], moved.answer.sum(axis=1)
-    # Of an even map, weighted by how much an answer moves as the share beside it is.
+    # The share in an even map, weighted by each answer's movement like "share".
     even = total / np.maximum(length, 1)
     for k in range(min(N_POSITIONS, moved.answer.shape[1])):
         has = length > k
@@ -234,7 +234,7 @@ def position_ratios(
 
 
 def positions(deployed: Deployed) -> list[ResultRow]:
-    """Return the shares of spans and positions, by integrated gradients."""
+    """Return the shares of spans and positions from integrated gradients."""
     where = attributed_rows(deployed)
     if not len(where):
         return []
@@ -250,7 +250,7 @@ def positions(deployed: Deployed) -> list[ResultRow]:
 
 
 def spans_gone(deployed: Deployed) -> list[ResultRow]:
-    """Return the AUROC of encoders' logits with a span at its means, and the loss."""
+    """Return the AUROC of encoders with a span set to its means, and the loss."""
     scored, pairs = [], []
     for name in deployed.queried:
         intact = encoder(name)
@@ -271,10 +271,10 @@ def linear_scores(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> np.ndarray:
-    """Return the log-odds `[n]` of `score_blocks`.
+    """Return the log-odds `[n]` of a logistic regression (see `score_blocks`).
 
-    They are NaN where training or validation rows hold one class. Every block is
-    scaled: five probabilities count beside thousands of states.
+    All are NaN if training or validation rows have only one class. Blocks are scaled,
+    so that five probabilities count as much as thousands of hidden states.
     """
     if any(len(set(labels[split].tolist())) < 2 for split in (train, valid)):
         return np.full(len(labels), np.nan)
@@ -282,13 +282,13 @@ def linear_scores(
 
 
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return what regressions read of some rows, `[n, n_features]` a family."""
+    """Return the features that regressions read, `[n, n_features]` per family."""
     labels = deployed.rows.labels[where]
     return Pooled.of(deployed.data.batches(where, n_copies=2), labels).families
 
 
 def layers(deployed: Deployed) -> list[ResultRow]:
-    """Return the AUROC of the mean answer state of every kept layer, on every row."""
+    """Return the AUROC of the mean answer state of every stored layer, on all sets."""
     rows, store = deployed.rows, deployed.store
     where = np.flatnonzero(rows.is_labelled)
     labelled = rows.take(where)

@@ -1,13 +1,14 @@
-"""How far a detector reaches: number of labels, other sets, another backbone.
+"""How far a detector generalises: number of labels, other sets, another backbone.
 
-Encoders are trained anew here. Beyond the paper: of n labelled answers four fifths
-train and one fifth stops the training (or chooses the penalty of a linear probe). And a
-detector of one question set is read on each other one, all trained on equally many
-answers; a held-out set teaches with one half of its questions and is read on the other.
+The first two go beyond the paper, and retrain encoders. Four fifths of n labelled
+answers are trained on, and one fifth serves for early stopping (or chooses the penalty
+of a linear probe). Detectors trained on one question set, all on equally many
+answers, are tested on every set; a held-out set trains with one half of its
+questions and tests on the other.
 
-To bound what it costs, encoders have one seed, three sizes and one drawing of answers
-(of which the larger hold the smaller). All sizes are repeated to one number of rows, so
-that all take the same steps in the same executable.
+To bound the cost, encoders have one seed, three sizes and one random sample of answers
+(larger samples contain the smaller). All samples are repeated to a common number of
+rows, so that all take the same steps in the same executable.
 
 Another backbone: Spearman's correlation of the fifteen encoders' AUROC on two runs
 (paper, appendix G, figure across backbones).
@@ -55,18 +56,18 @@ from beatrice.selection.places import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers
-ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
-_FOR_VALIDATION = 5  # one of so many labels
+ENCODER_SIZES = (100, 400, 1600)  # the sizes on which encoders are trained
+_FOR_VALIDATION = 5  # every fifth label is for validation
 _SINGLE_CLASS = "the drawn answers hold one class"
 _NONE_DRAWN = "too few of its labelled answers could be drawn to teach"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
 
 def candidates(deployed: Deployed, split: str) -> np.ndarray:
-    """Return a split's labelled rows in their original wording, few of them left out.
+    """Return a split's labelled rows in their original wording, without very long ones.
 
-    Padding makes every row as long as the longest: those of more than four times the
-    median's tokens are left out.
+    Padding makes every row as long as the longest, so rows with more than four times
+    the median number of tokens are left out.
     """
     rows = deployed.rows
     where = rows.where(split)
@@ -76,20 +77,19 @@ def candidates(deployed: Deployed, split: str) -> np.ndarray:
 
 
 def train_valid_split(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split drawn rows into training and validation rows, in turn."""
+    """Split drawn rows: every fifth is for validation, the others for training."""
     is_valid = np.arange(len(order)) % _FOR_VALIDATION == _FOR_VALIDATION - 1
     return order[~is_valid], order[is_valid]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SmallSampleTrainer:
-    """Trains encoders on a small sample of the rows of a setting."""
+    """Trains encoders on small samples of a setting's rows."""
 
     deployed: Deployed  # of the setting
-    # All rows that samples are taken of, whose spans are padded alike.
-    drawn: np.ndarray
-    n_most: int  # of the largest sample; a smaller one is repeated to as many rows
-    folder: Path  # of finished members, until all are done
+    drawn: np.ndarray  # all rows from which samples are taken; padded to one width
+    n_most: int  # size of the largest sample; smaller ones are repeated up to it
+    folder: Path  # for finished members, until all are finished
 
     def scores(
         self, names: Sequence[str], order: np.ndarray, where: np.ndarray
@@ -97,12 +97,12 @@ class SmallSampleTrainer:
         """Train encoders on some labelled rows, and return their logits on others.
 
         Args:
-          names: of encoders.
+          names: encoders, by their letters.
           order: `[n]` rows to train and validate on, see `train_valid_split`.
-          where: `[m]` rows that are scored.
+          where: `[m]` rows to score.
 
         Returns:
-          `[m]` logits by name; None where a part of the rows holds one class.
+          `[m]` logits by name; None if training or validation rows have one class.
         """
         labels = self.deployed.rows.labels
         splits = train_valid_split(order)
@@ -120,7 +120,7 @@ class SmallSampleTrainer:
             cache=self.cache(taken),
         )
         shutil.rmtree(self.folder, ignore_errors=True)
-        assert trained is not None  # None is of a share
+        assert trained is not None  # only a share of the members returns None
         logits = np.asarray(trained[1].logits)[:, indices[2]]
         subsets = [member.subset for member in trained[0].members]
         return {name: logits[subsets.index(subset_index(name))] for name in names}
@@ -132,7 +132,7 @@ class SmallSampleTrainer:
         return dataclasses.replace(config, train=train, stream=None)
 
     def cache(self, taken: np.ndarray) -> Cache:
-        """Return the cache of members that are trained and scored on rows `[n]`."""
+        """Return the cache of members trained and scored on rows `[n]`."""
         source = self.deployed
         text = (
             f"{PROTOCOL} {source.store.id} {source.layer} {self.n_most} {self._config}"
@@ -142,11 +142,11 @@ class SmallSampleTrainer:
         return Cache(self.folder / digest.hexdigest()[:16], digest.hexdigest())
 
     def _rows(self, taken: np.ndarray, splits: Sequence[np.ndarray]) -> TrainingSet:
-        """Return some rows of the store as if they were all; no others are read.
+        """Return a training set of the given rows only.
 
         Args:
-          taken: `[n]` rows of the store, some more than once.
-          splits: indices of training and of validation rows among them.
+          taken: `[n]` rows of the store, which may repeat.
+          splits: indices into `taken` of the training and validation rows.
         """
         data = self.deployed.data
         lengths = widths_of(data.lengths[self.drawn])
@@ -169,7 +169,7 @@ class SmallSampleTrainer:
 
 
 def selected_members(inputs: AnalysisInput, setting: Setting) -> list[str]:
-    """Return the selected encoders of a pass, of the search in this pass alone."""
+    """Return the encoders selected by the search within this pass only."""
     branch = "single_pass" if setting == "with_context" else setting
     return [name for _, name in inputs.searches[branch].reads]
 
@@ -221,23 +221,23 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
 def learning_curve(inputs: AnalysisInput) -> AnalysisOutput:
     """Return AUROC on test and held-out sets against the number of labelled answers.
 
-    `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
-    the selected encoders of this pass, with which a head begins; `probe:HPRA at 400`
+    Rows are `encoder:H at 400` and so on; `selected at 400` is the mean probability of
+    this pass's selected encoders, from which a head starts; `probe:HPRA at 400` is a
     logistic regression on all four families.
     """
     return per_setting(lambda deployed: _curve(inputs, deployed))(inputs)
 
 
 def _half(ids: Iterable[str]) -> np.ndarray:
-    """Return which questions are trained on, by a hash of their id."""
+    """Return which held-out questions to train on, by a hash of their ids."""
     digests = (hashlib.blake2b(f"half {x}".encode()).digest() for x in ids)
     return np.array([digest[0] % 2 == 0 for digest in digests], bool)
 
 
 def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the rows from which every set may teach, `[n]` indices by its name.
+    """Return each set's rows that may be trained on, `[n]` indices by its name.
 
-    A set of which the pools hold no such row has none.
+    They are empty for a set without such rows in the pools.
     """
     held_out = pools["ood"][_half(rows.ids[pools["ood"]])]
     pool = np.concatenate([pools["train"], pools["validation"], held_out])
@@ -247,7 +247,7 @@ def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return AUROC on every set of an encoder and a probe that one other set taught."""
+    """Return the AUROC on every set of encoders and probes trained on each one."""
     return per_setting(lambda deployed: _matrix(deployed, inputs.folder))(inputs)
 
 
@@ -255,7 +255,7 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     rows, judged = deployed.rows, deployed.judged
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
-    # All sets teach by as many, and a validation part of one answer has one class.
+    # All sets train on equally many, and one validation answer has only one class.
     enough = min(2 * _FOR_VALIDATION, max(map(len, sources.values())))
     teachers = {name: where for name, where in sources.items() if len(where) >= enough}
     n = min(*map(len, teachers.values()), max(SIZES))
@@ -289,15 +289,15 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
 
 
 class Ranked(NamedTuple):
-    """Scores of all encoders of a run on its answers of a split."""
+    """Scores of all encoders of a run on its answers in one split."""
 
-    ids: np.ndarray  # `[n]` questions; two wordings of one share an id
+    ids: np.ndarray  # `[n]` question ids; two wordings share one
     labels: np.ndarray  # `[n]` bool
     scores: np.ndarray  # `[n_seeds, 15, n]`, higher = more likely correct
 
 
 class RankAgreement(NamedTuple):
-    """Spearman's correlation of two rankings of the subsets, with its 95 % interval."""
+    """Spearman's correlation of two rankings of the subsets, with a 95 % interval."""
 
     value: float
     low: float
@@ -305,14 +305,14 @@ class RankAgreement(NamedTuple):
 
 
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, under many weightings.
+    """Return every subset's AUROC in each resample, averaged over seeds.
 
     Args:
-      ranked: of a run.
-      weights: `[n, n_resamples]` float32 counts.
+      ranked: scores of a run.
+      weights: `[n, n_resamples]` float32, how often each answer was resampled.
 
     Returns:
-      `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
+      `[n_subsets, n_resamples]`; NaN for resamples with only one class.
     """
 
     def auroc_of(scores: np.ndarray) -> np.ndarray:
@@ -323,10 +323,9 @@ def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation down each column, `[n_subsets, n]` each; NaN if constant.
+    """Return Spearman's correlation, column by column, of two `[n_subsets, n]` arrays.
 
-    Returns:
-      `[n]` in [-1, 1].
+    It is `[n]` in [-1, 1], NaN for constant columns.
     """
     a, b = (rankdata(x, axis=0, nan_policy="propagate") for x in (first, second))
     a, b = a - a.mean(axis=0), b - b.mean(axis=0)
@@ -337,11 +336,11 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgreement:
     """Correlate how two runs rank the subsets of signal families.
 
-    The paper has .78 closed-book and .79 with context between its two models, and no
-    interval. Ours resamples the questions of both runs, those that both were asked
-    together, and computes all AUROCs anew; subsets are all there are, and no sample of
-    anything. Resampled AUROCs have more noise than the sample's, so the interval lies
-    somewhat nearer to zero than one around the value would.
+    The paper reports .78 closed-book and .79 with context between its two models, and
+    no interval. Our interval resamples the questions of both runs, those asked in both
+    together, and recomputes all AUROCs. Subsets are not resampled, since there are no
+    others. Resampled AUROCs are noisier than the sample's, so the interval lies
+    somewhat nearer to zero than one centred on the value.
     """
     n = len(first.ids)
     ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
@@ -359,7 +358,6 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
 
 
 def _test_answers(deployed: Deployed) -> Ranked:
-    """Return the scores of a run's encoders on its in-domain test answers."""
     rows = deployed.rows
     where = rows.where("test")
     return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
@@ -388,13 +386,13 @@ def _auroc_rows(
 
 
 def backbones(inputs: AnalysisInput) -> AnalysisOutput:
-    """Return how two runs' encoders compare on test answers, and the other's pairs."""
+    """Compare the encoders of two runs on test answers, and add the other's pairs."""
     shared: list[Setting] = [s for s in inputs.settings if s in inputs.other]
     if not shared:
         raise ValueError(
-            f"this run has {', '.join(inputs.settings)}, the other one has "
-            f"{', '.join(inputs.other)}, and they have no setting in common; give a "
-            "run whose questions were asked in the same way"
+            f"this run has {', '.join(inputs.settings)} and the other has "
+            f"{', '.join(inputs.other)}, so they have no setting in common; give a run "
+            "whose questions were asked in the same way"
         )
     result: list[ResultRow] = []
     for setting in shared:

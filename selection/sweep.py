@@ -1,8 +1,8 @@
-"""The layer of the hidden states: one small probe per layer.
+"""Choice of the layer to read hidden states from, with a small probe per layer.
 
 The layer sweep of the paper (appendix B, "Layer selection"): validation AUROC of the
-hidden-state signal read from each layer. The probe is a logistic regression on the mean
-state over the answer tokens, which ranks layers at a small part of an encoder's cost.
+hidden-state signal of each layer. The probe is a logistic regression on the mean state
+over the answer tokens, which ranks layers at a fraction of an encoder's cost.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows
 
-# How the probes are fitted; the penalty is AdamW's decay.
+# Training protocol of the probes; AdamW's weight decay is the penalty.
 PROBE = TrainConfig(
     learning_rate=1e-2, weight_decay=0.1, batch_size=128, max_epochs=30, patience=6
 )
@@ -54,17 +54,17 @@ def sweep_layers(
     valid_labels: np.ndarray,
     config: TrainConfig = PROBE,
 ) -> np.ndarray:
-    """Fit a probe per layer and seed, all at once.
+    """Fit a probe per layer and seed, all together; return their validation AUROC.
 
     Args:
       train_hidden: `[n_train, n_layers + 1, d_model]` means over the answer tokens.
       train_labels: `[n_train]` bool.
       valid_hidden: `[n_valid, n_layers + 1, d_model]`.
       valid_labels: `[n_valid]` bool.
-      config: the protocol.
+      config: the training protocol.
 
     Returns:
-      `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
+      `[n_layers + 1, n_seeds]`; entry 0 is the embedding.
     """
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
@@ -101,7 +101,7 @@ def _of_probe(params: Any, hidden: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("config",))
 def _start(hidden: jax.Array, keys: jax.Array, *, config: TrainConfig) -> FitState:
-    """States of all probes, leaves `[n_layers + 1, n_seeds, ...]`; keys by seed."""
+    """Return initial states of all probes, leaves `[n_layers + 1, n_seeds, ...]`."""
 
     def start(_, key: jax.Array) -> FitState:
         weight = 1e-3 * jax.random.normal(key, hidden.shape[-1:])
@@ -120,7 +120,7 @@ def _train(
     *,
     config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
-    """Take an epoch's steps with every probe; the probes of a seed share batches."""
+    """Train every probe for an epoch; the probes of a seed share batches."""
 
     def train_probe(state: FitState, hidden: jax.Array, seed_key: jax.Array):
         def loss(params, rows, shares, *_):
@@ -139,7 +139,7 @@ def _train(
 
 @jax.jit
 def _logits(states: FitState, valid: _States) -> jax.Array:
-    """Logits of every probe, `[n_layers + 1, n_seeds, n_rows]`."""
+    """Return the logits of every probe, `[n_layers + 1, n_seeds, n_rows]`."""
     over_seeds = jax.vmap(_of_probe, in_axes=(0, None))
     return jax.vmap(over_seeds)(states.params, valid.hidden)
 
@@ -148,14 +148,13 @@ def _logits(states: FitState, valid: _States) -> jax.Array:
 class SweepSection:
     """The run's section `sweep`."""
 
-    # Most original rows of each split that the probes read; of more, as many are drawn,
-    # every dataset and both labels in proportion.
+    # Most original rows per split for the probes; if there are more, a sample is drawn,
+    # in proportion from every dataset and both labels.
     n_rows: int = 1200
-    # The protocol; the run's seed takes the place of its own.
-    probe: TrainConfig = PROBE
+    probe: TrainConfig = PROBE  # training protocol; the run's seed replaces its seed
 
     def seeded(self, seed: int) -> "SweepSection":
-        """Return the same with the run's seed in the protocol."""
+        """Return a copy whose protocol has the run's seed."""
         return dataclasses.replace(
             self, probe=dataclasses.replace(self.probe, root_seed=seed)
         )
@@ -168,14 +167,11 @@ SWEEP_PRESETS: dict[Preset, SweepSection] = {
 
 
 def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
-    """Return the original rows of a split that the probes read, in stored order.
+    """Return indices `[n]` of the original rows that probes read, in stored order.
 
-    Of more than `limit`, the rows are put in order of dataset and label, at random
-    within, and taken at even distances: each group has its share, rounded. The states
-    of all rows at all layers would be 16 GB at the paper's sizes.
-
-    Returns:
-      `[n]` indices, at most `limit`.
+    If there are more than `limit`, they are sorted by dataset and label, shuffled in
+    each group, and `limit` are taken at even distances, so that each group keeps its
+    share up to rounding. All rows' states at all layers would be 16 GB in the paper.
     """
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
@@ -187,7 +183,7 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
 
 
 def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerCurve:
-    """Fit probes on the mean answer states of every layer that a store keeps."""
+    """Fit probes on the mean answer states of every layer in a store."""
     layers = store.spec.hidden_layers
 
     def read(split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +196,7 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
     return LayerCurve(
         layers=tuple(layers),
         auroc=tuple(tuple(round(float(x), 6) for x in row) for row in aurocs),
-        best=layers[int(aurocs.mean(axis=1).argmax())],  # the earlier one of a tie
+        best=layers[int(aurocs.mean(axis=1).argmax())],  # ties: the earlier layer
         n_train=len(train[1]),
         n_validation=len(valid[1]),
     )
@@ -212,9 +208,9 @@ def choose_layer(
     config: SweepSection,
     on_setting: Callable[[], None] = lambda: None,
 ) -> LayerSweep:
-    """Choose the layer that the hidden family is read from, by validation AUROC.
+    """Choose the layer to read the hidden family from, by validation AUROC.
 
-    One layer serves all settings, as in the paper: the best of their mean.
+    As in the paper, one layer serves all settings: the one with the best mean AUROC.
     """
     curves = {}
     for setting, (store, rows) in stores.items():
@@ -238,7 +234,7 @@ def _sweep(
     )
     if len(sweep.settings[settings[0]].layers) == 1:
         progress.note(
-            f"sweep: the store keeps layer {sweep.layer} alone, so there is nothing to "
+            f"sweep: the store keeps only layer {sweep.layer}, so there is nothing to "
             "choose"
         )
     write_json_atomic(run.sweep, msgspec.to_builtins(sweep))

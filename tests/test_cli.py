@@ -135,7 +135,7 @@ WRONG_USAGE = [
     ("baselines", "missing argument 'RUN_DIR'"),
     ("real --preset smoke", "give DATA_DIR and RUN_DIR, or --fetch"),
     ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),
-    ("bench extract --model-dtype bfloat16", "is of --model, which is missing"),
+    ("bench extract --model-dtype bfloat16", "bfloat16 needs --model"),
 ]
 
 

@@ -129,7 +129,7 @@ def layer_run(tmp_path_factory):
     words = "--hidden-layers 4 --set hidden_spans=answer --set dtype=int8"
     words += " --set scalars=bf16"
     done = call("demo", path, "--preset", "smoke", *words.split())
-    assert "the store keeps layer 4 alone" in done.stderr
+    assert "the store keeps only layer 4" in done.stderr
     return path
 
 

@@ -1,1 +1,1 @@
-"""Rival detectors, one a file; scores are higher where the answer is likelier right."""
+"""Rival detectors; a higher score means that an answer is likelier to be right."""

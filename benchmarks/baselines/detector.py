@@ -1,4 +1,4 @@
-"""What a baseline detector is: what it reads, what it returns, what it costs."""
+"""Definition of a baseline detector: its inputs, output, requirements and cost."""
 
 import dataclasses
 import functools
@@ -17,23 +17,23 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting, Split
 from beatrice.extract.run.rows import ResultRow
 
-if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
+if TYPE_CHECKING:  # the report only reads costs, and does not load JAX
     from beatrice.extract.generate.templates import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
     from beatrice.jaxprobe.rows import Rows
 
 # Beyond the pass that gave the answer and its four families:
-#   samples        answers drawn to the same prompt (`beatrice sample`)
-#   entailment     an NLI model, which tells what follows from what
-#   second_prompt  a question about the answer is put to the backbone
-#   swapped        the answer is read behind another question's passages
-#   encoder        a text encoder, which is fine-tuned
+#   samples        sampled answers to the same prompt (`beatrice sample`)
+#   entailment     an NLI model, which says whether one text entails another
+#   second_prompt  a prompt that asks the backbone about its answer
+#   swapped        a reading of the answer after another question's passages
+#   encoder        a text encoder to fine-tune
 Requirement = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
-# Draws for every split: training answers teach probes of semantic entropy.
+# Samples every split, since probes of semantic entropy train on training answers.
 SAMPLE = "beatrice sample {} " + " ".join(f"--split {x}" for x in get_args(Split))
 # P(entailment), P(neutral), P(contradiction) of pairs of texts, `[n_pairs, 3]`.
 Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
-# Built from the same encoders as the selected set: no rivals of it.
+# Built from the same encoders as the selected set, so not its rivals.
 OURS = (
     "champion",
     "encoder",
@@ -45,28 +45,28 @@ OURS = (
     "majority",
     "permuted_labels",
 )
-# What `evaluate` measures.
+# Detectors that `evaluate` measures.
 _MEASURED = (*names.DETECTORS, *names.CONTROLS, *names.LAYER_PROBES)
 _TAKEN = {*OURS, "labels", *(subject.detector for subject in _MEASURED)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DetectorInput:
-    """What a detector may read of one setting."""
+    """Everything that a detector may read in one setting."""
 
     store: "FeatureStore"  # the four families
-    rows: "Rows"  # what the rows are, with labels and splits
-    layer: int  # from which hidden states are read, as the sweep chose it
-    questions: Sequence[Example] = ()  # all that are known, in any order
+    rows: "Rows"  # question, label and split of every row
+    layer: int  # whose hidden states to read, as chosen by the sweep
+    questions: Sequence[Example] = ()  # all known questions, in any order
     answers: Sequence[Answer] = ()  # the greedy answer of every row
-    # The drawn answers of every row; empty where none was drawn.
+    # The sampled answers of every row; an empty tuple for rows without any.
     samples: Sequence[tuple[Sample, ...]] = ()
-    # How passages were shown; None where no text is read.
+    # How passages were shown; None if no text is read.
     template: "PromptTemplate | None" = None
-    # By name, `[n_rows, ...]` float32; NaN where a row was not read.
+    # Reading by name, `[n_rows, ...]` float32; NaN for rows that were not read.
     readings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    relations: Relations | None = None  # an NLI model, or None without one
-    encoder: Path | None = None  # directory of a text encoder, or None without one
+    relations: Relations | None = None  # an NLI model, if any
+    encoder: Path | None = None  # directory of a text encoder, if any
 
     @classmethod
     def of(
@@ -80,14 +80,14 @@ class DetectorInput:
         samples: Iterable[Sample] = (),
         **fields: Any,
     ) -> "DetectorInput":
-        """Return the inputs of rows, whose answers and draws come in any order."""
+        """Return inputs for a store's rows; answers and samples come in any order."""
         pairs = zip(rows.ids.tolist(), rows.variants.tolist(), strict=True)
         keys = [(i, rows.setting, variant) for i, variant in pairs]
         by_key = {answer.key: answer for answer in answers}
         if by_key and (missing := [key for key in keys if key not in by_key]):
             raise ValueError(
-                f"no answer to {missing[0]} among the {len(by_key)} given; give one to "
-                "every row of the store"
+                f"no answer for {missing[0]} among the {len(by_key)} given; give one "
+                "for every row of the store"
             )
         drawn: dict[tuple[str, str, str], list[Sample]] = {key: [] for key in keys}
         for sample in sorted(samples, key=lambda sample: sample.sample):
@@ -105,35 +105,35 @@ class DetectorInput:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The question of every row; a ValueError where some are not known."""
+        """The question of every row; raises ValueError if any is unknown."""
         by_id = {example.id: example for example in self.questions}
         if missing := [i for i in self.rows.ids.tolist() if i not in by_id]:
             raise ValueError(
-                f"expected the question of every row, found none of {missing[0]!r} "
-                f"among the {len(by_id)} given; give `questions`"
+                f"expected the question of every row, found none for {missing[0]!r} "
+                f"among the {len(by_id)} given; pass `questions`"
             )
         return [by_id[example_id] for example_id in self.rows.ids]
 
     @property
     def known_answers(self) -> Sequence[Answer]:
-        """The greedy answer of every row; a ValueError where they are not known."""
+        """The greedy answer of every row; raises ValueError if there are none."""
         if not self.answers:
-            raise ValueError("expected the answer of every row, found none: `answers`")
+            raise ValueError("expected an answer for every row; pass `answers`")
         return self.answers
 
     @property
     def known_template(self) -> "PromptTemplate":
-        """How passages were shown; a ValueError where that is not known."""
+        """How passages were shown; raises ValueError if unknown."""
         if self.template is None:
             raise ValueError(
-                "expected how passages were shown, found no template; give `template`, "
-                "such as `PromptConfig().prompt_template()`"
+                "expected the prompt template by which passages were shown; pass "
+                "`template`, such as `PromptConfig().prompt_template()`"
             )
         return self.template
 
     @cached_property
     def texts(self) -> list[str]:
-        """What a text-only detector reads of every row, see `joined_text`."""
+        """The text of every row for text-only detectors, see `joined_text`."""
         from beatrice.benchmarks.baselines.plain import joined_text
         from beatrice.extract.generate.prompts import variants_of
 
@@ -150,12 +150,12 @@ class DetectorInput:
 
 
 class DetectorOutput(NamedTuple):
-    """Scores of one setting."""
+    """A detector's scores in one setting."""
 
-    # `[n_seeds, n_rows]` float64, higher = more likely correct; NaN where the detector
-    # is undefined, which is counted and never filled.
+    # `[n_seeds, n_rows]` float64, higher = more likely correct; NaN if undefined, which
+    # is counted and never filled in.
     scores: np.ndarray
-    # Rows of what validation chose for the detector (experiment "chosen").
+    # Rows on the detector's choices by validation (experiment "chosen").
     chosen: tuple[ResultRow, ...] = ()
 
 
@@ -166,28 +166,28 @@ Score = Callable[[DetectorInput], DetectorOutput]
 class Baseline:
     """A detector, published or plain."""
 
-    name: str  # as in the rows, such as "semantic_entropy"
-    title: str  # as in the tables
+    name: str  # in result rows, such as "semantic_entropy"
+    title: str  # in tables
     source: str  # paper and section, and the official code that was followed
-    score: Score  # gives every row its score
+    score: Score  # returns a score for every row
     needs: frozenset[Requirement] = frozenset()  # beyond the pass that gave the answer
-    # Names of `extract.readings.reader.READINGS`, which `beatrice baselines` reads in a
-    # pass of its own.
+    # Names in `extract.readings.reader.READINGS`, which `beatrice baselines` reads in a
+    # separate pass.
     reads: tuple[str, ...] = ()
     is_trained: bool = False  # whether it learns from labels of the training split
-    # Splits whose drawn answers it reads; empty where of every row.
+    # Splits whose sampled answers it reads; empty: all.
     draws_for: tuple[str, ...] = ()
-    # What differs from the published one, in a sentence; empty where nothing.
+    # How it differs from the published detector, in a sentence; may be empty.
     variant: str = ""
-    settings: tuple[Setting, ...] = SETTINGS  # where it is defined
+    settings: tuple[Setting, ...] = SETTINGS  # settings in which it is defined
 
 
 def output_of(detector: Baseline, inputs: DetectorInput) -> DetectorOutput:
-    """Return what a detector's function gives, which may be a person's own."""
+    """Call a detector, which may be user code, and check the type of its output."""
     output = detector.score(inputs)
     if not isinstance(output, DetectorOutput):
         raise TypeError(
-            f"it returns {type(output).__name__}, expected DetectorOutput(scores)"
+            f"`score` returns {type(output).__name__}, expected DetectorOutput(scores)"
         )
     return output
 
@@ -195,7 +195,7 @@ def output_of(detector: Baseline, inputs: DetectorInput) -> DetectorOutput:
 class DetectorCost(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What a detector is, and what it costs a question."""
+    """A detector's description, and its cost per question."""
 
     name: str
     title: str
@@ -204,24 +204,23 @@ class DetectorCost(
     variant: str
     needs: tuple[str, ...]  # beyond the pass that gave the answer, see `Requirement`
     is_trained: bool
-    # Of scoring, its share of the readings, and of drawing its samples, the mean over
-    # the answers that have some; fitting included, which is paid once, over all answers
-    # of the setting, as draws are that it learns from alone. None where its samples
-    # were drawn before drawing was timed.
+    # Time for scoring, for the detector's share of readings, and for its samples (mean
+    # over the answers with samples). One-off costs, which are fitting and samples used
+    # only to learn from, are spread over all answers of the setting. None if its
+    # samples were drawn before sampling was timed.
     seconds: float | None
-    # Most memory of the process while the detector was read and scored, the backbone
-    # included; of the host, not of a device. None in records from before it was
-    # measured.
+    # Peak memory of the process (host, not device) while the detector's readings and
+    # scores were computed, including the backbone. None in records older than this.
     peak_bytes: int | None = None
-    n_forwards: int  # beside the pass that gave the answer, none of which generates
-    # Generated beside the answer, mean. None where draws are of a server that tells no
-    # token ids.
+    n_forwards: int  # passes besides the one that gave the answer; none generates
+    # Mean number of tokens sampled besides the answer. None if samples are from a
+    # server that returns no token ids.
     n_new_tokens: float | None
-    n_rows: int  # answers that were scored
-    reason: str = ""  # why there is no score at all; empty where there is
+    n_rows: int  # number of scored answers
+    reason: str = ""  # why there are no scores at all; empty if there are some
 
 
-# The order of the paper's tables; a file that is not named here comes last.
+# In the order of the paper's tables; other files come last.
 _ORDER = "entropy selfcheck probes gnosis llm_check context text_models".split()
 _registered: dict[str, dict[str, Baseline]] = {}  # by module, then by name
 
@@ -238,10 +237,10 @@ def baseline(
     variant: str = "",
     settings: Sequence[Setting] = SETTINGS,
 ) -> Callable[[Score], Baseline]:
-    """Make a baseline of a function, see `Baseline` for the arguments.
+    """Return a decorator that turns a function into a `Baseline`, see there.
 
-    In a file of `detectors/` the baseline is in the catalogue; anywhere else it goes by
-    `module:function`, an entry point, or as a value to `judge`.
+    In a file of `detectors/`, the baseline joins the catalogue; elsewhere, it is named
+    by `module:function` or an entry point, or passed to `judge`.
     """
     known: tuple[str, ...] = get_args(Requirement)
     unknown = [needs] if isinstance(needs, str) else sorted({*needs} - {*known})
@@ -274,7 +273,7 @@ def baseline(
 
 @functools.cache
 def catalogue() -> dict[str, Baseline]:
-    """Return the baselines by name, in the order of the tables; Torch is not loaded."""
+    """Return the baselines by name, in the order of tables; does not load Torch."""
     folder = Path(__file__).parent / "detectors"
     files = sorted(info.name for info in pkgutil.iter_modules([str(folder)]))
     order = [*_ORDER, *(name for name in files if name not in _ORDER)]
@@ -283,20 +282,20 @@ def catalogue() -> dict[str, Baseline]:
     for module in modules:
         own = _registered.get(module.__name__, {})
         if twice := sorted(own.keys() & detectors.keys()):
-            raise ValueError(f"{module.__name__}: {twice[0]!r} is in another file too")
+            raise ValueError(f"{module.__name__}: another file also has {twice[0]!r}")
         detectors |= own
     return detectors
 
 
 def is_plug(spec: str) -> bool:
-    """Whether a detector is a person's own, and not in the catalogue."""
+    """Return whether a detector is user code, rather than in the catalogue."""
     return spec not in catalogue()
 
 
 def find_detector(spec: str, *, option: str | None = None) -> Baseline:
     """Return a detector by its name in the catalogue, `module:NAME` or entry point.
 
-    `option` is given where the run names it, see `load_plug`.
+    Pass the command-line `option` if `spec` is stored in a run, see `load_plug`.
     """
     known = catalogue()
     if spec in known:
@@ -307,7 +306,7 @@ def find_detector(spec: str, *, option: str | None = None) -> Baseline:
         if ":" in spec:
             raise
         raise ValueError(
-            f"no detector {spec!r}; there are {', '.join(known)}; and {error}"
+            f"no detector {spec!r}; there are {', '.join(known)}; {error}"
         ) from None
     if not isinstance(detector, Baseline):
         raise ValueError(
@@ -317,14 +316,14 @@ def find_detector(spec: str, *, option: str | None = None) -> Baseline:
     is_known = known.get(detector.name) is detector
     if not is_known and (detector.name in known or detector.name in _TAKEN):
         raise ValueError(
-            f"{spec}: the name {detector.name!r} is that of another row of the tables; "
-            "give yours another"
+            f"{spec}: the name {detector.name!r} is that of another row in the tables; "
+            "choose a different name"
         )
     return detector
 
 
 def format_list(detectors: Iterable[Baseline]) -> str:
-    """Return a line for each detector: name, title, what it needs, where it is from."""
+    """Return a line for each detector: name, title, requirements and source."""
     cells = []
     for detector in detectors:
         needs = [*sorted(detector.needs), *(["a pass"] if detector.reads else [])]
@@ -338,5 +337,5 @@ def format_list(detectors: Iterable[Baseline]) -> str:
 
 
 def is_rival(name: str) -> bool:
-    """Whether a detector is another's and not made of the selected set's encoders."""
+    """Return whether a detector is a rival, not made of the selected set's encoders."""
     return name not in OURS

@@ -1,4 +1,4 @@
-"""Detectors judged on answers, in a notebook or of a run: scores, cost, rows."""
+"""Judging of detectors on answers, in a notebook or in a run."""
 
 import dataclasses
 import itertools
@@ -83,38 +83,38 @@ if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
     from beatrice.extract.generate.templates import PromptTemplate
 
-SCORE_FORMAT = "5"  # of cached scores: 5 has the words and sentences of every script
-_MODELS = "baselines/models.json"  # in the run: those beside the backbone
+SCORE_FORMAT = "5"  # of cached scores: 5 splits words and sentences of every script
+_MODELS = "baselines/models.json"  # in the run: hashes of models besides the backbone
 
 
 class JudgedOutput(NamedTuple):
-    """A detector's output for a setting, and what that cost."""
+    """A detector's output in a setting, and its cost."""
 
-    output: DetectorOutput  # of one seed and all NaN where it could not be fitted
-    # of scoring and of its share of the readings, as if all answers had been drawn for
+    output: DetectorOutput  # one seed, all NaN, if it could not be fitted
+    # For scoring and its share of the readings, as if every answer had samples.
     seconds: float
-    peak_bytes: int = 0  # most memory of the process while it was scored or read
+    peak_bytes: int = 0  # peak memory of the process during its readings and scoring
     reason: str = ""  # why there is no score, or empty
 
     def scored(self, name: str) -> Scored:
-        """Return the scores as they are measured."""
+        """Return the scores, named, for `detection_rows`."""
         reason = self.reason or Scored.reason
         return Scored(name=name, scores=self.output.scores, reason=reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCache:
-    """The scores of detectors on one setting, a file a detector.
+    """Cache of detectors' scores in one setting, with one file per detector.
 
-    The key of a file covers all rows, the layer of the sweep and the readings. Scores
-    of the catalogue are valid until their detector's `variant` or `SCORE_FORMAT`
-    changes, those of a person's own until its file changes.
+    The key of a file covers all rows, the sweep's layer and the readings. Scores of the
+    catalogue stay valid until the detector's `variant` or `SCORE_FORMAT` changes, those
+    of user code until its file changes.
     """
 
     folder: Path  # of the files
     setting: str  # of the answers
-    # of what all detectors read ("run"), of answers and questions ("answers"), of drawn
-    # answers ("samples"), and by requirement of the models beside the backbone
+    # Hashes of what all detectors read ("run"), answers and questions ("answers"),
+    # sampled answers ("samples"), and models besides the backbone (by requirement).
     identities: Mapping[str, str]
 
     def _cache(self, detector: Baseline) -> Cache:
@@ -127,7 +127,7 @@ class ScoreCache:
         return Cache(self.folder, " ".join((*key, *extra, *readings.values())))
 
     def load(self, detector: Baseline) -> JudgedOutput | None:
-        """Return a detector's cached scores, if they are of the same inputs."""
+        """Return a detector's cached scores, or None if the inputs have changed."""
         arrays = self._cache(detector).load(_file(detector))
         if arrays is None:
             return None
@@ -141,7 +141,7 @@ class ScoreCache:
         )
 
     def save(self, detector: Baseline, scores: JudgedOutput) -> None:
-        """Write a detector's scores and their cost, under one checksum."""
+        """Save a detector's scores and their cost, under one checksum."""
         arrays = {
             "scores": scores.output.scores,
             "seconds": np.float64(scores.seconds),
@@ -161,16 +161,16 @@ def _as_bytes(text: str) -> np.ndarray:
 
 
 def no_scores(n_rows: int, reason: str) -> JudgedOutput:
-    """Return what a detector that could not score leaves: NaN of one seed, and why."""
+    """Return the output of a detector that could not score: NaN for one seed."""
     return JudgedOutput(DetectorOutput(np.full((1, n_rows), np.nan)), 0.0, 0, reason)
 
 
 def score(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> JudgedOutput:
-    """Return a detector's scores, or why there are none.
+    """Return a detector's scores, or the reason for having none.
 
-    Scores of another shape than `[n_seeds, n_rows]` are a ValueError.
+    Raises ValueError if scores are not of shape `[n_seeds, n_rows]`.
     """
 
     def clock() -> float:
@@ -188,11 +188,11 @@ def score(
     if shape[1:] != [n_rows]:
         raise ValueError(
             f"{detector.name} returns scores of shape {shape}, expected "
-            f"[n_seeds, {n_rows}]; give one seed an axis with `scores[None]`"
+            f"[n_seeds, {n_rows}]; for one seed, add an axis with `scores[None]`"
         )
     seconds = clock() - began
     if "samples" in detector.needs and not detector.draws_for:
-        # Where nothing was drawn there is nothing to score.
+        # Rows without samples take no time to score.
         seconds *= n_rows / (sum(map(bool, inputs.samples)) or n_rows)
     seconds += sum(readings.seconds.get(name, 0.0) for name in detector.reads)
     peaks = (peak_bytes(), *(readings.peak_bytes.get(x, 0) for x in detector.reads))
@@ -202,7 +202,7 @@ def score(
 def score_or_say(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> tuple[JudgedOutput, bool]:
-    """Return `score`, and True; of a person's own that fails why it does, and False."""
+    """Return the result of `score` and True; if user code fails, why and False."""
     try:
         return score(detector, inputs, readings), True
     except Exception as error:
@@ -215,7 +215,7 @@ def score_or_say(
 def _read_samples(
     detector: Baseline, inputs: DetectorInput
 ) -> list[tuple[Sample, ...]]:
-    """Return the drawn answers of rows that a detector reads; P(True) is shown some."""
+    """Return the sampled answers that a detector reads; P(True)'s prompt shows some."""
     if "samples" not in detector.needs and "p_true" not in detector.reads:
         return []
     splits = detector.draws_for or set(inputs.rows.splits)
@@ -229,18 +229,18 @@ def cost_of(
     scores: JudgedOutput,
     draw_seconds: float | None,
 ) -> DetectorCost:
-    """Return what a detector is and cost; `draw_seconds` as `_draw_seconds` has it."""
+    """Return a detector's cost; `draw_seconds` is from `_draw_seconds`."""
     reads, n_rows = set(detector.reads), len(inputs.rows.ids)
     samples = _read_samples(detector, inputs)
-    # What is drawn to learn from is paid once, as fitting is.
+    # Samples used only to learn from are a one-off cost, like fitting.
     n_paid = n_rows if detector.draws_for else max(1, len(samples))
     n_drawn = sum(map(len, samples)) / n_paid
     ids = [draw.token_ids for row in samples for draw in row]
     n_new = None if None in ids else sum(map(len, filter(None, ids)))
     per_draw = draw_seconds if samples else 0.0
     per_question = scores.seconds / n_rows
-    # Everything of the answer behind its own prompt is read in one pass. States of
-    # draws are those of the call that draws, as published; seconds are of another pass.
+    # One pass reads everything about the answer after its own prompt. Samples' states
+    # cost no pass, as published, since sampling has them; seconds count our extra pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
     return DetectorCost(
@@ -261,10 +261,10 @@ def cost_of(
 
 
 class StoredSignals(Protocol):
-    """What `judge` reads of `beatrice.Signals`."""
+    """The part of `beatrice.Signals` that `judge` reads."""
 
-    store: FeatureStore  # a feature store of one setting
-    indices: np.ndarray  # `[n]` which of its answers these are
+    store: FeatureStore  # of one setting
+    indices: np.ndarray  # `[n]` indices of the answers in the store
 
 
 def judge(
@@ -289,29 +289,29 @@ def judge(
     """Judge detectors on answers, without a run.
 
     Args:
-      signals: of answers in one setting, a `beatrice.Signals` or a feature store.
-      labels: whether each answer is right, in the order of the signals, None where
-        nobody knows; or records, whose `questions` say their splits; or a store's rows.
-      detectors: published ones (`catalogue()`) or a person's own.
-      splits: of every answer where labels are truth values: "train", to learn on,
-        "validation", to choose on, "test" or "ood", or "" to leave it out.
-      groups: what is in one split and drawn together, a name an answer; None takes the
-        questions' ids, of which one that is asked again has another.
-      pairs: names of two detectors, of which the first less the second is measured.
-      layer: of the hidden states; None takes the middle one of those that are stored.
-      questions: of the answers, for detectors that read texts.
-      answers: of every row of the store, likewise.
-      samples: drawn answers, for detectors that compare them.
-      template: how passages were shown, for detectors that read nothing but texts.
-      readings: by name, what detectors read beyond the four families, `[n_rows, ...]`.
+      signals: signals of answers in one setting: `beatrice.Signals` or a feature store.
+      labels: whether each answer is right, in the order of the signals, None if
+        unknown; or label records, with splits from `questions`; or a store's rows.
+      detectors: published ones (`catalogue()`) or your own.
+      splits: the split of every answer if labels are booleans: "train" to learn on,
+        "validation" to choose on, "test" or "ood", or "" to leave it out.
+      groups: a group name for each answer; a group must be in one split, and is
+        resampled as a whole. None: questions' ids, which differ for repeated questions.
+      pairs: names of two detectors, to measure the difference, first minus second.
+      layer: of the hidden states; None: the middle one of the stored layers.
+      questions: the answers' questions, for detectors that read texts.
+      answers: the answer of every row of the store, likewise.
+      samples: sampled answers, for detectors that compare them.
+      template: how passages were shown, for text-only detectors.
+      readings: readings beyond the four families by name, `[n_rows, ...]`.
       relations: an NLI model, see `benchmarks.baselines.detectors.clustering`.
       encoder: directory of a text encoder.
-      intervals: resamples and seed of the intervals.
-      on_score: called with the name of every detector that has its scores.
+      intervals: number and seed of the bootstrap resamples.
+      on_score: called with a detector's name after it has scored.
 
     Returns:
-      Rows as in results.jsonl: AUROC and AUPRC with their intervals, what validation
-      chose ("chosen"), and of pairs the difference with its p ("paired").
+      Rows as in results.jsonl: AUROC and AUPRC with intervals, choices on validation
+      ("chosen"), and differences of pairs with p-values ("paired").
     """
     set_library_compiler()
     store, indices = _store_of(signals)
@@ -347,14 +347,13 @@ def _middle_layer(store: FeatureStore) -> int:
 def _store_of(
     signals: StoredSignals | FeatureStore,
 ) -> tuple[FeatureStore, np.ndarray]:
-    """Return a store, and which of its answers are meant."""
     if isinstance(signals, FeatureStore):
         return signals, np.arange(len(signals.spec.keys))
     return signals.store, signals.indices
 
 
 def _grouped(rows: Rows, indices: np.ndarray, groups: Any) -> Rows:
-    """Return the rows with groups in place of ids; none is in two splits."""
+    """Replace the rows' ids by groups, and check that none is in two splits."""
     if groups is not None:
         names = rows.ids.astype(object)
         names[indices] = as_groups(groups, len(indices))
@@ -370,10 +369,10 @@ def _rows_of_labels(
     questions: Sequence[Example],
     splits: Sequence[str] | np.ndarray | None,
 ) -> Rows:
-    """Return what the rows of a store are; answers beside `indices` have no split."""
+    """Return the rows of a store; answers outside `indices` get no split."""
     if isinstance(labels, Rows):
         return labels
-    labels = as_list(labels, "labels", "records, or True, False or None, one an answer")
+    labels = as_list(labels, "labels", "records, or True, False or None per answer")
     if labels and all(isinstance(label, Label) for label in labels):
         rows = rows_of(store, questions, labels)
         is_there = np.isin(np.arange(len(rows.ids)), indices)
@@ -400,26 +399,26 @@ def _rows_of_labels(
     return rows
 
 
-# The stage, and what it caches.
+# The stage and its caches.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselinesConfig:
-    """Which detectors a run's answers are judged by."""
+    """Which detectors to judge on a run's answers."""
 
-    # Names; empty takes those that need nothing beyond the run's signals and texts.
-    # Those that were judged before, on the same answers, stay in the rows.
+    # Names; empty: detectors that need nothing beyond the run's signals and texts.
+    # Detectors judged earlier on the same answers stay in the rows.
     only: tuple[str, ...] = ()
-    # Beside the names also all others, those too that read the answers again, or read
-    # something else, where everything that they need is there.
+    # Judge all detectors whose requirements are met, in addition to `only`, including
+    # those that need another pass over the answers.
     again: bool = False
-    # Directory of an NLI model; without one, those that need it are left out.
+    # Directory of an NLI model; without it, detectors that need one are skipped.
     nli: str | None = None
-    encoder: str | None = None  # directory of a text encoder, in the same way
+    encoder: str | None = None  # directory of a text encoder, likewise
 
     @property
     def models(self) -> dict[Requirement, str | None]:
-        """Directories of models by what they are needed for, None where not given."""
+        """Directory of the model for each requirement, None if not given."""
         return {"entailment": self.nli, "encoder": self.encoder}
 
 
@@ -429,28 +428,28 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
 
 
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
-    """Say what a detector lacks in a run, or None."""
+    """Describe what a detector needs and the run lacks, or return None."""
     if "samples" in detector.needs:
         if not run.samples_file.exists():
-            return f"needs drawn answers: `{SAMPLE.format(shlex.quote(str(run.path)))}`"
+            return f"needs samples: `{SAMPLE.format(shlex.quote(str(run.path)))}`"
         splits = read_drawing(run).get("splits", ())
         lacking = [split for split in detector.draws_for if split not in splits]
         if lacking:
             options = "".join(f" --split {split}" for split in lacking)
             line = shell_line("sample", run.path) + options
-            return f"needs drawn answers: `{line}`, with the options of before"
+            return f"needs samples: `{line}`, with the same options as before"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
     if "encoder" in detector.needs and config.encoder is None:
         return "needs a text encoder: --encoder DIRECTORY"
     if detector.settings != SETTINGS and not {*detector.settings} & {*settings_of(run)}:
         settings = " and ".join(detector.settings)
-        return f"is defined {settings} alone, of which the run has no answers"
+        return f"is defined only for {settings}, and the run has no such answers"
     return None
 
 
 def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
-    """Return the detectors of a config: the catalogue's in its order, then plugs."""
+    """Return a config's detectors: the catalogue's in its order, then user code."""
     known = catalogue()
     if not config.only:
         every = known.values()
@@ -465,16 +464,16 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
 def _distinct(
     detectors: Iterable[Baseline], pairs: Iterable[tuple[str, str]] = ()
 ) -> list[Baseline]:
-    """Return each detector once; two of one name, or a pair of none, are refused."""
+    """Return each detector once; check that names are unique and pairs are known."""
     by_name: dict[str, Baseline] = {}
     for detector in detectors:
         if by_name.setdefault(detector.name, detector) is not detector:
             raise ValueError(
-                f"two detectors are named {detector.name!r}; give one another name"
+                f"two detectors are named {detector.name!r}; rename one of them"
             )
     if unknown := [name for pair in pairs for name in pair if name not in by_name]:
         raise ValueError(
-            f"pairs: no detector is called {unknown[0]!r}; these are: "
+            f"pairs: no detector is called {unknown[0]!r}; choose from "
             f"{', '.join(by_name)}"
         )
     return list(by_name.values())
@@ -483,7 +482,7 @@ def _distinct(
 def _known_detectors(
     run: RunDir, config: BaselinesConfig, progress: Progress
 ) -> list[Baseline]:
-    """Return the catalogue, and the plugs of this start and of earlier ones."""
+    """Return the catalogue, and user detectors named now or in earlier calls."""
     path = run.path / "baselines" / "plugs.json"
     before = read_json(path, list[str], "delete it") if path.exists() else []
     specs = list(dict.fromkeys((*before, *filter(is_plug, config.only))))
@@ -508,9 +507,9 @@ def run_inputs(
     *,
     layer: int | None = None,
 ) -> DetectorInput:
-    """Return what detectors may read of a setting of an extracted run, but readings.
+    """Return a detector's input in a setting of an extracted run, without readings.
 
-    Hidden states are of the layer that its sweep chose, unless another one is given.
+    Hidden states are of `layer`; default: the layer that the sweep chose.
     """
     store, rows = open_rows(run, setting)
     drawn = run.samples_file
@@ -531,7 +530,7 @@ def run_inputs(
 def run_identities(
     run: RunDir, given: Mapping[Requirement, str | None]
 ) -> dict[str, str]:
-    """Return the identities of what detectors read, see `ScoreCache.identities`."""
+    """Return hashes of everything detectors read, see `ScoreCache.identities`."""
     common = [*row_files(run), run.answers, run.sweep]
     texts = [run.answers_file, *question_files(run)]
     return models_beside(run.path / _MODELS, given) | {
@@ -544,22 +543,22 @@ def run_identities(
 def models_beside(
     path: Path, given: Mapping[Requirement, str | None]
 ) -> dict[str, str]:
-    """Return by requirement the identity of the model beside the backbone.
+    """Return the hashes of models besides the backbone, by requirement.
 
-    Without a directory now, that of the last start is valid, and its scores with it.
+    If no directory is given, the last call's model counts, so its scores stay valid.
     """
-    what_to_do = "move it away, and give --nli and --encoder again"
+    what_to_do = "move it away, and pass --nli and --encoder again"
     known = read_json(path, dict[str, str], what_to_do) if path.exists() else {}
     return known | {n: str(sha256_tree(Path(x))) for n, x in given.items() if x}
 
 
 def costs_file(run: RunDir) -> Path:
-    """Return where the detectors and their costs are written, for the report."""
+    """Return the path of the detectors' costs, which the report reads."""
     return run.path / "baselines" / "detectors.json"
 
 
 def read_costs(path: Path) -> list[DetectorCost]:
-    """Return what the detectors of a run are and cost."""
+    """Read the costs of a run's detectors."""
     return read_json(path, list[DetectorCost], "run `beatrice baselines` again")
 
 
@@ -582,9 +581,9 @@ def read_again(
     splits: Sequence[str] | None = None,
     cue_like: DetectorInput | None = None,
 ) -> CachedReadings:
-    """Return what detectors read beyond the families, of rows of splits (None: all).
+    """Return the detectors' readings beyond the families, of some splits (None: all).
 
-    With `cue_like`, see `AnswerReader`, identities have that of its answers as "cue".
+    With `cue_like` (see `AnswerReader`), identities need its answers' hash as "cue".
     """
     wanted = rows_read(inputs.rows, detectors)
     if splits is not None:
@@ -601,7 +600,7 @@ def read_again(
 
 
 def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
-    """Return the seconds of a drawn answer; None where drawing was not timed."""
+    """Return the mean seconds to sample an answer; None if they were not measured."""
     path = run.draw_seconds_file
     if not path.exists():
         return None
@@ -617,7 +616,7 @@ def _scores(
     identities: Mapping[str, str],
     update: Update,
 ) -> dict[Baseline, JudgedOutput]:
-    """Return scores by detector, those of earlier starts among them."""
+    """Return the scores of all detectors, including those cached earlier."""
     setting = inputs.rows.setting
     cache = ScoreCache(
         folder=run.path / "baselines" / setting, setting=setting, identities=identities
@@ -644,7 +643,7 @@ def _scores(
 def _rows(
     run: RunDir, inputs: DetectorInput, scores: Mapping[Baseline, JudgedOutput]
 ) -> list[ResultRow]:
-    """Return the rows of detectors on a setting, and of the selected set's lead."""
+    """Return a setting's rows of detectors and of the selected set's lead over them."""
     heads, _ = run_selection(run, inputs.rows.setting)
     ours = Scored(name=CHAMPION, scores=heads["champion"]["scores"])
     rivals = [x.scored(detector.name) for detector, x in scores.items()]
@@ -652,7 +651,7 @@ def _rows(
     intervals = run_bootstrap(run)
     measured = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
     chosen = [row for x in scores.values() for row in x.output.chosen]
-    # The selected set's rows of detection are written by `evaluate`.
+    # `evaluate` writes the selected set's own detection rows.
     ours_alone = ("detection", CHAMPION)
     new = [r for r in measured if (r.experiment, r.subject) != ours_alone]
     return [*chosen, *new]
@@ -664,9 +663,9 @@ def open_relations(
     detectors: Iterable[Baseline],
     progress: Progress,
 ) -> Relations | None:
-    """Return the NLI model of a config; None without one or where no detector asks.
+    """Load a config's NLI model; None if there is none or no detector needs it.
 
-    How far its passes are is noted beside the stage, which counts detectors' scores.
+    Its progress is shown apart from the stage's, which counts scores and readings.
     """
     if config.nli is None or not any("entailment" in x.needs for x in detectors):
         return None
@@ -712,7 +711,7 @@ def _baselines(
 
 
 def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
-    """Return what a detector does wrong on a run's answers, a sentence each."""
+    """Return the faults of a detector on a run's answers, one sentence each."""
     detector = find_detector(spec)
     if lack := unmet(detector, run, config):
         raise ValueError(f"{detector.name} {lack}")

@@ -1,4 +1,4 @@
-"""Plain detectors: perplexity, length, TF-IDF and linear probes on pooled signals."""
+"""Plain detectors: length, majority, TF-IDF and linear probes on pooled signals."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,14 @@ from beatrice.jaxprobe.rows import Rows
 
 
 def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
-    """Fit on the training rows of a setting, and score all, see `score_blocks`.
+    """Fit a regression on a setting's training rows, and score all its rows.
 
     Args:
-      blocks: `[n_rows, n_features]` of every row.
-      rows: what the rows are.
+      blocks: features `[n_rows, n_features]`, see `score_blocks`.
+      rows: splits and labels of the rows.
 
     Returns:
-      `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
+      `[1, n_rows]` log-odds, and the inverse penalty chosen on validation rows.
     """
     train, valid = rows.where("train"), rows.where("validation")
     scores, penalty = score_blocks(blocks, rows.labels, train, valid)
@@ -43,7 +43,7 @@ def chosen_row(
     seed: str = "mean",
     split: str = "validation",
 ) -> ResultRow:
-    """Return the row that says what the validation rows chose for a detector."""
+    """Return a result row on a detector's choice on validation rows."""
     return ResultRow(
         experiment="chosen",
         metric=metric,
@@ -55,11 +55,11 @@ def chosen_row(
 
 
 def length_features(answers: Sequence[Answer]) -> np.ndarray:
-    """Return length, log(1 + length), is empty and was cut of every answer.
+    """Return four features of length for every answer, `[n_answers, 4]` float64.
 
-    Length is in tokens, the stop token not counted; cut is an answer that reached the
-    limit before it stopped. `[n_answers, 4]` float64. Whether longer is better, and up
-    to which length, is learned on the training rows.
+    These are length, log(1 + length), whether the answer is empty, and whether it was
+    cut, having reached the limit before it stopped. Length is in tokens, without the
+    stop token. Training rows teach whether longer is better, and up to which length.
     """
     n_tokens = np.array([len(answer.token_ids) for answer in answers], float)
     is_empty = [not answer.text.strip() for answer in answers]
@@ -68,10 +68,10 @@ def length_features(answers: Sequence[Answer]) -> np.ndarray:
 
 
 def majority_scores(rows: Rows) -> np.ndarray:
-    """Return the share of right training answers for every row, `[1, n_rows]`.
+    """Return the share of right training answers as every row's score, `[1, n_rows]`.
 
-    A constant ranks nothing: its AUROC is one half, and its AUPRC the share of wrong
-    answers, which is what the AUPRC of the others is to be read against.
+    A constant does not rank: its AUROC is one half, and its AUPRC is the share of wrong
+    answers, the baseline for the AUPRC of other detectors.
     """
     share = rows.labels[rows.where("train")].mean()
     return np.full((1, len(rows.ids)), share)
@@ -83,23 +83,23 @@ def rows_at_equal_length(
     n_tokens: np.ndarray,
     config: BootstrapConfig,
 ) -> list[ResultRow]:
-    """Return what `names.AT_EQUAL_LENGTH` are worth among answers of as many tokens.
+    """Measure the detectors in `names.AT_EQUAL_LENGTH` among answers of equal length.
 
-    The AUROC is of pairs of a right and a wrong answer of the same length, see
-    `jaxprobe.metrics.stratified_auroc`: terciles would leave length to tell the answers
-    of one tercile apart. A score that follows length alone has one half.
+    The AUROC is over pairs of a right and a wrong answer of the same length, see
+    `jaxprobe.metrics.stratified_auroc`; within terciles of length, length would still
+    tell answers apart. A score that depends only on length has an AUROC of one half.
 
     Args:
-      detectors: of a setting.
-      rows: what they score.
-      n_tokens: `[n_rows]` tokens of the answers.
+      detectors: scores of a setting's detectors.
+      rows: the rows they score.
+      n_tokens: `[n_rows]` numbers of tokens of the answers.
       config: of the intervals.
 
     Returns:
-      Rows of the experiment "at_equal_length", whose `n` are the answers with a
-      counterpart of the other class; the gains of the first one as
+      Rows of the experiment "at_equal_length", with `n` the number of answers with a
+      counterpart of the other class; the first detector's gains over the others, as
       "at_equal_length_paired"; and for each set the share of labelled answers without
-      a counterpart, which say nothing here ("unmatched").
+      a counterpart ("unmatched"), which do not count here.
     """
     experiment, (ours, *rivals) = "at_equal_length", names.AT_EQUAL_LENGTH
     measured = detection_rows(
@@ -132,15 +132,15 @@ def rows_at_equal_length(
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
-    """Return what the detector reads of one answer: a line for each part."""
+    """Return the text that text-only detectors read, one line for each part."""
     return "\n".join((question, answer, *passages))
 
 
 def word_pairs() -> TfidfVectorizer:
-    """Return TF-IDF of words and pairs of neighbours, to be fitted."""
-    # One-letter words and digits are answers too: scikit-learn's own words have two.
+    """Return an unfitted TF-IDF of words and pairs of adjacent words."""
+    # Answers may be single letters or digits, which scikit-learn's default words omit.
     words = TfidfVectorizer(ngram_range=(1, 2), tokenizer=split_words)
-    return words.set_params(token_pattern=None)  # else it warns that it is not read
+    return words.set_params(token_pattern=None)  # avoids a warning that it is unused
 
 
 def fit_tfidf(
@@ -151,7 +151,7 @@ def fit_tfidf(
 ) -> Pipeline:
     """Fit TF-IDF and a logistic regression; validation AUROC chooses the penalty.
 
-    Texts are of `joined_text`. Words that no training text had count for nothing.
+    Texts are from `joined_text`. Words that are in no training text are ignored.
     """
     vectorizer = word_pairs()
     train = csr_matrix(vectorizer.fit_transform(texts))
@@ -161,7 +161,7 @@ def fit_tfidf(
 
 
 def text_scores(texts: Sequence[str], rows: Rows) -> tuple[np.ndarray, ResultRow]:
-    """Return P(correct) of the rows' texts, `[1, n_rows]`, and the penalty."""
+    """Return P(correct) from the rows' texts, `[1, n_rows]`, and the penalty's row."""
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[int(i)] for i in train],
@@ -180,14 +180,14 @@ def pooled_signals(
     layer: int | None,
     most_bytes: int = 1 << 26,
 ) -> np.ndarray:
-    """Return what a probe reads of one family of every row, of one layer of states.
+    """Return a probe's features from one family (for "hidden": one layer) of all rows.
 
-    The store is read in parts: what is in memory is the pooled signals, and tokens of
-    `most_bytes` as float32.
+    The store is read in chunks, so that memory holds the pooled signals and at most
+    about `most_bytes` of tokens as float32.
 
     Returns:
-      `[n_rows, n_parts * width]` float32: mean, least and largest of the answer, then
-      the mean of each other span that the store keeps; zeros where a span is empty.
+      `[n_rows, n_parts * width]` float32: mean, minimum and maximum over the answer,
+      then the mean of each other span in the store; zeros for empty spans.
     """
     spec = store.spec
     is_whole = spec.families[family].spans == "all"
@@ -217,17 +217,15 @@ def pooled_signals(
 def probe_scores(
     stores: Sequence[FeatureStore], rows: Rows, layer: int
 ) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
-    """Return the scores of a linear probe on each family, and on all four side by side.
+    """Return the scores of a linear probe on each family, and on all four together.
 
-    Every family has the same variance there, whatever its width, so that five
-    probabilities count beside thousands of hidden states: validation AUROC in the demo
-    .920 closed-book and .805 with context, without it .915 and .796, of the sum of the
-    four scores .826 and .781.
+    With all four, families are scaled to equal variance whatever their width, so that
+    five probabilities count as much as thousands of hidden states. In the demo, this
+    has a validation AUROC of .920 closed-book and .805 with context; without scaling it
+    is .915 and .796, and for the sum of the four scores .826 and .781.
 
-    The rows are the answers of the stores, one after another.
-
-    Returns:
-      `[1, n_rows]` scores, and rows of the penalties that validation chose.
+    The rows are the answers of the stores, one store after another. Returns scores
+    `[1, n_rows]`, and rows of the penalties chosen on validation.
     """
     families: dict[str, np.ndarray] = {}
     for family, letter in zip(FAMILIES, LETTERS, strict=True):

@@ -1,7 +1,7 @@
-"""What detectors read beyond the four families, in a cache chunk by chunk.
+"""Readings of detectors beyond the four families, cached chunk by chunk.
 
-A chunk is some hundred answers; its readings are files, one a name, so that
-an interrupted start continues, and another detector's reading is read alone.
+A chunk is a few hundred answers, with one file per reading, so that an interrupted run
+can resume, and another detector only adds the readings that are missing.
 """
 
 import dataclasses
@@ -23,24 +23,23 @@ if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
     from beatrice.extract.readings.reader import Neighbours
 
-FORMAT = "3"  # of cached readings: 3 says of which rows
-# What readings depend on beside the answers.
+FORMAT = "3"  # of cached readings: 3 stores their rows
+# Reading -> what it depends on besides the answers.
 _BESIDE = {"sample_states": "samples", "p_true": "samples", "lookback": "cue"}
 _ANSWERS_PER_CHUNK = 256
 _PAIRS_PER_CHUNK = 1024
 _Arrays = dict[str, np.ndarray]
-Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` indices of rows
+Wanted = Mapping[str, np.ndarray]  # reading -> `[n]` indices of rows
 
 
 class CachedReadings(NamedTuple):
-    """Readings of all rows, and what they cost."""
+    """Readings of all rows and their cost, each by name."""
 
-    # by name, `[n_rows, ...]` float32; NaN where a reading is undefined
-    values: dict[str, np.ndarray]
-    # by name, over all starts, as if all rows had been read; what is read in one pass
-    # shares its time evenly
+    values: dict[str, np.ndarray]  # `[n_rows, ...]` float32; NaN if undefined
+    # Time over all runs, scaled up as if all rows had been read; readings of one pass
+    # share its time equally.
     seconds: dict[str, float]
-    # by name, most memory of the process in a pass that read it, the backbone included
+    # Peak memory of the process in any pass with this reading, including the backbone.
     peak_bytes: dict[str, int]
 
 
@@ -50,9 +49,9 @@ NOTHING_READ = CachedReadings({}, {}, {})
 def reading_keys(
     setting: str, identities: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, str]:
-    """Return what each reading depends on: not on labels, nor the sweep's layer.
+    """Return the cache key of each reading, which omits labels and the sweep's layer.
 
-    Identities have a "cue" where other answers show it, see `AnswerReader.cue_like`.
+    Identities have a "cue" if other answers determine it, see `AnswerReader.cue_like`.
     """
     keys = {name: [FORMAT, name, setting, identities["answers"]] for name in names}
     for name, key in keys.items():
@@ -63,24 +62,23 @@ def reading_keys(
 
 @dataclasses.dataclass
 class MeteredRelations:
-    """An NLI model whose time for a pair is charged to every detector that reads it.
+    """An NLI model that charges the time for a pair to every detector that uses it.
 
-    Pairs are read a chunk at a time, so that an interrupted start continues.
+    Pairs are read and cached in chunks, so that an interrupted run can resume.
     """
 
     relations: Relations  # the model
     cache: Cache = dataclasses.field(default_factory=Cache)  # of chunks, by their pairs
-    # opens what is told how far a call is
-    progress: Callable[[], Update] = lambda: lambda done, total: None
-    owed: float = 0.0  # seconds beyond what the clock shows
-    # of each pair its relations, `[3]`, and the seconds that they took
+    progress: Callable[[], Update] = lambda: lambda done, total: None  # one per call
+    owed: float = 0.0  # seconds to charge in addition to those that passed
+    # Pair -> its relations `[3]`, and the seconds that they took.
     known: dict[tuple[str, str], tuple[np.ndarray, float]] = dataclasses.field(
         default_factory=dict
     )
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         """Return the relations of pairs, `[n_pairs, 3]` float64."""
-        # The longest first: what does not fit in memory shows at once.
+        # The longest first, so that running out of memory happens at once.
         ordered = sorted(set(pairs), key=lambda x: (-len(x[0]) - len(x[1]), x))
         update = self.progress()
         for start in range(0, len(ordered), _PAIRS_PER_CHUNK):
@@ -90,7 +88,7 @@ class MeteredRelations:
         return np.array([self.known[pair][0] for pair in pairs]).reshape(-1, 3)
 
     def _read(self, chunk: list[tuple[str, str]]) -> None:
-        """Read the pairs of a chunk that are not known, and charge for the others."""
+        """Read the unknown pairs of a chunk, and charge for those already known."""
         seconds = {pair: self.known[pair][1] for pair in chunk if pair in self.known}
         self.owed += sum(seconds.values())
         if len(seconds) == len(chunk):
@@ -111,11 +109,11 @@ class MeteredRelations:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnswerReader:
-    """Reads answers again; the model is loaded when the first one is read."""
+    """Reads answers in another pass; loads the model when the first is read."""
 
     inputs: DetectorInput  # the answers
-    open_backbone: "Callable[[], Backbone]"  # opens the model that gave them
-    cue_like: DetectorInput | None = None  # whose prompts show the cue; None: these
+    open_backbone: "Callable[[], Backbone]"  # loads the model that gave them
+    cue_like: DetectorInput | None = None  # answers that show the cue; None: `inputs`
 
     @cached_property
     def _backbone(self) -> "Backbone":
@@ -134,7 +132,7 @@ class AnswerReader:
         return neighbours_of(self.inputs.questions)
 
     def read(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return readings of some rows by name, `[n, ...]` float32."""
+        """Return the named readings of some rows, `[n, ...]` float32."""
         from beatrice.extract.readings.reader import read, swapped_prompt, truth_prompt
 
         inputs, model = self.inputs, self._backbone
@@ -159,7 +157,7 @@ class AnswerReader:
 
 
 def stacked(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Stack readings; those of fewer samples get rows of NaN behind."""
+    """Stack readings, padded with NaN at the end if they have fewer samples."""
     shape = np.max([value.shape for value in values], axis=0).astype(int)
     together = np.full((len(values), *shape), np.nan, np.float32)
     for i, value in enumerate(values):
@@ -168,9 +166,9 @@ def stacked(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def rows_read(rows: Rows, detectors: Iterable[Baseline]) -> Wanted:
-    """Return by name the rows whose reading some detector wants, `[n]` indices.
+    """Return the rows to read for each reading that some detector uses.
 
-    Training answers are read only for detectors that learn from them.
+    Rows are `[n]` indices. Training answers are read only for trained detectors.
     """
     everywhere = np.arange(len(rows.ids))
     elsewhere = np.flatnonzero(rows.splits != "train")
@@ -187,7 +185,7 @@ def cached_readings(
     caches: Mapping[str, Cache],
     tick: Callable[[], None] = lambda: None,
 ) -> CachedReadings:
-    """Return readings of rows, of now or of an earlier start; a tick for each chunk."""
+    """Return readings, cached or new; `tick` is called after each chunk."""
     values: dict[str, np.ndarray] = {}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
     n_there, n_read = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
@@ -206,7 +204,7 @@ def cached_readings(
             peaks[name] = max(peaks[name], arrays["peak_bytes"].item())
         tick()
     for name in wanted:
-        # Where nothing was drawn there is nothing to read, and it takes no time.
+        # Rows without samples have nothing to read and take no time.
         seconds[name] *= n_rows / max(1, n_read[name] or n_there[name])
         values.setdefault(name, np.full(n_rows, np.nan, np.float32))
     return CachedReadings(values, seconds, peaks)
@@ -215,7 +213,7 @@ def cached_readings(
 def load_chunk(
     wanted: Wanted, caches: Mapping[str, Cache], chunk: slice
 ) -> tuple[dict[str, _Arrays], dict[str, list[int]]]:
-    """Return what is cached of a chunk by name, and the rows of what is not."""
+    """Return a chunk's cached readings, and the rows to read for the others."""
     cached, missing = {}, {}
     for name, rows in wanted.items():
         rows = rows[(rows >= chunk.start) & (rows < chunk.stop)]
@@ -234,7 +232,7 @@ def _file(chunk: slice) -> str:
 def _read_chunk(
     reader: AnswerReader, missing: Mapping[str, Sequence[int]]
 ) -> dict[str, _Arrays]:
-    """Read rows, each once with all the readings that are wanted of it."""
+    """Read each row once, with all readings that are missing for it."""
     rows_of: dict[tuple[str, ...], list[int]] = {}
     for row in sorted({row for rows in missing.values() for row in rows}):
         names = tuple(name for name, rows in missing.items() if row in rows)
@@ -260,10 +258,10 @@ def _read_chunk(
 
 
 def _lay_out(laid_out: np.ndarray | None, arrays: _Arrays, n_rows: int) -> np.ndarray:
-    """Write a chunk among the values of all rows, NaN where a row was not read.
+    """Write a chunk into the values of all rows, NaN for rows that were not read.
 
-    They grow where a chunk has more samples than those before; all chunks apart and
-    together would be in memory twice.
+    Values grow if a chunk has more samples than earlier ones. Collecting chunks before
+    joining them would need twice the memory.
     """
     values = arrays["values"]
     before = values.shape[1:] if laid_out is None else laid_out.shape[1:]
@@ -278,6 +276,6 @@ def _lay_out(laid_out: np.ndarray | None, arrays: _Arrays, n_rows: int) -> np.nd
 
 
 def chunks_of(n_rows: int) -> list[slice]:
-    """Return the rows that are read and cached together."""
+    """Split rows into chunks that are read and cached together."""
     starts = range(0, n_rows, _ANSWERS_PER_CHUNK)
     return [slice(start, min(start + _ANSWERS_PER_CHUNK, n_rows)) for start in starts]

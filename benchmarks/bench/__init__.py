@@ -1,1 +1,1 @@
-"""`beatrice bench`: one measurement a file."""
+"""`beatrice bench`: one benchmark per file."""

@@ -1,16 +1,16 @@
-"""What a person waits for: `beatrice bench answer` and `beatrice bench score`.
+"""Waiting times of users: `beatrice bench answer` and `beatrice bench score`.
 
-`answer`: what signals cost beside the answers alone. Four ways take turns on the same
-prompts in one process: greedy generation; the floor, which is generation that also
-computes the logits of the prompt's tokens that are read; one pass, which reads all four
-families while it writes; and two passes, which generate and read the answers again.
-Ratios are medians over neighbouring turns. Peak memory is taken in processes of their
-own, above the loaded model and its libraries. Where Torch sees a GPU, Qwen3.5-9B and
-Gemma 4 E4B follow there, at full size with random weights and on random prompts.
+`answer`: the cost of signals compared with plain generation. Four ways take turns on
+the same prompts in one process: greedy generation; the floor, which is generation that
+also computes the logits of the prompt tokens that are read; one pass, which reads all
+four families while it generates; and two passes, which generate first and then read.
+Ratios are medians over neighbouring turns. Peak memory is measured in separate
+processes, above the loaded model and its libraries. If Torch sees a GPU, Qwen3.5-9B and
+Gemma 4 E4B follow on it, at full size, with random weights and random prompts.
 
-`score`: what one score costs, from the shell to a warm process. Whole commands run some
-times over; of each the least is shown, in seconds of the clock, which other programs
-lengthen much, and of processors, which they lengthen somewhat.
+`score`: the cost of one score, from the shell and in a warm process. Whole commands are
+repeated; the minimum is shown, in wall-clock seconds, which other programs lengthen
+much, and in CPU seconds, which they lengthen somewhat.
 """
 
 import contextlib
@@ -82,15 +82,15 @@ from beatrice.extract.world.facts import (
 Way = Literal["plain", "floor", "one pass", "two passes"]
 WAYS: tuple[Way, ...] = get_args(Way)
 N_QUESTIONS = 24
-N_EMBEDDED = 240  # of the embedded model, half of a batch
+N_EMBEDDED = 240  # questions for the embedded model, half of a batch
 CONFIG = GenerationConfig(stop=("\n",))
 
 
 def questions_of(model: str) -> tuple[PromptTemplate, list[tuple[str, Passage]]]:
-    """Return how a model is asked, and questions with a passage each.
+    """Return a model's prompt template, and questions with a passage each.
 
-    No two begin alike, as in real sets: what prompts share is their worked examples.
-    The embedded model is asked about its own world, without examples.
+    As in real sets, no two questions begin alike: prompts share only worked examples.
+    The embedded model is asked about its own world, without worked examples.
     """
     if model == EMBEDDED:
         config = QuestionConfig(n_train=N_EMBEDDED, n_evaluation=1, n_ood=1)
@@ -113,7 +113,7 @@ def questions_of(model: str) -> tuple[PromptTemplate, list[tuple[str, Passage]]]
 
 
 def requests_of(tokenizer: Any, model: str, setting: Setting) -> list[Request]:
-    """Return a model's prompts, with a passage each or without."""
+    """Return a model's prompts in a setting; with context, each has a passage."""
     template, questions = questions_of(model)
     shown = setting == "with_context"
     prompts = (
@@ -131,11 +131,11 @@ def _requests(prompts: Iterable[Prompt], setting: Setting) -> list[Request]:
 
 
 class Floor(DecodeReading):
-    """Computes the logits of what is read, and reads nothing else."""
+    """Computes the logits of the tokens that are read, but reads no signals."""
 
     @contextlib.contextmanager
     def watching(self, rows: Sequence[int], n_cached: int) -> Iterator[None]:
-        """Watch the decoder's last states alone."""
+        """Watch only the decoder's final states."""
         self._begin_run(rows, n_cached)
         with self._layout.decoder.register_forward_hook(self._after_decoder):
             yield
@@ -154,7 +154,7 @@ class Floor(DecodeReading):
 
 # The two backbones of the paper at full size, with random weights.
 
-# What differs from the defaults of the classes; a test counts parameters.
+# Differences from the classes' defaults; a test counts parameters.
 _QWEN = {
     "max_position_embeddings": 262144,
     "rope_parameters": {
@@ -172,7 +172,7 @@ _GEMMA = {
     "num_kv_shared_layers": 18,
     "final_logit_softcapping": 30.0,
 }
-# Name -> class, class of its configuration, and those sizes.
+# Name -> model class, config class, and differences from the defaults.
 FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "Qwen3.5-9B": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN),
     "Gemma 4 E4B": (Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA),
@@ -180,29 +180,29 @@ FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = 
 
 
 def full_model(name: str, device: str) -> PreTrainedModel:
-    """Return a model of `FULL_MODELS` in bfloat16 with random weights, made there."""
+    """Create a model of `FULL_MODELS` on a device, in bfloat16 with random weights."""
     model_class, config_class, sizes = FULL_MODELS[name]
     torch.manual_seed(0)
     with torch.device(device):
         model = model_class._from_config(config_class(**sizes), dtype=torch.bfloat16)
     model.eval().requires_grad_(False)
-    model.generation_config.eos_token_id = 1  # the released ones name one, too
-    # Gemma norms queries and keys, and leaves their products as they are: of random
-    # ones each query picks a single key, and rounding picks another one.
+    model.generation_config.eos_token_id = 1  # released models have one, too
+    # Gemma norms queries and keys but does not scale their products: with random
+    # weights, each query would pick a single key, and rounding another one.
     for path, weights in model.named_parameters():
         if path.endswith("q_norm.weight"):
             weights.mul_(weights.numel() ** -0.5)
     return model
 
 
-# Tokens of random prompts: those that all begin with, of a context, of a question.
+# Tokens of random prompts: in the shared beginning, the context and the question.
 N_TOKENS = 128, 300, 40
 
 
 def random_requests(
     n_words: int, setting: Setting, n: int, n_tokens: tuple[int, int, int]
 ) -> list[Request]:
-    """Return `n` prompts of random words, with a context each or without."""
+    """Return `n` prompts of random tokens; with context, each has a context."""
     rng = np.random.default_rng(0)
     n_shared, n_context, n_question = n_tokens
     if setting == "closed_book":
@@ -216,22 +216,22 @@ def random_requests(
 
 
 class AnswerBench:
-    """A model and its prompts, answered in four ways."""
+    """A model and prompts, which it answers in four ways."""
 
     def __init__(self, backbone: Backbone, requests: Sequence[Request]) -> None:
-        """Take a model; each way is run once by whoever measures."""
+        """Take a model and its prompts; callers warm up each way themselves."""
         self.backbone, self.requests = backbone, requests
         self.reader = SignalReader(backbone, (backbone.n_layers // 2,))
 
     @classmethod
     def of(cls, model: str, dtype: ModelDtype, setting: Setting) -> "AnswerBench":
-        """Load a model by its name, and ask it what it can be asked."""
+        """Load a model by name, with its prompts for a setting."""
         quiet()
         backbone = load_backbone(model_path(model), dtype=dtype)
         return cls(backbone, requests_of(backbone.tokenizer, model, setting))
 
     def peak(self, way: Way) -> float | None:
-        """Return the `peak_above` what is held of one way."""
+        """Return the peak memory of one way, see `peak_above`."""
         return peak_above(lambda: self.run(way), self.backbone.device.type)
 
     def run(self, way: Way) -> None:
@@ -243,7 +243,7 @@ class AnswerBench:
         else:
             answers = generate(self.backbone, self.requests, CONFIG)
             if way == "two passes":
-                self.reader.forget_beginning()  # which the other ways compute each time
+                self.reader.forget_beginning()  # other ways recompute it
                 self.reader.read([sequence_of(answer) for answer in answers])
 
     def _floor(self) -> None:
@@ -264,11 +264,11 @@ class AnswerBench:
 def measure_peak(
     model: str, dtype: ModelDtype, setting: Setting, way: Way
 ) -> float | None:
-    """Return the `peak_above` the loaded model of one way, in a fresh process."""
-    torch.set_num_threads(N_THREADS)  # the process is this measurement's alone
+    """Return one way's peak memory above the loaded model; call it in a new process."""
+    torch.set_num_threads(N_THREADS)  # only this measurement uses the process
     bench = AnswerBench.of(model, dtype, setting)
-    return_freed_memory()  # what a loaded model lets glibc keep would hide the need
-    # Weights are pages of a file, which the first pass brings into memory.
+    return_freed_memory()  # memory kept by glibc after loading would hide the need
+    # The first pass brings the weights, which are pages of a file, into memory.
     generate_and_read(bench.reader, bench.requests[:1], CONFIG)
     return bench.peak(way)
 
@@ -276,17 +276,17 @@ def measure_peak(
 def measure_setting(
     bench: AnswerBench, n_rounds: int, peak: Callable[[Way], float | None]
 ) -> Row:
-    """Let the four ways take turns on one setting's prompts; `peak` is of a way, MiB.
+    """Time the four ways in turns on one setting's prompts; `peak` gives a way's MiB.
 
     Returns:
-      Tokens of all prompts and answers; seconds of plain generation, and medians of the
-      ratios of neighbouring turns, at the end of seconds of processors, which other
-      programs move less than the clock; MiB above the loaded model.
+      Tokens of all prompts and answers; seconds of plain generation; medians of ratios
+      of neighbouring turns, of wall-clock and (those named "processors") of CPU time,
+      which other programs affect less; MiB above the loaded model.
     """
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)
     turns = take_turns([lambda way=way: bench.run(way) for way in WAYS], n_rounds)
-    # [clock or processors, below, above]: medians of the ratios of one turn.
+    # Medians of ratios within a round, [clock or CPU, denominator, numerator].
     ratios = np.median(turns[:, :, None] / turns[:, None], axis=0).T.tolist()
     plain, floor, single, double = range(len(WAYS))
     answers = generate(bench.backbone, bench.requests, CONFIG)
@@ -314,7 +314,7 @@ def measure_model(
     n_requests: int = 48,
     n_tokens: tuple[int, int, int] = N_TOKENS,
 ) -> Iterator[Row]:
-    """Measure a model where it lies, in both settings; see `N_TOKENS`."""
+    """Measure a model on its device in both settings; for `n_tokens` see `N_TOKENS`."""
     backbone = Backbone.from_model(model, Numbers(), revision="random")
     n_words = backbone.layout.head.out_features
     for setting in SETTINGS:
@@ -329,9 +329,9 @@ def measure_model(
 @ROUNDS
 @AS_JSON
 def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
-    """Time answers with their signals beside the answers alone; print a table.
+    """Time answers with their signals against plain generation; print a table.
 
-    On a GPU also those of Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+    With a GPU, also time Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
 
     Example: beatrice bench answer --model embedded
     """
@@ -347,7 +347,7 @@ def answer(model: str, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
 
 
 _QUESTION, _ANSWER = "who wrote Dracula?", "Bram Stoker"
-# 32 tokens of SmolLM2's, whose answer is longer than eight.
+# 32 tokens for SmolLM2, whose answer is longer than `_N_NEW` tokens.
 _MESSAGES = (
     {"role": "system", "content": "Answer."},
     {
@@ -359,21 +359,21 @@ _N_NEW = 8
 
 
 def _command(*words: str) -> tuple[float, float]:
-    """Run Python with some words; seconds of the clock and of processors."""
+    """Run Python with some arguments; return wall-clock and CPU seconds."""
     began, before = time.monotonic(), os.times()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     after, clock = os.times(), time.monotonic() - began
     if done.returncode:
         message = done.stderr.strip().rpartition("\n")[2].removeprefix("Error: ")
-        raise ValueError(f"what is timed has failed: {message}")
+        raise ValueError(f"the timed command has failed: {message}")
     used = (after.children_user, after.children_system)
     return clock, sum(used) - before.children_user - before.children_system
 
 
 def _load_times(name: str) -> tuple[float, float]:
-    """Load a probe beside its model; seconds of the clock and of processors."""
+    """Load a probe for a loaded model; return wall-clock and CPU seconds."""
     import beatrice
-    import beatrice.pgir.scorer  # a library that is loaded once is not timed
+    import beatrice.pgir.scorer  # so that importing libraries is not timed
     from beatrice.model import LanguageModel
 
     model = LanguageModel(name, dtype="float32")
@@ -385,7 +385,7 @@ def _load_times(name: str) -> tuple[float, float]:
 def _ratio_in_turns(
     below: Callable[[], Any], above: Callable[[], Any], n: int
 ) -> tuple[float, float]:
-    """Return medians of `n` ratios, of clock and processors, both by one thread."""
+    """Return the median of `n` ratios of clock and of CPU time, on one thread."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     turns = take_turns((below, above), n)
@@ -396,10 +396,10 @@ def _ratio_in_turns(
 
 @torch.inference_mode()
 def warm_ratio(probe: Any, n: int, *, is_first: bool) -> tuple[float, float]:
-    """Return the time of a score by that of the bare forward of all its ids.
+    """Return the time of a score divided by that of a bare forward of all its ids.
 
-    The first score that begins as it does runs them all, too; a later one runs those
-    behind what is the same for all questions, whose states the reader has.
+    A first score (`is_first`) also runs them all; a later one runs only the ids after
+    the beginning that all questions share, whose states the reader keeps.
     """
     from beatrice.pgir.given import AnswerToScore
 
@@ -419,7 +419,7 @@ def warm_ratio(probe: Any, n: int, *, is_first: bool) -> tuple[float, float]:
 
 @torch.inference_mode()
 def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
-    """Return the time of an answer with P by `model.generate` of the same tokens."""
+    """Return the time of an answer with P by `model.generate`'s for the same tokens."""
     from beatrice.extract.generate.local import stop_ids
 
     backbone = probe.scorer.probed.backbone
@@ -443,12 +443,12 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
         return len(probe.answer(**inputs, max_new_tokens=_N_NEW, stop=[]).tokens)
 
     if plain() != scored():
-        raise ValueError(f"the probe does not write the {plain()} tokens of its model")
+        raise ValueError(f"the probe does not generate its model's {plain()} tokens")
     return _ratio_in_turns(plain, scored, n)
 
 
 def warm_ratios(name: str, n: int) -> list[tuple[float, float]]:
-    """Return the ratios of a probe: of a first score, a later one, and an answer."""
+    """Return a probe's time ratios: of a first score, a later one, and an answer."""
     import beatrice
 
     probe = beatrice.load(name)
@@ -459,7 +459,7 @@ def warm_ratios(name: str, n: int) -> list[tuple[float, float]]:
 @click.command()
 @click.argument("probe", default="smollm2")
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, help="Times each is measured."
+    "--rounds", type=click.IntRange(min=1), default=3, help="Runs of each measurement."
 )
 @AS_JSON
 def score(probe: str, rounds: int, as_json: bool) -> None:
@@ -477,7 +477,7 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
         printer.row({"what": what, **numbers})
 
     words = ("-m", "beatrice", "score", "--probe", probe, "--question", _QUESTION)
-    _command(*words)  # fetches the model, and remembers its checks
+    _command(*words)  # downloads the model, and caches its checks
     load = partial(measure_fresh, "a load", _load_times, probe)
     for what, wanted, measure in (
         ("`import beatrice`", 0.2, lambda: _command("-c", "import beatrice")),

@@ -1,6 +1,6 @@
-"""`beatrice bench`: what is promised in numbers, measured again by one command.
+"""`beatrice bench`: commands that measure again the numbers claimed in the README.
 
-Here are the group, and what the benchmarks share.
+This module has the command group and the helpers that benchmarks share.
 """
 
 import importlib
@@ -24,23 +24,23 @@ from beatrice.extract.run.process import (
     trim_freed_memory,
 )
 
-# Subcommand -> what its help begins with; the module has its name, or is named below.
+# Subcommand -> its line in the list of commands.
 BENCHES = {
     "oracle": "Compare every architecture with a brute-force oracle.",
-    "survey": "Read every model type of Transformers, or say why not.",
-    "written": "Say which model types are read while they write.",
-    "answer": "Time answers with their signals beside the answers alone.",
+    "survey": "Check which model types of Transformers can be read.",
+    "written": "List which model types are read while they generate.",
+    "answer": "Time answers with signals against plain generation.",
     "score": "Time one score, from the shell and in a warm process.",
-    "extract": "Time a full reading beside the bare forward with logits.",
-    "train": "Time the training grid beside PyTorch.",
-    "select": "Train the heads of one search round beside PyTorch.",
-    "plan": "Plan the paper's training for a device that is not here.",
+    "extract": "Time a full reading against the bare forward with logits.",
+    "train": "Time the training grid against PyTorch.",
+    "select": "Time one search round's heads against PyTorch.",
+    "plan": "Plan the paper's training for a device you do not have.",
 }
-# Subcommands whose module has another name.
+# Subcommand -> its module, if they differ in name.
 _ELSEWHERE = {"survey": "oracle", "written": "oracle", "score": "answer"}
-N_THREADS = 2  # of Torch on the CPU
+N_THREADS = 2  # Torch threads on the CPU
 ROUNDS = click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each per row."
+    "--rounds", type=click.IntRange(min=1), default=5, help="Timed runs of each method."
 )
 DTYPE = click.option(
     "--model-dtype",
@@ -48,28 +48,28 @@ DTYPE = click.option(
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Type of the model's weights.",
+    help="Data type of the model's weights.",
 )
 MIB = 2**20
 
 
 def widths_of(choices: Iterable[str]) -> Callable[[Any], Any]:
-    """Return the option that names the sizes of what is trained."""
+    """Return the option `--widths`, with the given choices."""
     return click.option(
         "--widths",
         type=click.Choice(list(choices)),
         default="microworld",
-        help="Sizes of the encoders and their signals.",
+        help="Sizes of the encoders and of their signals.",
     )
 
 
 def preset_of(widths: str) -> Preset:
-    """Return the preset of runs that have encoders of these widths."""
+    """Return the preset whose runs train encoders of these widths."""
     return "paper" if widths == "paper" else "demo"
 
 
 class _Benches(click.Group):
-    """Loads a benchmark, and with it Torch or JAX, when it is named."""
+    """Imports a benchmark, and with it Torch or JAX, only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(BENCHES)
@@ -97,11 +97,11 @@ def bench() -> None:
     """
 
 
-Row = Mapping[str, Any]  # what was measured, by the heads of its columns
+Row = Mapping[str, Any]  # measured values by column head
 
 
 def format_cell(value: Any) -> str:
-    """Format a number with three digits; of several, the others in brackets."""
+    """Format numbers with three digits, and a tuple as "first [others]"."""
     if isinstance(value, tuple):
         first, *others = map(format_cell, value)
         return f"{first} [{', '.join(others)}]"
@@ -111,15 +111,15 @@ def format_cell(value: Any) -> str:
 
 
 class RowPrinter:
-    """Prints rows under headings, or as JSON lines, as soon as they are measured."""
+    """Prints rows as Markdown tables or JSON lines, as soon as they are measured."""
 
     def __init__(self, as_json: bool) -> None:
-        """Print for a person, or for a program."""
+        """Print tables, or JSON lines if `as_json`."""
         self._as_json = as_json
         self._heads: Sequence[str] | None = None
 
     def row(self, row: Row) -> None:
-        """Print one measurement; other columns than before begin a table."""
+        """Print one row, in a new table if its columns differ from the last row's."""
         if self._as_json:
             click.echo(json.dumps(row))
             return
@@ -129,20 +129,20 @@ class RowPrinter:
         click.echo(table_row(map(format_cell, row.values())))
 
     def text(self, text: str) -> None:
-        """Print what is for people alone."""
+        """Print text, unless rows are printed as JSON."""
         if not self._as_json:
             click.echo(text)
 
 
 def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
-    """Time some things in turn, so that a busy machine slows all of them.
+    """Time functions in turn, so that a busy machine slows all of them alike.
 
-    Each is called once a round, and once before the first; another one begins in each.
+    Each is called once per round, after a warm-up round; the starting one rotates.
 
     Returns:
-      `[n_rounds, n_runs, 2]` seconds, of the clock and of processors (an array).
+      Seconds `[n_rounds, n_runs, 2]` of wall-clock and of CPU time (an array).
     """
-    import numpy as np  # help loads none
+    import numpy as np  # not loaded for `--help`
 
     seconds = np.zeros((n_rounds + 1, len(runs), 2))
     for number, spent in enumerate(seconds):
@@ -155,18 +155,18 @@ def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
 
 
 def middle_and_ends(values: Any) -> tuple[float, float, float]:
-    """Return the median of some numbers (an array), the least and the largest."""
-    import numpy as np  # help loads none
+    """Return the median, the minimum and the maximum of an array."""
+    import numpy as np  # not loaded for `--help`
 
     return float(np.median(values)), float(values.min()), float(values.max())
 
 
 def product_rate(square: Any) -> float:
-    """Return the best FLOP/s, of five, at which a square matrix is multiplied.
+    """Return the best FLOP/s of five products of a square matrix with itself.
 
-    Of random numbers: equal ones a GPU multiplies faster.
+    The matrix must be random: a GPU multiplies constant ones faster.
     """
-    import torch  # help loads none
+    import torch  # not loaded for `--help`
 
     out, best = torch.empty_like(square), math.inf
     for _ in range(1 + 5):  # the first one starts the threads
@@ -179,7 +179,7 @@ def product_rate(square: Any) -> float:
 
 
 def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:
-    """Return a process of its own, which has loaded no library yet."""
+    """Return a new process that has not loaded any library yet."""
     return ProcessPoolExecutor(
         max_workers=1,
         mp_context=multiprocessing.get_context("spawn"),
@@ -193,7 +193,7 @@ def _set_environment(variables: Mapping[str, str]) -> None:
 
 
 def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function of a module returns in a process of its own."""
+    """Call a module-level function in a new process, and return its result."""
     with fresh_process() as process:
         try:
             return process.submit(function, *arguments).result()
@@ -204,14 +204,14 @@ def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def peak_above(run: Callable[[], object], device: str) -> float | None:
-    """Return the peak of one run above what is held before it, in MiB.
+    """Return the peak memory of one run above what is held before it, in MiB.
 
-    On a GPU of the allocator. Else of the process, which should be a fresh one, and
-    hands back what it freed before: loading a model leaves hundreds of MiB. None where
-    the system cannot let a peak begin.
+    On a GPU, this is the allocator's memory; otherwise the process's, which should be a
+    fresh one. Freed memory is first returned to the system, since loading a model
+    leaves hundreds of MiB. None if the system cannot reset the peak.
     """
     if device != "cpu":
-        import torch  # help loads none
+        import torch  # not loaded for `--help`
 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,16 +1,16 @@
 """`beatrice bench extract`: reading and storing on this CPU, and at full size on a GPU.
 
-On a CPU the model is random and Llama-shaped. Bare forward and reading take turns on
-the same batch, so that a busy machine slows both; peak memory is taken in a process of
-its own per figure, above what the loaded model and the libraries hold. Then the loop
-that reads every batch of a plan and drops what it read takes turns with `extract`'s own
-work on that plan: the same batches, rounded to the stored type, and written with their
+On a CPU, the model is random and Llama-shaped. Bare forward and reading take turns on
+the same batch, so that a busy machine slows both; each peak memory is measured in its
+own process, above what the loaded model and the libraries hold. Then a loop that reads
+every batch of a plan and discards the readings takes turns with `extract` itself, which
+on the same plan also rounds readings to the stored type and writes them with their
 checksums and commit records.
 
-On a GPU the time of a reading is also held against the peak, and a profile shows where
-the rest goes, for two backbones of the released sizes with random weights: what a
-reading costs does not depend on them. With `--model` one model answers prompts with
-worked examples, and its answers are read, beside the bare forward.
+On a GPU, the reading's rate is also compared with the peak, and a profile shows where
+the rest of the time goes, for two backbones of the released sizes with random weights,
+which do not affect the cost of a reading. With `--model`, one model answers prompts
+with worked examples, and its answers are read, compared with the bare forward.
 """
 
 import contextlib
@@ -62,20 +62,20 @@ from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """One batch and the model that reads it."""
+    """Sizes of one batch and of the model that reads it."""
 
     n_tokens: int = 512  # length of every sequence
     n_examples: int = 4  # sequences of the batch
     # Question and answer tokens, at the end; the context is before them.
     n_read: int = 192
-    vocab_size: int = 32000  # words
-    d_model: int = 512  # width
+    vocab_size: int = 32000
+    d_model: int = 512
     n_layers: int = 8  # decoder layers
     device: str = "cpu"  # a Torch device
-    dtype: ModelDtype = "float32"  # of weights and stream
+    dtype: ModelDtype = "float32"  # of weights and residual stream
 
 
-# The two lengths hold equally many tokens; a third of each is question and answer.
+# Both batches hold equally many tokens; about a third are question and answer.
 LENGTHS = (
     {"n_tokens": 512, "n_examples": 4, "n_read": 192},
     {"n_tokens": 2048, "n_examples": 1, "n_read": 576},
@@ -83,7 +83,7 @@ LENGTHS = (
 
 
 def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
-    """Return what is measured: both lengths, each vocabulary, each device."""
+    """Return the configs to measure: all lengths, vocabularies and devices."""
     devices: dict[str, ModelDtype] = {"cpu": "float32"}
     if has_gpu:
         devices["cuda"] = "bfloat16"
@@ -96,7 +96,7 @@ def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
 
 
 def make_model(config: BatchConfig) -> LlamaForCausalLM:
-    """Return the random model."""
+    """Return a random Llama-shaped model."""
     torch.manual_seed(0)
     with torch.device(config.device):
         model = LlamaForCausalLM(
@@ -116,25 +116,25 @@ def make_model(config: BatchConfig) -> LlamaForCausalLM:
 def random_sequence(
     rng: np.random.Generator, n_words: int, starts: tuple[int, int, int], n_tokens: int
 ) -> TokenSequence:
-    """Return random text whose context, question and answer start at `starts`."""
+    """Return random tokens with context, question and answer starting at `starts`."""
     ids = rng.integers(3, n_words, n_tokens + 1)
     edges = np.array([*starts, n_tokens])
     spans = np.stack([edges[:-1], edges[1:]], axis=1)
     return TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
 
 
-# The four families by forward hooks on a Llama of Transformers: what to beat. Written
-# to be fast, with nothing of the reader's: the model attends eagerly and returns its
-# weights; "plain" lets Transformers return all states, weights and logits and reduces
-# them in the end; "tuned" reduces every layer as it runs and takes logits a few tokens
-# at a time. Both leave out what the reader checks, parity with the model above all.
+# The rival to beat: the four families by forward hooks on Transformers' Llama. Written
+# to be fast, without code of the reader; the model attends eagerly and returns its
+# attention weights. "plain" lets Transformers return all states, weights and logits and
+# reduces them at the end; "tuned" reduces every layer as it runs, and logits a few
+# tokens at a time. Both omit the reader's checks, above all parity with the model.
 
-_N_LOGITS = 128  # tokens whose logits are alive at once
+_N_LOGITS = 128  # tokens whose logits are in memory at once
 Readings = dict[str, torch.Tensor]
 
 
 def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return `[n, 5]` of `[n, vocab_size]`: see `AnswerSignals`."""
+    """Return the five scalars (see `AnswerSignals`) of logits `[n, vocab_size]`."""
     log_p = logits.float().log_softmax(-1)
     chosen, p = log_p.gather(-1, targets[:, None])[:, 0], log_p.exp()
     top = p.topk(2, -1).values
@@ -151,15 +151,15 @@ def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
 
 
 class Hooked:
-    """A batch of equal lengths, read by hooks.
+    """Reads a batch of sequences of equal length by hooks.
 
-    Readings are `[n_examples, n_tokens, …]` by family, hidden states of every layer.
+    Readings are `[n_examples, n_tokens, …]` for each family, with every hidden layer.
     """
 
     def __init__(
         self, model: LlamaForCausalLM, sequences: Sequence[TokenSequence]
     ) -> None:
-        """Prepare what does not depend on the pass."""
+        """Prepare everything that does not depend on the forward pass."""
         self.model, device = model, model.device
         self.ids, self.targets = (
             torch.tensor([getattr(s, name).tolist() for s in sequences], device=device)
@@ -172,7 +172,7 @@ class Hooked:
         self.directions = model.lm_head.weight[self.targets]
 
     def _hooks(self, hooks: Sequence[tuple[Any, Any]]) -> contextlib.ExitStack:
-        """Attend eagerly under `(module, hook)` until the stack is left."""
+        """Attend eagerly, with `(module, hook)` pairs, until the stack is closed."""
         stack, config = contextlib.ExitStack(), self.model.config
         before: Any = config._attn_implementation
         for module, hook in hooks:
@@ -183,7 +183,7 @@ class Hooked:
 
     @torch.no_grad()
     def plain(self) -> Readings:
-        """Return everything, then reduce it."""
+        """Let the model return everything, then reduce it."""
         atts: list[torch.Tensor] = []
         ffns: list[torch.Tensor] = []
         hooks = []
@@ -197,7 +197,7 @@ class Hooked:
                 output_hidden_states=True,
                 output_attentions=True,
             )
-        # Transformers' last state is final-normed; the stream's is the sum.
+        # Transformers applies the final norm to the last state; recompute it as a sum.
         states = list(out.hidden_states)
         states[-1] = states[-2] + atts[-1] + ffns[-1]
         pairs = zip(states, atts, ffns, strict=False)
@@ -211,7 +211,7 @@ class Hooked:
 
     @torch.no_grad()
     def tuned(self) -> Readings:
-        """Reduce every layer as it runs."""
+        """Reduce every layer's outputs as it runs."""
         states: list[torch.Tensor] = []
         resid: list[torch.Tensor] = []
         attention: list[torch.Tensor] = []
@@ -250,7 +250,7 @@ class Hooked:
         }
 
     def _contributions(self, before, att, ffn) -> torch.Tensor:
-        """Return `[n_examples, n_tokens, 4]`: norm and push of both."""
+        """Return `[n_examples, n_tokens, 4]`: norms and pushes of attention and MLP."""
         norm, middle = self.model.model.norm, before + att
         normed = [norm(x) for x in (before, middle, middle + ffn)]
         pushes = [
@@ -262,7 +262,7 @@ class Hooked:
         )
 
     def _attention(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return `[n_examples, n_tokens, 2, 2, n_heads]` of a layer's weights."""
+        """Reduce a layer's weights to `[n_examples, n_tokens, 2, 2, n_heads]`."""
         first, n_heads = self.first_row, weights.shape[1]
         rows = weights[:, :, first:].float()
         terms = torch.xlogy(rows, rows)
@@ -284,12 +284,12 @@ class Hooked:
 
 
 class ReadingBench:
-    """One model and one batch, ready to run."""
+    """A model and a batch, ready to run."""
 
     def __init__(self, config: BatchConfig, reader: SignalReader | None = None) -> None:
-        """Build batch, and model and reader; the reader keeps every hidden layer."""
+        """Build the batch, and the model and reader unless given (all layers kept)."""
         if config.device == "cpu":
-            keep_freed_memory()  # for both runs, as `load_backbone` does
+            keep_freed_memory()  # as `load_backbone` does, for both runs
         if reader is None:
             backbone = Backbone.from_model(make_model(config), revision="random")
             reader = SignalReader(backbone)
@@ -307,7 +307,7 @@ class ReadingBench:
 
     @torch.no_grad()
     def bare(self) -> None:
-        """Run the language model with its logits."""
+        """Run the bare forward with its logits."""
         self._wait(self.model(input_ids=self.ids, use_cache=False).logits)
 
     def read(self) -> None:
@@ -319,10 +319,10 @@ class ReadingBench:
             torch.cuda.synchronize()
 
     def time(self, n_rounds: int) -> Row:
-        """Return medians of seconds of bare forward and reading, and of their ratio.
+        """Return median seconds of bare forward and reading, and their median ratio.
 
-        The ratio's is over neighbours. Of a Llama also the time of `Hooked` over the
-        reading's, with the least and the largest.
+        Ratios are of neighbouring runs. For a Llama, also returns the ratios of the
+        times of `Hooked` to the reading's, with minimum and maximum.
         """
         hooks: dict[str, Callable[[], object]] = {}
         if isinstance(self.model, LlamaForCausalLM):
@@ -343,7 +343,7 @@ class ReadingBench:
         }
 
     def require_same(self, hooked: Hooked) -> None:
-        """Check that hooks read what the reader reads, before they are timed."""
+        """Check that hooks and reader give the same readings, before they are timed."""
         tolerance = 1e-3 if self.config.dtype == "float32" else 0.1
         rows = self.reader.read(self.sequences)
         for readings in (hooked.plain(), hooked.tuned()):
@@ -353,13 +353,13 @@ class ReadingBench:
                 gap = np.linalg.norm(ours - theirs) / np.linalg.norm(ours)
                 if not gap <= tolerance:  # so that NaN fails
                     raise ValueError(
-                        f"hooks read other {name} than the reader, {gap:.1e} of their "
-                        "norm: the timing would compare two things"
+                        f"hooks and reader give different {name} readings, {gap:.1e} "
+                        "of their norm apart, so their times cannot be compared"
                     )
 
 
 def measure_reading(config: BatchConfig, n_rounds: int) -> Row:
-    """Measure times here, and both peaks above the model in processes of their own."""
+    """Measure times here, and both peaks above the model in separate processes."""
     times = ReadingBench(config).time(n_rounds)
     bare, read = (
         measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
@@ -378,10 +378,10 @@ def measure_reading(config: BatchConfig, n_rounds: int) -> Row:
 
 
 def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float | None:
-    """Return the `peak_above` the model of a run, in a fresh process."""
+    """Return a run's peak memory above the model; call it in a new process."""
     torch.set_num_threads(N_THREADS)
     bench = ReadingBench(config)
-    # The libraries' own buffers are allocated by a run on a short batch.
+    # A run on a short batch first allocates the libraries' own buffers.
     short = dataclasses.replace(config, n_tokens=32, n_examples=1, n_read=12)
     getattr(ReadingBench(short, bench.reader), mode)()
     return peak_above(getattr(bench, mode), config.device)
@@ -389,17 +389,17 @@ def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float | 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What is extracted: sequences of `shortest` to `longest` tokens."""
+    """The sequences to extract, of `shortest` to `longest` tokens."""
 
     n_examples: int
     shortest: int
     longest: int
-    n_answer: int  # the last ones of each
+    n_answer: int  # last tokens of each sequence
     extract: ExtractConfig
 
 
-# As the demo's questions with a passage are, and as the demo reads them; so many that
-# the last unit's writing, which nothing is read beside, is a small part.
+# Like the demo's questions with a passage, and the demo's extraction; enough of them
+# that writing the last unit, which overlaps no reading, takes a small part of the time.
 DEMO_LIKE = LoopConfig(
     n_examples=1600,
     shortest=33,
@@ -407,7 +407,7 @@ DEMO_LIKE = LoopConfig(
     n_answer=4,
     extract=ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096),
 )
-# As long as the shorter batches above, for the same model.
+# As long as the shorter of `LENGTHS`, for the same model.
 LLAMA_LIKE = LoopConfig(
     n_examples=24,
     shortest=448,
@@ -418,10 +418,10 @@ LLAMA_LIKE = LoopConfig(
 
 
 class StoreBench:
-    """A reader and a plan, ready to run with and without the store."""
+    """A reader and a plan, to run with and without the store."""
 
     def __init__(self, reader: SignalReader, config: LoopConfig) -> None:
-        """Build sequences and plan; the reader reads what `config.extract` keeps."""
+        """Build sequences and plan; the reader must fit `config.extract`."""
         self.reader = reader
         n_words = reader.backbone.model.get_input_embeddings().num_embeddings
         rng = np.random.default_rng(0)
@@ -435,17 +435,17 @@ class StoreBench:
         self.batches = [batch for unit in self.plan.units for batch in unit.batches]
 
     def read(self) -> None:
-        """Read every batch and keep nothing."""
+        """Read every batch, and discard the readings."""
         for _ in read_batches(self.reader, self.sequences, self.batches):
             pass
 
     def extract(self) -> None:
-        """Do the plan, into a store that is deleted again."""
+        """Run the plan into a temporary store."""
         with tempfile.TemporaryDirectory() as folder:
             run_plan(self.reader, self.sequences, self.plan, Path(folder))
 
     def measure(self, name: str, n_rounds: int) -> Row:
-        """Let both take turns; return medians, the ratio's of neighbouring runs."""
+        """Time both in turns; return medians, the ratio's over neighbouring runs."""
         rounds = take_turns([self.read, self.extract], n_rounds)[..., 0]
         loop, end_to_end = np.median(rounds, axis=0).tolist()
         n_tokens = int(self.plan.spec.lengths.sum())
@@ -463,7 +463,7 @@ class StoreBench:
 
 
 def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
-    """Measure on the CPU: the embedded model, and the one of `make_model`."""
+    """Measure the embedded model and that of `make_model` on the CPU."""
     embedded = load_backbone(model_path(EMBEDDED))
     llama = Backbone.from_model(make_model(BatchConfig()), revision="random")
     for name, backbone, config in (
@@ -476,18 +476,18 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[Row]:
 
 
 def flops_per_token(model: PreTrainedModel) -> float:
-    """Return the floating-point operations of one token's forward with its logits.
+    """Return the floating-point operations of one token's forward with logits.
 
-    Two per weight of every linear module, the head among them; lookups, norms,
-    attention's own products and recurrent scans, together a few percent at 400
-    tokens, are left out, so that a share of the peak is rather told too low.
+    Counts two per weight of every linear module, including the head. Lookups, norms,
+    products within attention and recurrent scans (together a few percent at 400 tokens)
+    are left out, so shares of the peak are slightly too low.
     """
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     return 2.0 * sum(linear.weight.numel() for linear in linears)
 
 
 def profile_of(run: Callable[[], None]) -> str:
-    """Return a table of the kernels that one run spends most time in."""
+    """Return a table of the kernels that take most of a run's time."""
     order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
     with torch.profiler.profile(acc_events=True) as profile:
         run()
@@ -505,14 +505,14 @@ def measure_gpu(
     n_tokens: int = 400,
     n_batches: int = 24,
 ) -> Iterator[Row | str]:
-    """Measure a model where it lies; one middle layer is kept.
+    """Measure a model on its device, keeping one middle layer.
 
-    `peak` is the FLOP/s that the reading's are held against; of 400 tokens 60 are the
-    answer, 100 the question; `n_batches` are extracted with and without the store.
+    `peak` is the FLOP/s to compare the reading with; of 400 tokens, 107 are question
+    and 53 answer; `n_batches` are extracted with and without the store.
 
     Yields:
-      The row of the reading, that of the store, and `profile_of` the reading, each as
-      soon as it is measured: the next one may fail.
+      The rows of the reading and of the store, and `profile_of` the reading, each as
+      soon as it is measured, since the next one may fail.
     """
     backbone = Backbone.from_model(model, revision="random")
     layers = (backbone.n_layers // 2,)
@@ -551,8 +551,8 @@ def measure_gpu(
 def measure_with_examples(
     backbone: Backbone, n_rounds: int, n_questions: int = N_QUESTIONS
 ) -> Row:
-    """Let bare forward, greedy generation and reading take turns on one batch."""
-    # Of no model by name: the embedded one too is shown worked examples.
+    """Time bare forward, greedy generation and reading in turns on one batch."""
+    # No model name: this way, even the embedded model is shown worked examples.
     requests = requests_of(backbone.tokenizer, "", "closed_book")[:n_questions]
     reader = SignalReader(backbone)
     answers = generate(backbone, requests, CONFIG)
@@ -566,7 +566,7 @@ def measure_with_examples(
         backbone.model(input_ids=ids, use_cache=False)
 
     def read() -> None:
-        reader.forget_beginning()  # which the other two compute each time
+        reader.forget_beginning()  # the other two recompute it
         reader.read(sequences)
 
     runs = [bare, lambda: generate(backbone, requests, CONFIG), read]
@@ -588,29 +588,29 @@ def measure_with_examples(
 
 @click.command()
 @click.option(
-    "--model", help="Measure this model alone, on prompts with worked examples."
+    "--model", help="Measure only this model, on prompts with worked examples."
 )
 @DTYPE
 @ROUNDS
 @AS_JSON
 def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) -> None:
-    """Time a full reading beside the bare forward with logits; print the tables.
+    """Time a full reading against the bare forward with logits; print the tables.
 
-    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both, and
-    the same readings by hooks on Transformers (without the reader's checks), take turns
-    on the same batch; peak memory is above the loaded model. Then extraction into a
-    store beside its own reading, on the same batches; and on a GPU both, and a profile,
-    for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+    The model is Llama-shaped: d=512, 8 layers, fp32 readings, all hidden layers kept.
+    Bare forward, reading, and the same readings by hooks on Transformers (without the
+    reader's checks) take turns on one batch; peak memory is above the loaded model.
+    Then extraction into a store is timed against reading only. On a GPU, both are also
+    timed and profiled for Qwen3.5-9B and Gemma 4 E4B, full-size with random weights.
 
-    With --model: tokens per second of `answer` and `extract` on prompts with worked
-    examples beside the bare forward, for that model.
+    With --model, compare tokens per second of `answer` and `extract` with the bare
+    forward, for that model on prompts with worked examples.
 
     Example: beatrice bench extract --rounds 7
     """
     if model is None and dtype != "float32":
         raise click.UsageError(
-            f"--model-dtype {dtype} is of --model, which is missing: without it types "
-            "are float32 on a CPU and bfloat16 on a GPU"
+            f"--model-dtype {dtype} needs --model; without it, weights are float32 on "
+            "a CPU and bfloat16 on a GPU"
         )
     quiet()
     torch.set_num_threads(N_THREADS)

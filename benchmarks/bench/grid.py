@@ -1,6 +1,6 @@
-"""The training grid by itself, on made-up signals of the sizes of a run.
+"""The training grid by itself, on random signals of realistic sizes.
 
-What a step costs does not depend on the signals' values.
+The cost of a step does not depend on the signals' values.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ from beatrice.jaxprobe.grid import (
 from beatrice.jaxprobe.memory import Sizes, choose, step_flops
 from beatrice.jaxprobe.tokens import split_families
 
-Losses = dict[Member, list[float]]  # of every step
-N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
+Losses = dict[Member, list[float]]  # one per step
+N_VALID = 16  # validation examples; so few that validation costs nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,43 +60,43 @@ class Workload:
 
     encoder: EncoderConfig  # widths
     dims: FamilyDims  # channels of the families
-    # Per span the fewest and the most tokens of an example; lengths between them are
-    # equally likely, and every example is padded to the most.
+    # Fewest and most tokens of each span; lengths between them are equally likely, and
+    # every example is padded to the most.
     spans: tuple[tuple[int, int], ...]
     batch_size: int  # examples per step
-    n_steps: int  # steps of each encoder in a turn
-    n_seeds: int = 3  # of the grid; 15 encoders each
+    n_steps: int  # training steps of each encoder per turn
+    n_seeds: int = 3  # seeds of the grid, with 15 encoders each
     learning_rate: float = 2e-4  # constant
     weight_decay: float = 0.01  # decoupled
 
     @property
     def members(self) -> list[Member]:
-        """Every encoder, seed-major."""
+        """All encoders, seed-major."""
         return list(grid_members(self.n_seeds, self.dims.n_subsets))
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of the padded spans."""
+        """Number of tokens of each padded span."""
         return tuple(most for _, most in self.spans)
 
     @property
     def n_examples(self) -> int:
-        """Training examples of a turn: each is seen once."""
+        """Number of training examples per turn, each of which is seen once."""
         return self.batch_size * self.n_steps
 
     def quiet(self) -> "Workload":
-        """Return the same without noise and dropout."""
+        """Return a copy without noise and dropout."""
         still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
         return dataclasses.replace(self, encoder=still)
 
     def mixed(self) -> "Workload":
-        """Return the same with products of bfloat16."""
+        """Return a copy with matrix products in bfloat16."""
         mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
         return dataclasses.replace(self, encoder=mixed)
 
 
 def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
-    """Operations of a turn: `n_steps` of each member."""
+    """Return the operations of a turn, which is `n_steps` steps of each member."""
     cost = partial(step_flops, workload.encoder, workload.dims, workload.widths)
     return workload.n_examples * sum(map(cost, members))
 
@@ -104,7 +104,7 @@ def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
 def _workload(
     config: GridConfig, spans: tuple[tuple[int, int], ...], n_steps: int, **sizes: Any
 ) -> Workload:
-    """Return the encoders of a grid, on signals of some sizes."""
+    """Return the workload of a grid config, for signals of the given sizes."""
     return Workload(
         encoder=config.encoder,
         dims=paper_dims(prob=5, **sizes),
@@ -117,12 +117,12 @@ def _workload(
 
 
 _DEMO = GRID_PRESETS["demo"], ((6, 13), (1, 6))  # the microworld's span lengths
-# Of `beatrice real`, without regressions; spans have the lengths of nine in ten rows of
-# TriviaQA and Natural Questions.
+# The grid of `beatrice real` without regressions; spans are as long as in nine of ten
+# rows of TriviaQA and Natural Questions.
 _ENCODER = dataclasses.replace(GRID.encoder, is_linear_first=False)
 _REAL = dataclasses.replace(GRID, encoder=_ENCODER), ((8, 30), (1, 16))
 _PAPER = GridConfig(), ((12, 24), (1, 8))
-# All closed-book.
+# All are closed-book.
 WIDTHS: dict[str, Callable[[int], Workload]] = {
     "microworld": partial(_workload, *_DEMO, hidden=160, resid=24, attn=120),
     # Gemma 3 270M: 18 layers of 4 heads.
@@ -135,7 +135,7 @@ WIDTHS: dict[str, Callable[[int], Workload]] = {
 
 
 def machine() -> str:
-    """Return the date, and what kind of machine this is and how busy."""
+    """Describe this machine: date, cores, processor and load."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -146,14 +146,14 @@ def machine() -> str:
 
 
 def weights_file(folder: Path, member: Member) -> Path:
-    """Return where a member's initial weights lie."""
+    """Return the path of a member's initial weights."""
     return folder / f"{member[0]}-{member[1]}.safetensors"
 
 
 def made_up_features(
     workload: Workload, n_examples: int, seed: int
 ) -> tuple[Features, np.ndarray]:
-    """Return standardised signals and boolean labels."""
+    """Return random standardised signals and boolean labels."""
     rng = np.random.default_rng(seed)
     tokens, masks = [], []
     for fewest, most in workload.spans:
@@ -168,7 +168,7 @@ def made_up_features(
 
 
 def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
-    """Return made-up data as the grid trains on it."""
+    """Return random data in the form that the grid trains on."""
     n = workload.dims.total
     identity = Standardizer(np.zeros(n, np.float32), np.ones(n, np.float32))
     features, labels = made_up_features(workload, n_examples, seed)
@@ -176,17 +176,17 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
 
 
 class Grid:
-    """Members trained by `jaxprobe.grid` in blocks, as in a run."""
+    """Trains members with `jaxprobe.grid` in blocks, as in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
-        """Train `at_once` blocks side by side, as a run does on its cores."""
+        """Train `at_once` blocks in parallel, as a run does on its cores."""
         self.workload = workload
         self.members = tuple(members)
         self.at_once = at_once
         self._n_held = held_bytes()
 
     def save_weights(self, folder: Path) -> None:
-        """Write every member's initial weights, see `weights_file`."""
+        """Write every member's initial weights to its `weights_file`."""
         encoder = Encoder(self.workload.encoder, self.workload.dims)
         features = labelled_of(self.workload, 1, seed=0).features
         start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
@@ -211,7 +211,7 @@ class Grid:
             **protocol,
         )
         n_train, n_valid = (split.features.n_examples for split in data)
-        # The plan of a device, for rows that are all of one length.
+        # Planned for the device, with all rows of equal length.
         sizes = Sizes(
             encoder=workload.encoder,
             dims=workload.dims,
@@ -237,9 +237,9 @@ class Grid:
         }
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
-        """Return the losses of steps on one batch: every epoch is one step.
+        """Return the losses of steps on one batch, each an epoch of its own.
 
-        In float32 proper: a GPU's TF32 would move them by as much as an error.
+        Uses full float32 precision: TF32 on a GPU would change losses as much as a bug.
         """
         data = labelled_of(workload, workload.batch_size, seed=1)
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -256,7 +256,7 @@ class Grid:
         return losses
 
     def prepare(self) -> None:
-        """Make the data and compile; the same executable serves every member."""
+        """Make the data, and compile; one executable serves every member."""
         work = self.workload
         self._data = (
             labelled_of(work, work.n_examples, seed=2),
@@ -271,7 +271,7 @@ class Grid:
         self._fit(self.members, self.workload, self._data, max_epochs=1)
 
     def peak(self) -> int | None:
-        """Return peak bytes of a GPU, or of this process above what it held first."""
+        """Return peak bytes of a GPU, or of this process above its initial memory."""
         if statistics := jax.local_devices()[0].memory_stats():
             return statistics["peak_bytes_in_use"]
         return peak_bytes() - self._n_held if self._has_peak else None

@@ -1,25 +1,26 @@
 """`beatrice bench oracle`, `survey` and `written`: the reader against brute force.
 
-The oracle reads each example alone and by other taps than the reader: attention maps
-from Transformers' eager path, or from the queries and keys of the fused one; states as
-layers are handed them; probabilities from the full vocabulary. What a layer adds is
-caught where it is added: every addition that PyTorch executes is seen, and those to the
-residual stream count, whatever the modules are called. The final norm is the model's
-own module; everything after the model is a float64 loop over single numbers.
+The oracle reads each example alone and taps other places than the reader: attention
+maps come from Transformers' eager path, or from the queries and keys of the fused one;
+states are the inputs of layers; probabilities use the full vocabulary. A layer's
+contributions are caught as they are added: every addition that PyTorch executes is
+observed, and those to the residual stream count, whatever the modules are called. The
+final norm is the model's own module; everything after the model is a float64 loop over
+single numbers.
 
-`oracle`: a tiny random model of each architecture reads four examples through small odd
-chunks. In float32 the reader is given one padded batch and the oracle attends eagerly.
-In bfloat16 the oracle attends by the same fused kernel as the reader, and beside the
-reader's error stands how far the model's own eager attention moves the same readings.
+`oracle`: the reader reads four examples on a tiny random model of each architecture, in
+small odd chunks. In float32, the reader gets one padded batch and the oracle attends
+eagerly. In bfloat16, the oracle uses the same fused kernel as the reader, and the
+reader's error is shown next to the change that the model's own eager attention causes.
 
-`survey`: of every causal language model of Transformers a narrow random twin is made
-from its default config, and read exactly or refused in a sentence: on a ragged batch
-with windows as they are and with windows of eight tokens, which most rows go beyond,
-and on one text longer than the 2,048 keys that sparse layers choose by default.
+`survey`: a narrow random twin of every causal language model of Transformers is made
+from its default config, and must be read exactly or refused in a sentence: on a ragged
+batch, with its default windows and with windows of eight tokens, which most rows
+exceed, and on one text longer than the 2,048 keys that sparse layers choose by default.
 
-`written`: what is read in the passes that write an answer is held against what is read
-of the same ids again, and beside it stands how far the model's own logits lie apart
-with its cache and without, both of their norm.
+`written`: readings from the passes that generate an answer are compared with a second
+reading of the same ids, and the model's own logits with and without its cache; both
+differences are relative to the norm.
 """
 
 import contextlib
@@ -70,26 +71,26 @@ from beatrice.extract.signals.sequence import TokenSequence
 
 FUSED = "oracle_fused"
 _LISTS = ("h", "blocks", "layers")
-_maps: list[np.ndarray] = []  # of the fused run under way
+_maps: list[np.ndarray] = []  # attention maps of the current fused run
 _NORMS = "norm final_layer_norm ln_f final_layernorm embedding_norm norm_f".split()
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one forward of the model left behind."""
+    """Values recorded in one forward of the model."""
 
     logits: np.ndarray  # `[n_tokens, vocab_size]` float64
-    # `n_layers + 1` tensors `[n_tokens, d_model]`, un-normed
+    # `n_layers + 1` tensors `[n_tokens, d_model]`, before any norm
     states: list[torch.Tensor]
-    # per layer attention's and feed-forward's, float64
+    # what attention and feed-forward add in each layer, float64
     contributions: list[tuple[torch.Tensor, torch.Tensor]]
     # `[n_heads, n_tokens, n_tokens]` float64 per attention layer
     maps: list[np.ndarray]
 
 
 class _Additions(TorchDispatchMode):
-    """Notes every addition of two tensors of the stream's size."""
+    """Records every addition of two tensors of the residual stream's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class _Additions(TorchDispatchMode):
         self.n_run, self.created_at = 0, {}
 
     def begin_layer(self, module: Any, inputs: tuple[Any, ...], kwargs: Any) -> None:
-        """Note the stream as a layer is handed it; a forward pre-hook."""
+        """Record a layer's input; a forward pre-hook."""
         self.layers.append(inputs[0] if inputs else kwargs["hidden_states"])
         self.seen.append([])
 
@@ -107,9 +108,9 @@ class _Additions(TorchDispatchMode):
     ) -> Any:
         pair = args[:2] if func in _ADDITIONS and self.layers else ()
         pair = [arg for arg in pair if isinstance(arg, torch.Tensor)]
-        # Attention's comes first: where both are added at once, it was made first.
+        # Attention's output comes first: if both are added at once, it is the older.
         pair.sort(key=lambda arg: self.created_at.get(arg.data_ptr(), 0))
-        if func is _ADDITIONS[1]:  # writes over what it adds to
+        if func is _ADDITIONS[1]:  # overwrites one operand
             pair = [arg.clone() if arg is args[0] else arg for arg in pair]
         out = func(*args, **(kwargs or {}))
         self.n_run += 1
@@ -120,7 +121,7 @@ class _Additions(TorchDispatchMode):
         return out
 
     def added(self, index: int) -> list[torch.Tensor]:
-        """Return what one layer added to its stream, in order."""
+        """Return what one layer added to the residual stream, in order."""
         stream, parts, operands = self.layers[index], [], {}
         for left, right, out in self.seen[index]:
             operands[out.data_ptr()] = [left, right]
@@ -145,7 +146,7 @@ def exact_map(
 ) -> torch.Tensor:
     """Return attention weights `[n_heads, n_tokens, n_tokens]` in float64.
 
-    With sinks `[n_heads]` every row has one more column, whose weight is left out.
+    With sinks `[n_heads]`, the softmax has one more column, which is then left out.
     """
     keys = key[0].double().repeat_interleave(query.shape[1] // key.shape[1], dim=0)
     logits = query[0].double() @ keys.mT * scaling
@@ -173,7 +174,7 @@ def _fused(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by the fused kernel, and note the map that follows from q and k."""
+    """Attend by the fused kernel, and record the map computed from q and k."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = exact_map(query, key, attention_mask, scale, softcap, s_aux)
     _maps.append(weights.numpy())
@@ -181,7 +182,7 @@ def _fused(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
+    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models with either
     # attend eagerly under every name.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     causal = torch.ones(weights.shape[-2:], dtype=torch.bool).tril()
@@ -194,7 +195,7 @@ def _fused(
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes the maps of a decoder that calls Torch's attention by itself (Falcon)."""
+    """Records the maps of decoders that call Torch's attention directly (Falcon)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -215,8 +216,8 @@ AttentionMaskInterface.register(FUSED, sdpa_mask)
 def copy_with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Return a copy that attends by "eager" or by the fused kernel (`FUSED`).
 
-    Decoders that ask for no attention function (Falcon, MPT, BLOOM) attend in their
-    own way under either name.
+    Decoders that do not use Transformers' attention functions (Falcon, MPT, BLOOM)
+    attend in their own way under either name.
     """
     twin = copy.deepcopy(model)
     decoder_of(twin).set_attn_implementation(name)
@@ -224,7 +225,7 @@ def copy_with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the decoder; Llama 4 gives the language model in its place."""
+    """Return the decoder; Llama 4's `get_decoder` returns the language model."""
     body = model.get_decoder()
     return getattr(body, "model", body)
 
@@ -237,7 +238,7 @@ def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return what the model multiplies its logits by."""
+    """Return the factor by which the model multiplies its logits."""
     config = model.config.get_text_config()
     factor = getattr(config, "logits_scaling", None) or 1.0
     if not isinstance(config, HyperCLOVAXConfig):
@@ -246,7 +247,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 
 
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
-    """Return the logits of normed states without the rounding of the model's dtype."""
+    """Return the logits of normed states, not rounded to the model's dtype."""
     head = model.get_output_embeddings()
     assert head is not None
     logits = final.double() @ head.weight.double().T
@@ -261,8 +262,8 @@ def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
 def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     """Run a copy made by `copy_with_attention` on one example.
 
-    In float32 the logits are the model's own. Half-precision models round theirs,
-    which no reading does, so there they are computed from the normed states.
+    In float32, the logits are the model's own. Half-precision models round theirs, and
+    readings do not, so in that case they are computed from the normed states.
     """
     layers, norm = layers_and_norm(model)
     is_eager = decoder_of(model).config._attn_implementation == "eager"
@@ -289,20 +290,20 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
     return Run(
         logits=logits[0].double().numpy(),
-        # The norm's last call: some norm their embedding by the same module.
+        # The norm's last call: some models also norm their embedding with it.
         states=[state[0] for state in (*additions.layers, ends[-2])],
         contributions=[(att, functools.reduce(torch.add, ffn)) for att, *ffn in added],
         maps=maps,
     )
 
 
-Readings = dict[str, np.ndarray]  # by family of signals
+Readings = dict[str, np.ndarray]  # by signal family
 SIGNALS = ("hidden", "prob", "resid", "attn")
 
-# float32 states of size 30 carry rounding of 4e-6; the worst seen is 6e-5 (Gemma 4,
-# whose six layers rescale the stream).
+# float32 states of size 30 have rounding errors of 4e-6; the worst error observed is
+# 6e-5 (Gemma 4, whose six layers rescale the stream).
 TOLERANCE = 1e-4
-ZERO_MASS = 1e-30  # below it float32 weights have no digits, and count as none
+ZERO_MASS = 1e-30  # smaller float32 weights have no digits left, and count as zero
 
 
 def prob_scalars(logits: Sequence[float], target: int) -> list[float]:
@@ -317,7 +318,7 @@ def prob_scalars(logits: Sequence[float], target: int) -> list[float]:
 
 
 def entropy_and_mass(weights: Sequence[float]) -> tuple[float, float]:
-    """Return the entropy in nats of weights made to sum to one, and their sum."""
+    """Return the entropy in nats of normalised weights, and the weights' sum."""
     mass = sum(weights)
     if mass < ZERO_MASS:
         return 0.0, 0.0
@@ -328,14 +329,14 @@ def entropy_and_mass(weights: Sequence[float]) -> tuple[float, float]:
 def attention_reading(
     attention_map: np.ndarray, spans: Sequence[tuple[int, int]], position: int
 ) -> list[tuple[float, float]]:
-    """Return `[2 partners][entropy, mass]` of one token in one head."""
+    """Return entropy and mass towards both other spans for a token in a head."""
     spans_around = [i for i, (a, b) in enumerate(spans) if a <= position < b]
     if not spans_around:
         return [(0.0, 0.0), (0.0, 0.0)]
     readings = []
     for partner in [i for i in range(3) if i != spans_around[0]]:
         tokens = range(*spans[partner])
-        is_before = partner < spans_around[0]  # it is attended to, else it attends
+        is_before = partner < spans_around[0]  # else it attends to the token
         seen = attention_map[position] if is_before else attention_map[:, position]
         readings.append(entropy_and_mass([seen[token] for token in tokens]))
     return readings
@@ -343,7 +344,7 @@ def attention_reading(
 
 @torch.no_grad()
 def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
-    """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the norm itself."""
+    """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the final norm."""
     norm = copy.deepcopy(layers_and_norm(model)[1]).float()
     head = model.get_output_embeddings()
     assert head is not None
@@ -367,7 +368,7 @@ def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.n
 
 
 def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
-    """Read the four families in float64, by a copy made by `copy_with_attention`."""
+    """Read the four families in float64, on a copy made by `copy_with_attention`."""
     run, spans = run_model(model, sequence.ids), sequence.spans.tolist()
     rows = zip(run.logits, sequence.targets, strict=True)
     (n_heads, n_tokens, _), n_layers = run.maps[0].shape, len(run.maps)
@@ -383,8 +384,8 @@ def oracle_signals(model: PreTrainedModel, sequence: TokenSequence) -> Readings:
 
 
 def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
-    """Read the examples with the reader, in one padded batch or each alone."""
-    small = ReadingBudget(  # so that every seam between chunks is crossed
+    """Read the examples with the reader, in one padded batch or one at a time."""
+    small = ReadingBudget(  # small, so that every seam between chunks is crossed
         n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
     )
     reader, batch = SignalReader(Backbone.from_model(model), budget=small), make_batch()
@@ -394,7 +395,7 @@ def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
 
 
 def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
-    """Read the batch with the oracle, one example at a time, "eager" or `FUSED`."""
+    """Read the batch with the oracle; `attention` is "eager" or `FUSED`."""
     twin = copy_with_attention(model, attention)
     return [oracle_signals(twin, sequence) for sequence in make_batch()]
 
@@ -406,10 +407,10 @@ def largest_errors(
     is_relative: bool = False,
     n_spared: int = 0,
 ) -> dict[str, float]:
-    """Return the largest error per family of signals, infinite if one is not finite.
+    """Return the largest error per family, infinite if any is not finite.
 
-    Of what was read of each text, `[n_tokens, …]` per family; relative to the family's
-    largest value or absolute; `n_spared` tokens of all may be further off.
+    Readings are `[n_tokens, …]` per text and family; errors are absolute, or relative
+    to the family's largest value; `n_spared` tokens in all may be further off.
     """
     errors = {}
     for name in SIGNALS:
@@ -426,15 +427,15 @@ def largest_errors(
 
 
 def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
-    """Return the largest absolute errors of an architecture by family of signals.
+    """Return the largest absolute errors of an architecture for each family.
 
-    In bfloat16 also those of the oracle on eager against fused attention.
+    In bfloat16, each is paired with the oracle's change from fused to eager attention.
     """
     single, half = build(), build().bfloat16()
     read = reader_signals(single, together=True)
     errors = largest_errors(read, oracle_batch(single, "eager"))
     fused = oracle_batch(half, FUSED)
-    # Alone: the model's products round differently in batches of other shapes.
+    # One at a time: the model's products round differently in other batch shapes.
     of_half = largest_errors(reader_signals(half, together=False), fused)
     gaps = largest_errors(oracle_batch(half, "eager"), fused)
     return {
@@ -445,8 +446,8 @@ def measure(name: str, build: Callable[[], PreTrainedModel]) -> Row:
 
 
 def require(rows: Sequence[Row]) -> None:
-    """Check every row."""
-    of_itself = ", the distance between the model's eager and fused attention"
+    """Check that every row's errors are within its limits."""
+    of_itself = ", the difference between the model's eager and fused attention"
     for row, name in itertools.product(rows, SIGNALS):
         half, gap = row[f"bf16 {name}"]
         for dtype, error, limit, why in (
@@ -455,19 +456,19 @@ def require(rows: Sequence[Row]) -> None:
         ):
             if not error <= max(limit, TOLERANCE):  # so that NaN fails
                 raise ValueError(
-                    f"{row['architecture']}: {dtype} {name} is {error:.1e} from the "
-                    f"oracle, expected at most {limit:.1e}{why}"
+                    f"{row['architecture']}: {dtype} {name} differs by {error:.1e} "
+                    f"from the oracle, expected at most {limit:.1e}{why}"
                 )
 
 
 @click.command()
 @AS_JSON
 def oracle(as_json: bool) -> None:
-    """Compare every architecture with a brute-force oracle; print the table.
+    """Compare every architecture with a brute-force oracle; print a table.
 
-    Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
-    error, in brackets, how far the model's own eager attention moves that reading.
-    What this Transformers cannot run itself is named at the end.
+    Cells are largest absolute errors on tiny random models, fp32 and bf16; after each
+    bf16 error, brackets show how much the model's own eager attention changes that
+    reading. Architectures that Transformers itself cannot run are listed at the end.
 
     Example: beatrice bench oracle
     """
@@ -488,10 +489,10 @@ def oracle(as_json: bool) -> None:
 
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]
-# Texts of up to 26 tokens, the same with windows of eight tokens that they go beyond,
-# or one text of 2,300, less its two worst tokens.
+# Texts of up to 26 tokens; the same with windows of eight tokens, which they exceed; or
+# one text of 2,300 tokens, without its two worst.
 Lengths = Literal["short", "beyond", "long"]
-# Of the largest value of a family: rounding in float32 is some 1e-6 of it.
+# Relative to the largest value of a family; float32 rounding is about 1e-6.
 SURVEY_TOLERANCE = 1e-5
 WINDOW = 8
 _WINDOWS = re.compile(
@@ -500,7 +501,7 @@ _WINDOWS = re.compile(
 _POSITIONS = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len")
 _N_LONG = 2300
 _OURS = Path(__file__).parents[2] / "extract"
-# What a twin needs beyond its small sizes: constraints between entries of a config.
+# Entries that twins need besides small sizes, since some entries constrain others.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
 _DOTS = {"num_key_value_heads": 4, "swa_num_attention_heads": 2}
 _DOTS |= {"swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_q_lora_rank": 16}
@@ -520,7 +521,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}
     ),
-    # Eight heads of an indexer: fewer, and its ReLU leaves ties among the scores.
+    # With fewer than eight indexer heads, the ReLU would leave ties among scores.
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), {"index_n_heads": 8}),
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
@@ -552,14 +553,14 @@ _ENTRIES: dict[str, dict[str, Any]] = {
 
 
 def survey_batch(lengths: Lengths) -> list[TokenSequence]:
-    """Return the texts that twins are read on."""
+    """Return the texts on which twins are read."""
     if lengths == "long":
         return [make_sequence(5, _N_LONG, [1, 2270], [2270, 2290], [2290, _N_LONG])]
     return make_batch()
 
 
 def twin_of(name: str, lengths: Lengths = "short") -> Any:
-    """Build the twin of a type; raises what Transformers raises if it cannot."""
+    """Build the twin of a type; errors of Transformers are passed on."""
     config = CONFIG_MAPPING[name]().get_text_config()
     entries, changes = config.to_dict(), dict(_ENTRIES.get(name, {}))
     if lengths == "beyond":
@@ -575,7 +576,7 @@ def twin_of(name: str, lengths: Lengths = "short") -> Any:
 
 
 def _is_sentence(error: Exception) -> bool:
-    """Return whether an error is a sentence of ours, not a library's."""
+    """Return whether an error is a message of ours, and not a library's."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return isinstance(error, ValueError) and Path(last).is_relative_to(_OURS)
 
@@ -586,11 +587,11 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
-    """Return the oracle's readings, by the model's own eager attention."""
+    """Return the oracle's readings with the model's own eager attention."""
     eager = copy_with_attention(model, "eager")
     expected = [oracle_signals(eager, sequence) for sequence in batch]
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        # Granite returns its weights before the sink has taken its share.
+        # Granite returns attention weights before its sinks take their share.
         fused = copy_with_attention(model, FUSED)
         for item, sequence in zip(expected, batch, strict=True):
             item["attn"] = oracle_signals(fused, sequence)["attn"]
@@ -598,10 +599,10 @@ def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
 
 
 def survey_one(name: str, lengths: Lengths = "short") -> Row:
-    """Build one type, read it, compare, and return what became of it.
+    """Build a twin of one type, read it, compare, and return the outcome as a row.
 
-    "exact" if every error is below the tolerance; the errors by family, None where
-    nothing was read; seconds of the clock; and why it was refused, wrong or not built.
+    The outcome is "exact" if every error is below the tolerance; errors are by family,
+    None if nothing was read; "reason" says why it was refused, wrong or not built.
     """
     began = time.monotonic()
     errors: Mapping[str, float | None] = dict.fromkeys(SIGNALS)
@@ -611,9 +612,8 @@ def survey_one(name: str, lengths: Lengths = "short") -> Row:
         outcome, batch = "wrong", survey_batch(lengths)
         read = SignalReader(Backbone.from_model(model)).read(batch)
         readings = [{key: getattr(item, key) for key in SIGNALS} for item in read]
-        # A token on the edge between two experts, or between the last key that a
-        # sparse layer chooses and the next, may go either way by rounding; a wrong
-        # mask moves hundreds.
+        # By rounding, a token may go to either of two equally good experts, or a sparse
+        # layer may choose either of two keys; a wrong mask moves hundreds of tokens.
         n_spared = 2 if lengths == "long" else 0
         expected = _expected(model, batch)
         errors = largest_errors(readings, expected, is_relative=True, n_spared=n_spared)
@@ -629,14 +629,14 @@ def survey_one(name: str, lengths: Lengths = "short") -> Row:
 
 
 def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Row]:
-    """Survey types at all lengths, without names all; print each row as it is there."""
+    """Survey types (default: all) at all lengths; print each row when it is ready."""
     names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
     with Progress().stage("survey") as update:
         for done, name in enumerate(names, start=1):
             for lengths in get_args(Lengths):
                 rows.append(survey_one(name, lengths))
                 printer.row(rows[-1])
-                # What is refused for its layout is so at any length.
+                # A layout that is refused is refused at any length.
                 if lengths == "beyond" and rows[-1]["outcome"] != "exact":
                     break
             update(done, len(names))
@@ -644,13 +644,13 @@ def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Row]:
 
 
 def _kind_of(reason: str) -> str:
-    """Return a reason without the names and numbers of one type."""
+    """Return a reason without the type's names and numbers, to group reasons."""
     start = re.split(r", found|; use|, its parts", reason)[0]
     return re.sub(r"\b[A-Z]\w*[A-Z]\w*\b|\b\d[\w.-]*|\[[\d, ]+\]", "…", start)
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield Markdown lines: counts by lengths, then types by what became of them."""
+    """Yield Markdown lines: counts by lengths, then types by outcome and reason."""
     yield ""
     yield table_head(["lengths", *get_args(Outcome), "seconds"])
     for lengths in get_args(Lengths):
@@ -677,7 +677,7 @@ def require_types(rows: Sequence[Row]) -> None:
     ]
     if wrong:
         raise ValueError(
-            "expected every type read exactly or refused in a sentence, found wrong: "
+            "types must be read exactly or refused in a sentence, found wrong: "
             + ", ".join(wrong)
         )
 
@@ -699,11 +699,11 @@ TYPES = click.argument("types", nargs=-1, callback=_check_types)
 @TYPES
 @AS_JSON
 def survey(types: tuple[str, ...], as_json: bool) -> None:
-    """Read every causal language model of Transformers, or refuse it in a sentence.
+    """Check which causal language models of Transformers can be read.
 
-    Narrow random twins of all of them, or of model TYPES (llama gpt2), are held against
-    a brute-force oracle: a row each for short texts, for texts beyond small windows and
-    for one of 2,300 tokens, then the counts, and why types are refused.
+    Compares narrow random twins of all of them, or of model TYPES (llama gpt2), with a
+    brute-force oracle. Prints a row each for short texts, texts beyond small windows
+    and a text of 2,300 tokens, then counts, and why types are refused.
 
     Example: beatrice bench survey llama gpt_oss
     """
@@ -720,18 +720,18 @@ _N_TOKENS, _N_STEPS = 20, 4
 
 
 class Numbers:
-    """A tokenizer whose words are ids."""
+    """A stand-in tokenizer that decodes ids as numbers."""
 
     chat_template = None
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """Return ids as numbers."""
+        """Return ids as a text of numbers."""
         return " ".join(map(str, ids))
 
 
 @torch.no_grad()
 def own_difference(backbone: Backbone) -> float | None:
-    """Return how far the last logits lie apart with a cache and without."""
+    """Return how much a cache changes the last logits; None if the model takes none."""
     ids = parity.probe_ids(backbone, (_N_TOKENS, 2))[:1]
     expected = backbone.model(ids, use_cache=False).logits[:, -_N_STEPS:].float()
     stops, cache, logits = range(_N_TOKENS - _N_STEPS + 1, _N_TOKENS + 1), None, []
@@ -746,10 +746,10 @@ def own_difference(backbone: Backbone) -> float | None:
 
 
 def measure_written(name: str) -> Row:
-    """Return whether answers of a type are read while written, again, or not, and why.
+    """Return whether a type is read while it generates, in a second pass, or not.
 
-    And the largest difference of a family of signals, None where nothing was read; and
-    of the model's own logits, None where it takes no cache.
+    The row also has the reason; the largest difference of any family, None if nothing
+    was read; and that of the model's own logits, None if it takes no cache.
     """
     labels = (f"{label}{of}" for label in DTYPES for of in ("", " of its own"))
     numbers: dict[str, float | None] = dict.fromkeys(labels)
@@ -764,7 +764,7 @@ def measure_written(name: str) -> Row:
             reason = _in_one_line(error)
             return {"type": name, "read": "not at all", **numbers, "reason": reason}
         reasons.append(check_decoding(reader) or "")
-        with contextlib.suppress(ValueError):  # the reason says it
+        with contextlib.suppress(ValueError):  # already in `reasons`
             numbers[label] = float(np.max([*decoding_differences(reader).values()]))
         numbers[f"{label} of its own"] = own_difference(backbone)
     reason = next(filter(None, reasons), "")
@@ -777,9 +777,9 @@ def measure_written(name: str) -> Row:
 @TYPES
 @AS_JSON
 def written(types: tuple[str, ...], as_json: bool) -> None:
-    """Say which model types of Transformers are read while they write an answer.
+    """List which model types of Transformers are read while they generate.
 
-    Narrow random twins of all of them, or of TYPES (llama gpt2): a row each.
+    Prints a row for a narrow random twin of each of them, or of TYPES (llama gpt2).
 
     Example: beatrice bench written llama gpt_oss
     """

@@ -1,12 +1,12 @@
-"""`beatrice bench plan`: the paper's training on a device that is not here.
+"""`beatrice bench plan`: the paper's training on a device that you do not have.
 
-Arithmetic, not a measurement. The training step is planned as `beatrice train` plans it
-and compiled by this machine's compiler, whose memory analysis and counts of operations
-are shown; it is lowered for CUDA, and the products of that module (StableHLO) are held
-against the device's published peaks. Time by roofline is that of every product at the
-peak that binds it, and of all other bytes at memory's; how many these are follows from
-how this machine's compiler fuses loops, and a GPU's may move fewer. Bodies of loops
-count once: one microbatch of one batch.
+These are calculations, not measurements. The training step is planned as in `beatrice
+train` and compiled by this machine's compiler, whose memory analysis and operation
+counts are shown; it is then lowered for CUDA, and the products in that module
+(StableHLO) are compared with the device's published peaks. The roofline time is that of
+every product at the peak that limits it, plus that of all other bytes at the memory
+bandwidth; their number depends on how this machine's compiler fuses loops, and a GPU's
+may move fewer. Loop bodies count once: one microbatch of one batch.
 """
 
 import dataclasses
@@ -52,12 +52,12 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes; a truth value takes one."""
+        """Number of bytes; a boolean takes one."""
         return self.size * max(8, int(re.findall(r"\d+", self.dtype)[-1])) // 8
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A `dot_general`; `depth` elements are summed for each of the result."""
+    """A `dot_general`, which sums `depth` products for each element of the result."""
 
     left: Tensor
     right: Tensor
@@ -76,25 +76,25 @@ class Product:
 
     @property
     def n_flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.result.size * self.depth
 
     @property
     def n_bytes(self) -> int:
-        """Read and written, each array once."""
+        """Number of bytes moved if each array is read or written once."""
         return self.left.n_bytes + self.right.n_bytes + self.result.n_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """What stands in a module."""
+    """The operations of a lowered module."""
 
-    products: Counter[Product]  # how often each is done
-    # results of those that something else than a product reads; a product reads its
-    # operands in either order
+    products: Counter[Product]  # how often each is computed
+    # Results of transposes that anything but a product uses, since a product can take
+    # its operands in either order.
     transposes: Counter[Tensor]
-    gathers: Counter[tuple[Tensor, Tensor]]  # what is read from, and the result
-    libraries: Counter[str]  # how often each is called
+    gathers: Counter[tuple[Tensor, Tensor]]  # source and result
+    libraries: Counter[str]  # how often each library function is called
 
 
 def _tensor(value: Any) -> Tensor:
@@ -103,7 +103,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _operations(function: Any, functions: dict[str, Any]) -> Iterator[Any]:
-    """Yield what a function does, and what those do that it calls, at every call."""
+    """Yield a function's operations, and for every call those of the called one."""
     blocks = (block for region in function.regions for block in region.blocks)
     for operation in (view.operation for block in blocks for view in block.operations):
         yield operation
@@ -114,7 +114,7 @@ def _operations(function: Any, functions: dict[str, Any]) -> Iterator[Any]:
 
 
 def read_module(lowered: Any) -> Module:
-    """Read a module, as `Lowered.compiler_ir` gives it."""
+    """Count the operations of a module returned by `Lowered.compiler_ir`."""
     functions = {
         ir.StringAttr(x.operation.attributes["sym_name"]).value: x.operation
         for x in lowered.body.operations
@@ -145,13 +145,13 @@ def read_module(lowered: Any) -> Module:
 
 
 Name = Literal["h100", "h200"]
-# Rows of training and validation: 10,000 and 500 questions of each of three sets (the
-# paper, appendix A), with context in two wordings.
+# Training and validation rows: 10,000 and 500 questions from each of three sets (paper,
+# appendix A), with context in two wordings.
 N_ROWS: dict[Setting, tuple[int, int]] = {
     "closed_book": (30_000, 1_500),
     "with_context": (60_000, 3_000),
 }
-# Question and answer; with context the passages before them.
+# Tokens of question and answer; with context, of the passages before them.
 WIDTHS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (40, 16),
     "with_context": (300, 40, 16),
@@ -163,14 +163,14 @@ class Device:
     """Published peaks of a device."""
 
     memory: int  # bytes that programs may use, see `device_bytes`
-    # dense peak by the operands' type; XLA multiplies float32 as TF32
+    # Dense FLOP/s by the operands' type; XLA multiplies float32 as TF32.
     flops: dict[str, float]
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
 
 
 # NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU": 989 and
-# 1,979 TFLOP/s of TF32 and bfloat16 with sparsity, half of it dense; 3.35 and 4.8 TB/s.
-# 80 and 141 GB, of which JAX takes three quarters.
+# 1,979 TFLOP/s for TF32 and bfloat16 with sparsity, half of that dense; 3.35 and 4.8
+# TB/s; 80 and 141 GB, of which JAX takes three quarters.
 _HOPPER = {"f32": 494.7e12, "bf16": 989.4e12}
 DEVICES: dict[Name, Device] = {
     "h100": Device(memory=80 * 10**9 * 3 // 4, flops=_HOPPER, bandwidth=3.35e12),
@@ -179,21 +179,21 @@ DEVICES: dict[Name, Device] = {
 
 
 def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
-    """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest."""
+    """Return the sizes of the paper's run on Qwen3.5-9B, all rows at full length."""
     n_train, n_valid = N_ROWS[setting]
     lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
     where = np.split(np.arange(len(lengths)), [n_train])
-    is_streamed = setting == "with_context"  # whose rows take 222 GiB
+    is_streamed = setting == "with_context"  # its rows take 222 GiB
     config = GridConfig(stream=StreamConfig() if is_streamed else None)
     config = config.mixed() if is_mixed else config
-    store_config = StoreConfig()  # in whose types an accelerator holds rows
+    store_config = StoreConfig()  # accelerators hold rows in its types
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
     device_dtypes = (store_config.dtype, *scalars)
     return Sizes.of(config, grid.WIDTHS["paper"](1).dims, lengths, where, device_dtypes)
 
 
 def plan_row(setting: Setting, plan: Plan) -> Row:
-    """Return the row of a setting's plan."""
+    """Return a row on a setting's plan: block sizes and memory."""
     needed = plan.needed
     assert needed is not None and plan.limit is not None
     sizes = {
@@ -228,7 +228,7 @@ def cuda_module(sizes: Sizes, plan: Plan) -> Module:
 
 
 def role_of(product: Product, sizes: Sizes) -> str:
-    """Say what a product is part of, by its widths."""
+    """Name the part of the encoder that a product belongs to, from its widths."""
     config = sizes.encoder
     shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
     if sizes.dims.sizes[0] in shapes and product.n_flops > 1e9 * config.projection / 64:
@@ -246,10 +246,10 @@ def role_of(product: Product, sizes: Sizes) -> str:
 def product_rows(
     setting: Setting, sizes: Sizes, module: Module, device: Device
 ) -> list[Row]:
-    """Return a row of the products of each shape, those that take longest first.
+    """Return a row for the products of each shape, slowest first.
 
-    Of a microbatch of the planned block, and all products of that shape together; each
-    array is read or written once, and the time is that at the peak that binds.
+    Numbers are totals over a shape's products in one microbatch of the planned block.
+    They assume that each array is read or written once; times are at the limiting peak.
     """
     rows = []
     for product, n in module.products.items():
@@ -274,20 +274,20 @@ def product_rows(
 def work_of(
     setting: Setting, sizes: Sizes, plan: Plan, products: list[Row], device: Device
 ) -> Row:
-    """Sum up a batch: its microbatches of the planned block, and all other blocks.
+    """Sum up a batch over all microbatches and blocks.
 
     Returns:
-      Operations in products, the share in products of the families that members read
-      (`step_flops`), and all operations by `cost_analysis` of what was compiled. Time
-      by roofline, that of products each at the peak that binds it and of the other
-      bytes at memory's; and of the products' time the share that memory binds.
+      Operations in products; the share of them for families that members read
+      (`step_flops`); all operations in the `cost_analysis` of the compiled step; the
+      roofline time, with products at the peak that limits each and other bytes at
+      memory's; and the share of the products' time that memory limits.
     """
     members = grid_members(sizes.train.n_seeds, sizes.dims.n_subsets)
     own_flops = sum(
         sizes.train.batch_size * step_flops(sizes.encoder, sizes.dims, sizes.widths, m)
         for m in members
     )
-    assert plan.n_rows is not None  # there is a limit
+    assert plan.n_rows is not None  # memory is limited
     n_members = plan.n_subsets * plan.n_seeds
     times = sizes.train.batch_size // plan.n_rows * len(members) / n_members
     _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
@@ -312,9 +312,9 @@ def work_of(
 
 
 def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
-    """Count transposes of members' activations that no product takes as they are.
+    """Count the transposes of members' activations that no product can absorb.
 
-    Those that put the tokens of windows in order, one a convolution, are left out.
+    Leaves out those that order the tokens of windows, one per convolution.
     """
     positions = {n_rows * n for n in (*sizes.widths, sum(sizes.widths))}
     config = sizes.encoder
@@ -324,13 +324,13 @@ def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
         for x, n in module.transposes.items()
         if not positions.isdisjoint(x.shape)
         and not {*widths}.isdisjoint(x.shape)
-        # Two axes: the signals of a small family, which all members of a seed share.
+        # With two axes: signals of a small family, shared by all members of a seed.
         and len(x.shape) > 2
     )
 
 
 def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
-    """Count the gathers of hidden states, by the shape of what is gathered."""
+    """Count the gathers of hidden states by the shape of the result."""
     width = sizes.dims.sizes[0]
     gathers: Counter[tuple[int, ...]] = Counter()
     for (source, result), n in module.gathers.items():
@@ -340,7 +340,7 @@ def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
 
 
 def in_words(setting: Setting, sizes: Sizes, plan: Plan, module: Module) -> str:
-    """Say what else stands in the module that is lowered for CUDA."""
+    """Summarise the module lowered for CUDA in a sentence."""
     types = Counter(
         f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
         for p in module.products.elements()
@@ -351,20 +351,20 @@ def in_words(setting: Setting, sizes: Sizes, plan: Plan, module: Module) -> str:
         for shape, n in gathers_of_states(module, sizes).items()
     )
     calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
-    assert plan.n_rows is not None  # there is a limit
+    assert plan.n_rows is not None  # memory is limited
     n_moved = moved_activations(module, sizes, plan.n_rows)
     return (
-        f"{setting}, a microbatch as lowered for CUDA: products {products}; gathers of "
-        f"hidden states {gathered}; transposes of activations that no product takes as "
-        f"they are {n_moved}; calls of libraries {calls or 'none'}."
+        f"{setting}, one microbatch lowered for CUDA: products {products}; gathers of "
+        f"hidden states {gathered}; transposes of activations that no product absorbs "
+        f"{n_moved}; library calls {calls or 'none'}."
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(DeviceOptions):
-    """For which devices and products training is planned."""
+    """The device memory and precision to plan for."""
 
-    mixed: bool = option("Products of bfloat16.", False, rare=True)
+    mixed: bool = option("Plan for matrix products in bfloat16.", False, rare=True)
 
 
 @click.command()
@@ -372,12 +372,12 @@ class PlanOptions(DeviceOptions):
     "--device",
     type=click.Choice(list(DEVICES)),
     default="h100",
-    help="Whose published peaks.",
+    help="Device whose published peaks to compare with.",
 )
 @options(planned_for=PlanOptions)
 @AS_JSON
 def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
-    """Plan the paper's training for a device that is not here. Arithmetic alone.
+    """Plan the paper's training for a device you do not have, by calculation.
 
     Example: beatrice bench plan --device h100
     """
@@ -394,9 +394,9 @@ def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
         products = product_rows(setting, sizes, module, on)
         plans.append(plan_row(setting, plan))
         works.append(work_of(setting, sizes, plan, products, on))
-        shown += products[:8]  # those that take longest
+        shown += products[:8]  # the slowest
         notes.append(in_words(setting, sizes, plan, module))
-    printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
+    printer.text(f"Calculated for one {device.upper()}, not measured.\n")
     for row in (*plans, *works, *shown):
         printer.row(row)
     printer.text("\n" + "\n".join(notes))

@@ -1,11 +1,11 @@
-"""`beatrice bench select`: fusion heads a second, one search round beside PyTorch.
+"""`beatrice bench select`: fusion heads per second in a search round, against PyTorch.
 
-Outputs are made up, of the sizes of a run. Both sides train the same sets under the
-same protocol in turns, after PyTorch has given the logits of heads that JAX has
-trained. PyTorch trains one head after another: the function, protocol and stopping rule
-of `jaxprobe.fusion` and `jaxprobe.loop`, at a set's own width, without empty slots.
-Both compute on the CPU by as many threads: the search trains so many parts side by
-side, and PyTorch as many heads, in processes of one thread.
+Outputs are random, with the sizes of a run. First, PyTorch must reproduce the logits of
+heads trained by JAX; then both sides take turns training the same sets with the same
+protocol. PyTorch trains one head after another, with the function, protocol and
+stopping rule of `jaxprobe.fusion` and `jaxprobe.loop`, at each set's own width, without
+empty slots. Both use equally many CPU threads: the search trains that many parts in
+parallel, and PyTorch that many heads, in single-threaded processes.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
 from beatrice.jaxprobe.fusion import PoolOutputs, head_inputs
 from beatrice.selection.greedy import Heads, fit_sets
 
-TOLERANCE = 1e-4  # of logits, fp32, sums in another order
+TOLERANCE = 1e-4  # for fp32 logits, whose sums differ in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectSizes:
-    """Sizes of the benchmark; defaults are the microworld's."""
+    """Sizes of the benchmark; defaults are those of the microworld."""
 
     n_pool: int = 30
     n_seeds: int = 3
@@ -54,12 +54,12 @@ class SelectSizes:
     hidden: int = 16
     n_members: int = 3
     n_epochs: int = 8
-    n_torch: int = 24  # heads the loop trains per turn; its rate does not need more
+    n_torch: int = 24  # heads that the loop trains per turn, enough for its rate
     n_turns: int = 3
 
     @property
     def protocol(self) -> TrainConfig:
-        """Every epoch is run."""
+        """The training protocol, without early stopping."""
         return TrainConfig(
             learning_rate=3e-3,
             max_epochs=self.n_epochs,
@@ -77,7 +77,7 @@ WIDTHS = {
 
 
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
-    """Return a set's member outputs as rows, and how far each two are apart.
+    """Return a set's member outputs as rows, with differences of each two scores.
 
     Args:
       outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
@@ -93,17 +93,17 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
 
 
 class TorchHead(torch.nn.Module):
-    """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
+    """A head on rows `[n_examples, d_row]`: mean logit plus a correction, initially 0.
 
     Args:
-      d_row: see `rows_of_set`.
-      n_members: encoders in a row; a score of zero is that of a hidden one.
-      hidden: width.
+      d_row: width of a row, see `rows_of_set`.
+      n_members: encoders per row; a score of zero means that the encoder is masked.
+      hidden: width of the hidden layer.
     """
 
     @torch.no_grad()
     def __init__(self, d_row: int, n_members: int, hidden: int) -> None:
-        """Draw the first layer's weights; the last one's are zero."""
+        """Draw the first layer's weights, and set those of the last to zero."""
         super().__init__()
         n_pairs = n_members * (n_members - 1) // 2
         width = (d_row - n_pairs) // n_members
@@ -119,14 +119,14 @@ class TorchHead(torch.nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return logits `[n_examples]`."""
         scores = rows[:, self.scores]
-        seen = (scores > 0).float()  # zero is that of a hidden encoder
+        seen = (scores > 0).float()  # a masked encoder has score zero
         logits = torch.logit(scores, eps=1e-6) * seen
         mean = logits.sum(dim=1) / seen.sum(dim=1).clamp_min(1.0)
         return mean + self.mlp(rows)[:, 0]
 
 
 def _hidden_rows(rows: torch.Tensor, n_members: int, rate: float) -> torch.Tensor:
-    """Hide whole encoders at random, never all of them."""
+    """Mask whole encoders at random, but never all of a row."""
     n_pairs = n_members * (n_members - 1) // 2
     draws = torch.rand(rows.shape[0], n_members)
     last = one_hot(draws.argmax(dim=1), n_members).bool()
@@ -145,7 +145,7 @@ def fit_head(
     shape: FusionConfig,
     config: TrainConfig,
 ) -> float:
-    """Train one head, see `jaxprobe.loop.fit`; return its best validation AUROC."""
+    """Train one head as `jaxprobe.loop.fit` does; return its best validation AUROC."""
     rows, labels = train
     head = TorchHead(rows.shape[1], n_members, shape.hidden)
     optimizer = torch.optim.AdamW(
@@ -176,7 +176,7 @@ def fit_head(
 
 
 def made_up_outputs(config: SelectSizes, n_examples: int, seed: int) -> PoolOutputs:
-    """Return outputs in which every encoder knows something of the answer."""
+    """Return random outputs in which every encoder has some information on labels."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.5
     shape = (config.n_seeds, config.n_pool, n_examples)
@@ -193,23 +193,23 @@ def made_up_outputs(config: SelectSizes, n_examples: int, seed: int) -> PoolOutp
 
 
 def made_up_splits(config: SelectSizes) -> list[PoolOutputs]:
-    """Return the outputs for training and validation."""
+    """Return random outputs for training and validation."""
     sizes = (config.n_train, 1), (config.n_valid, 2)
     return [made_up_outputs(config, n, seed) for n, seed in sizes]
 
 
 @functools.cache
 def loop_splits(config: SelectSizes) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the first seed's outputs and the labels of training and validation.
+    """Return the first seed's outputs and labels for training and validation.
 
-    Once for a process, and NumPy's: JAX would copy the whole pool for every head.
+    They are NumPy arrays, cached per process: JAX would copy the pool for every head.
     """
     splits = made_up_splits(config)
     return [(np.array(x.outputs[0]), np.array(x.labels)) for x in splits]
 
 
 def fit_in_loop(config: SelectSizes, sets: Sequence[tuple[int, ...]]) -> list[float]:
-    """Train sets' heads one after another by one thread; return their AUROC."""
+    """Train the heads of sets one after another on one thread; return their AUROC."""
     torch.set_num_threads(1)
     shape, (train, valid) = FusionConfig(hidden=config.hidden), loop_splits(config)
     labels, aurocs = torch.from_numpy(train[1]), []
@@ -221,7 +221,7 @@ def fit_in_loop(config: SelectSizes, sets: Sequence[tuple[int, ...]]) -> list[fl
 
 
 def _as_torch(params: Any, n_members: int, n_slots: int) -> TorchHead:
-    """Return a trained head without the weights of its empty slots."""
+    """Return a trained head in PyTorch, without the weights of empty slots."""
     tree = params["params"]
     d_output = tree["kernel"].shape[0] // n_slots
     _, second = np.triu_indices(n_slots, 1)
@@ -259,10 +259,10 @@ def largest_difference(
 
 
 def measure(widths: str, config: SelectSizes) -> Row:
-    """Time one round of the search and the loop over some of its heads, in turns.
+    """Time a round of the search and a loop over some of its heads, in turns.
 
-    Rates and their ratio are medians over turns; AUROC is the mean over heads on
-    validation rows.
+    Rates and their ratio are medians over turns; AUROC is the heads' mean on validation
+    rows.
     """
     train, valid = made_up_splits(config)
     shape = FusionConfig(hidden=config.hidden)
@@ -285,7 +285,7 @@ def measure(widths: str, config: SelectSizes) -> Row:
     if not difference <= TOLERANCE:  # so that NaN fails
         raise ValueError(
             f"PyTorch's head differs from JAX's by {difference:.2g} with the same "
-            f"weights, more than {TOLERANCE:g}: the timing would compare two things"
+            f"weights, more than {TOLERANCE:g}, so their times cannot be compared"
         )
     looped, aurocs = sets[: config.n_torch], []
     shares = [looped[i::N_THREADS] for i in range(N_THREADS)]
@@ -320,14 +320,14 @@ def measure(widths: str, config: SelectSizes) -> Row:
 @widths_of(WIDTHS)
 @AS_JSON
 def select(widths: str, as_json: bool) -> None:
-    """Train the heads of one search round, beside a PyTorch loop over the same heads.
+    """Time training the heads of one search round against a loop in PyTorch.
 
-    Both sides must give the same logits from the same weights before they are timed.
+    Before they are timed, both sides must give the same logits from the same weights.
 
     Example: beatrice bench select --widths paper
     """
-    os.environ.setdefault("NPROC", str(N_THREADS))  # of XLA
-    jax.config.update("jax_platforms", "cpu")  # as the loop
+    os.environ.setdefault("NPROC", str(N_THREADS))  # threads of XLA
+    jax.config.update("jax_platforms", "cpu")  # like the loop
     set_compiler(preset_of(widths))
     printer = RowPrinter(as_json)
     printer.row(measure(widths, WIDTHS[widths]))

@@ -1,8 +1,8 @@
 """Tiny random models of every supported architecture, and four examples for them.
 
-Norm weights, biases and layer scalars are randomised: at their initial values a
-dropped gain or scalar would go unnoticed. Windows are 8 tokens, so that some
-attention masses are zero.
+Norm weights, biases and layer scalars are randomised, since a dropped gain or scalar
+would go unnoticed at its initial value. Windows have 8 tokens, so that some attention
+masses are zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from beatrice.extract.signals.sequence import TokenSequence
 
 VOCAB_SIZE = 61
-# The ids from here on stand for images and sounds in a multimodal wrapper, which puts
-# another embedding in their place; text has none of them.
+# In a multimodal wrapper, ids from here on stand for images and sounds, and get other
+# embeddings; texts do not contain them.
 N_TEXT_IDS = 56
 WINDOW = 8
 
-# By Transformers' common names, which configs with others know (`n_embd`); what a
-# family does not have is kept in its config and read by nobody.
+# By Transformers' common names, which configs map to their own (`n_embd`); entries that
+# a family does not know stay in its config unread.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -34,7 +34,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Experts, and attention of linear cost.
+    # Experts, and linear attention.
     "moe_intermediate_size": 16,
     "num_experts": 6,
     "num_local_experts": 6,
@@ -74,8 +74,8 @@ _HYBRID: dict[str, Any] = {
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 
-# Architecture -> what its config has otherwise, in the order of the table; the name is
-# the model type where no other stands here.
+# Architecture -> changes to its config, in the order of the table; its name is the
+# model type, unless the changes give one.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral_window": {"model_type": "mistral", "sliding_window": WINDOW},
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         **_GEMMA4,
     },
-    # As the 26B: no per-layer embeddings, keys that are values, experts beside the MLP.
+    # Like the 26B: no per-layer embeddings, keys as values, experts next to the MLP.
     "gemma4_moe": {
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
@@ -123,7 +123,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
-    # Granite 4: recurrent layers between, with and without experts
+    # Granite 4: with recurrent layers, with and without experts
     "granitemoehybrid": _HYBRID,
     "granitemoehybrid_dense": {**_HYBRID, "num_local_experts": 0},
     "hyperclovax": {"use_post_norm": True, **_GRANITE},
@@ -166,8 +166,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "no_rope_layers": [1, 0, 1],
         "attention_chunk_size": WINDOW,
-        # From here on positions scale queries: by place in the batch, padding included,
-        # so that no padded row may be as long if it is to read as it does alone.
+        # Positions from here on scale queries, counted in the batch with its padding: a
+        # padded row must be shorter than this to read as it does alone.
         "floor_scale": 16,
     },
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -181,10 +181,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel) -> None:
-    """Spread weights out: initial ones give nearly uniform attention and logits."""
+    """Widen the weights: initial ones give nearly uniform attention and logits."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("embed_positions"):
-            continue  # GPT-J's sines, which no checkpoint holds
+            continue  # GPT-J's sines, which are not in checkpoints
         is_router = "router" in name and name.endswith("scale")
         is_norm = "norm" in name or "ln_" in name
         if is_norm or is_router or name.endswith("layer_scalar"):
@@ -192,8 +192,8 @@ def _randomise(model: PreTrainedModel) -> None:
         elif name.endswith("sinks"):
             tensor.normal_()
         elif "per_layer_input_gate" in name:
-            # Gemma 4's gate reads the raw stream and its output is normed: where the
-            # activation saturates at zero the norm blows rounding up to 1e-4.
+            # Gemma 4's gate reads the raw stream and its output is normed: if the
+            # activation saturates at zero, the norm amplifies rounding to 1e-4.
             tensor.normal_(0.0, 0.1 * 32**-0.5)
         elif tensor.ndim == 2 and ("embed" in name or "wte" in name or "wpe" in name):
             tensor.normal_(0.0, 0.5)
@@ -266,8 +266,8 @@ _LLAMA4 = {
     },
     **_IMAGE_IDS,
 }
-# Family -> class and sizes of its released form: the text model beside towers, which
-# are as small as their configs allow and never called.
+# Family -> class and sizes of its released form: the text model with towers, which are
+# as small as their configs allow and never called.
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", _QWEN),
     "qwen3_5_moe": ("Qwen3_5Moe", _QWEN),
@@ -279,7 +279,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def multimodal_wrapper(family: str) -> PreTrainedModel:
-    """Build the released form: the text model of `tiny_model` beside its towers."""
+    """Build the released form: the text model of `tiny_model` with its towers."""
     text = tiny_model(family)
     name, sizes = WRAPPERS[family]
     config = getattr(transformers, f"{name}Config")
@@ -292,24 +292,24 @@ def multimodal_wrapper(family: str) -> PreTrainedModel:
 
 
 def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> TokenSequence:
-    """Return random tokens with the given context, question and answer span."""
+    """Return random tokens with the given context, question and answer spans."""
     rng = np.random.default_rng(seed)
     text = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
     return TokenSequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
 
 
 def make_batch() -> list[TokenSequence]:
-    """Uneven lengths; no template tokens; no context; no answer; one-token answer."""
+    """Return four examples of uneven lengths."""
     return [
         make_sequence(1, 26, [2, 15], [15, 22], [22, 26]),
-        make_sequence(2, 17, [0, 9], [9, 12], [12, 17]),
-        make_sequence(3, 9, [1, 1], [1, 8], [8, 9]),
-        make_sequence(4, 20, [1, 12], [12, 20], [20, 20]),
+        make_sequence(2, 17, [0, 9], [9, 12], [12, 17]),  # no template tokens
+        make_sequence(3, 9, [1, 1], [1, 8], [8, 9]),  # no context, one-token answer
+        make_sequence(4, 20, [1, 12], [12, 20], [20, 20]),  # no answer
     ]
 
 
 def architectures() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
-    """Yield every architecture's name and what builds it."""
+    """Yield every architecture's name and a function that builds it."""
     for family in FAMILIES:
         yield family, lambda family=family: tiny_model(family)
     for family in WRAPPERS:

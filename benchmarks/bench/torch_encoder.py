@@ -1,11 +1,11 @@
-"""The combination encoder in PyTorch: what the training grid is timed against.
+"""The combination encoder in PyTorch, against which the training grid is timed.
 
-The function of `jaxprobe.encoder`, as fast as we could write it: some members are
-stacked, all of a process in one compiled graph or each by itself. Activations are
-`[n_members, channels, n_tokens, n_examples]`. A family's tokens are projected by one
-product for all members that read it, and by no other; weights lie stacked under one
-fused optimiser. The members of a stack share their batches, and those of a seed their
-input noise, as in the training grid; dropout is each member's own.
+It computes the function of `jaxprobe.encoder`, as fast as we could write it. Members
+are stacked, all of a process in one compiled graph or each by itself. Activations are
+`[n_members, channels, n_tokens, n_examples]`. One product projects a family's tokens
+for exactly the members that read it; stacked weights share one fused optimiser. The
+members of a stack share batches, and those of a seed input noise, as in the training
+grid; dropout is drawn per member.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ Drawn = dict[Any, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TorchData:
-    """Training examples, families apart, tokens before examples."""
+    """Training examples by family, with the token axis before the example axis."""
 
-    # Per family `[n_tokens, n_examples, d_family]`, the spans one after another, zero
+    # `[n_tokens, n_examples, d_family]` for each family, spans one after another, zero
     # on padding.
     tokens: tuple[torch.Tensor, ...]
     real: torch.Tensor  # `[n_tokens, n_examples]` float32, 1 on real tokens
@@ -43,7 +43,7 @@ class TorchData:
     def of(
         cls, features: Features, labels: np.ndarray, dims: FamilyDims
     ) -> "TorchData":
-        """Return standardised signals and boolean labels in Torch."""
+        """Convert standardised signals and boolean labels to Torch."""
         tokens = np.concatenate(features.tokens, axis=1).swapaxes(0, 1)
         real = np.concatenate(features.masks, axis=1).T
         return cls(
@@ -54,12 +54,12 @@ class TorchData:
 
     @classmethod
     def made_up(cls, workload: Workload, n_examples: int, seed: int) -> "TorchData":
-        """Make the workload's data."""
+        """Make random data for a workload."""
         return cls.of(*made_up_features(workload, n_examples, seed), workload.dims)
 
 
 class Stack:
-    """Some members side by side; `weights` are theirs."""
+    """A stack of members, trained together; `weights` are their stacked weights."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Stack:
         weights: Mapping[Member, Arrays],
         compiled: Literal["whole", "spans"] | None,
     ) -> None:
-        """Take initial weights of every member, as `jaxprobe` names them."""
+        """Take every member's initial weights, under their names in `jaxprobe`."""
         self.workload, self.config = workload, workload.encoder
         self.widths = [most for _, most in workload.spans]
         self.members = [Member(*member) for member in weights]
@@ -94,7 +94,7 @@ class Stack:
             self._loss = torch.compile(self.loss, dynamic=False, fullgraph=True)
 
     def stacked(self, arrays: Mapping[Member, Arrays]) -> Weights:
-        """Stack weights, or gradients; a family's are of its readers alone."""
+        """Stack weights or gradients; those of a family only for its readers."""
         each = list(arrays.values())
         parts: dict[str, list[np.ndarray]] = {}
         for f, rows in self.readers.items():
@@ -113,7 +113,7 @@ class Stack:
         return {name: torch.tensor(np.stack(x)) for name, x in parts.items()}
 
     def step(self, data: TorchData, rows: torch.Tensor) -> torch.Tensor:
-        """Take one step of every member; return their losses, `[n_members]`."""
+        """Take one step with every member; return their losses `[n_members]`."""
         self.optimizer.zero_grad(set_to_none=True)
         inputs = self.inputs(data, rows)
         total, losses = self._loss(self.weights, data.labels[rows], *inputs)
@@ -122,7 +122,7 @@ class Stack:
         return losses.detach()
 
     def inputs(self, data: TorchData, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Return tokens, which are real, and what is drawn for a step."""
+        """Return a step's tokens, which of them are real, noise and dropout bytes."""
         real = data.real[:, rows]
         tokens = {f: data.tokens[f][:, rows] for f in self.readers}
         draws = self._draws(tokens, real)
@@ -130,10 +130,10 @@ class Stack:
         return tokens, real, draws, self._drops(real)
 
     def _draws(self, tokens: Drawn, real: torch.Tensor) -> Drawn:
-        """Draw noise: onto narrow families' tokens, of wide ones for the projection.
+        """Add noise to narrow families' tokens; draw that of wide ones for later.
 
-        Behind the projection noise has covariance K K'. That is singular where the
-        family has fewer channels than the projection, and there drawing is cheap.
+        After the projection, noise has covariance K K', which is singular if a family
+        has fewer channels than the projection; noise on its tokens is cheap, though.
         """
         draws, deviation = {}, self.config.input_noise
         for f in self.readers if deviation else ():
@@ -147,7 +147,7 @@ class Stack:
         return draws
 
     def _drops(self, real: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Draw a byte for every activation that dropout sees, by span and block."""
+        """Draw a random byte for every activation under dropout, by span and block."""
         config, n_members = self.config, len(self.members)
         n_blocks = config.n_blocks if config.dropout else 0
 
@@ -163,7 +163,7 @@ class Stack:
     def loss(
         self, weights: Weights, labels: torch.Tensor, *inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the members' losses, and each of them."""
+        """Return the sum of the members' losses, and each member's loss."""
         logits, _ = self.logits(weights, *inputs)
         losses = binary_cross_entropy_with_logits(
             logits, labels.expand_as(logits), reduction="none"
@@ -192,11 +192,11 @@ class Stack:
         """Score a batch of answers.
 
         Args:
-          weights: of the stack.
-          tokens: per family `[n_tokens * n_examples, d_family]`.
+          weights: the stack's weights.
+          tokens: `[n_tokens * n_examples, d_family]` for each family.
           real: `[n_tokens, n_examples]` float32, 1 on real tokens.
-          draws: noise of wide families, behind their projection.
-          drops: bytes of the dropout, by span and block; none without one.
+          draws: noise of wide families, to add after their projection.
+          drops: dropout bytes by span and block; empty without dropout.
 
         Returns:
           Logits `[n_members, n_examples]`, and the answer span's pooled vectors
@@ -244,14 +244,14 @@ def encode_span(
     drops: list[torch.Tensor],
     config: EncoderConfig,
 ) -> torch.Tensor:
-    """Residual blocks and pooling of one span.
+    """Apply the residual blocks and the pooling of one span.
 
     Args:
-      x: `[n_members, hidden, n_span_tokens, n_examples]`, behind the entry.
+      x: `[n_members, hidden, n_span_tokens, n_examples]`, after the entry layer.
       mask: `[n_span_tokens, n_examples]`, 1 on real tokens and 0 on padding.
-      weights: of this span, names without its prefix.
-      drops: bytes of the dropout, as `x`, by block; none without one.
-      config: widths.
+      weights: of this span, by names without its prefix.
+      drops: dropout bytes of the shape of `x`, by block; empty without dropout.
+      config: widths and dropout rate.
 
     Returns:
       `[n_members, 2 * hidden, n_examples]`: maximum, then mean, over the real tokens.
@@ -278,14 +278,14 @@ def encode_span(
 
 @functools.cache
 def compiled_span() -> Callable[..., torch.Tensor]:
-    """Return `encode_span` compiled, once a process for all members and widths."""
+    """Return `encode_span` compiled, once per process for all members and widths."""
     return torch.compile(encode_span, dynamic=False, fullgraph=True)
 
 
 def _convolve(
     x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Kernel size 3 over tokens, `[n_members, hidden, 3 * hidden]`."""
+    """Convolve over tokens with kernels of size 3 `[n_members, hidden, 3 * hidden]`."""
     edge = torch.zeros_like(x[:, :, :1])
     before, after = (
         torch.cat(parts, 2) for parts in ((edge, x[:, :, :-1]), (x[:, :, 1:], edge))
@@ -302,7 +302,7 @@ def _group_norm(
     bias: torch.Tensor,
     n_groups: int,
 ) -> torch.Tensor:
-    """Statistics of real tokens only; `x` is zero on padding, and so is the result."""
+    """Normalise by statistics of real tokens; `x` and the result are 0 on padding."""
     size = x.shape[1] // n_groups
     mean, square = (
         y.sum(2).unflatten(1, (n_groups, size)).sum(2) / (count * size)

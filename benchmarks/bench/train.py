@@ -1,14 +1,13 @@
-"""`beatrice bench train`: what the training grid is worth beside PyTorch.
+"""`beatrice bench train`: speed of the training grid against PyTorch.
 
-From the same weights and batches all methods (`KINDS`) must give the same losses,
-PyTorch before it is compiled. Then they take turns, so that a busy machine slows all of
-them, and each round measures the fp32 peak of matrix products beside them. Every method
-has processes of its own, and waits without a load while another one is timed.
+From the same weights and batches, all methods (`KINDS`) must give the same losses;
+PyTorch's are compared before compilation. Then methods take turns, so that a busy
+machine slows all of them, and each round also measures the fp32 peak of matrix
+products. Every method has its own processes, which are idle while another is timed.
 
-Where JAX and Torch see a GPU all of it is done there: the grid in blocks that its plan
-chooses, a PyTorch method in one process; where one of them sees it alone nothing is
-measured. Both round the factors of products to TF32, as
-JAX does by itself, but not where losses are compared.
+If JAX and Torch both see a GPU, everything runs on it: the grid in the blocks of its
+plan, each PyTorch method in one process; if only one sees it, nothing is measured. On a
+GPU, products are in TF32 (JAX's default), except when losses are compared.
 """
 
 import contextlib
@@ -64,19 +63,19 @@ from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.grid import Member
 
-# Of PyTorch on a CPU, with one thread each; one of two threads is slower.
+# PyTorch's on a CPU, with one thread each; one process with two threads is slower.
 N_PROCESSES = 2
 
 
 class TorchTrainer:
-    """The loop or the stacked members as a method of `beatrice bench train`."""
+    """Trains with PyTorch in `beatrice bench train`, members in a loop or stacked."""
 
     def __init__(
         self, workload: Workload, members: Sequence[Member], folder: Path, kind: str
     ) -> None:
-        """Train by "loop" or "stack"; initial weights are read from `folder`."""
+        """Take a kind, "loop" or "stack"; initial weights are read from `folder`."""
         torch.set_num_threads(1)
-        keep_freed_memory()  # fresh pages cost a stack a tenth of its time
+        keep_freed_memory()  # new pages would take a tenth of a stack's time
         importlib.import_module("torch._inductor.config").cpp.threads = 1
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self.workload = workload
@@ -88,7 +87,7 @@ class TorchTrainer:
     def _start(
         self, workload: Workload, members: Sequence[Member], *, is_compiled: bool
     ) -> list[Stack]:
-        # Seeds beyond those that were written start like the first: as costly.
+        # Seeds without a file start like the first, which does not change the cost.
         written = self.folder.glob("*.safetensors")
         seeds = {int(path.stem.split("-")[1]) for path in written}
         weights = {
@@ -103,7 +102,7 @@ class TorchTrainer:
         return [Stack(workload, {m: x}, how) for m, x in weights.items()]
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
-        """Return the losses of steps on one batch, which is not split here."""
+        """Return the losses of steps on one batch; microbatches are not used here."""
         members = [m for m in self.members if weights_file(self.folder, m).exists()]
         with torch.device(self._device):
             data = TorchData.made_up(workload, workload.batch_size, seed=1)
@@ -111,9 +110,9 @@ class TorchTrainer:
         return train_torch(stacks, data, n_steps, workload.batch_size)
 
     def prepare(self) -> None:
-        """Make the data and weights; compile by a step of every member."""
+        """Make data and weights, and compile by taking a step with every member."""
         work = self.workload
-        torch.set_float32_matmul_precision("high")  # on a GPU TF32, as JAX
+        torch.set_float32_matmul_precision("high")  # TF32 on a GPU, as in JAX
         with torch.device(self._device):
             self._data = TorchData.made_up(work, work.n_examples, seed=2)
             self._stacks = self._start(work, self.members, is_compiled=True)
@@ -126,7 +125,7 @@ class TorchTrainer:
         train_torch(self._stacks, self._data, work.n_steps, work.batch_size)
 
     def peak(self) -> int | None:
-        """Return peak bytes of a GPU, or of this process above what it held first."""
+        """Return peak bytes of a GPU, or of this process above its initial memory."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated()
         return peak_bytes() - self._n_held if self._has_peak else None
@@ -141,7 +140,7 @@ def train_torch(
         steps = []
         for step in range(n_steps):
             first = step * batch_size % len(data.labels)
-            # Gathered by number, as shuffled rows have to be.
+            # Gathered by index, as shuffled rows would be.
             rows = torch.arange(first, first + batch_size, device=data.labels.device)
             steps.append(stack.step(data, rows))
         of_members = torch.stack(steps, dim=1).tolist()  # waits for a GPU
@@ -156,12 +155,12 @@ KINDS = {
     "mixed": "(d) grid, products in bfloat16",
 }
 TORCH = ("stack", "loop")
-# Of losses near 0.7 after a few steps: fp32 sums in another order, and Adam's division
-# makes a small difference of a small gradient a difference of a whole step.
+# For losses near 0.7 after a few steps: fp32 sums differ in order, and Adam's division
+# can turn a small difference of small gradients into a difference of a whole step.
 TOLERANCE = 1e-3
-MIXED_TOLERANCE = 3e-2  # the same, with operands of eight bits
-# How losses are compared: of steps on one batch, which the grid splits, and of the
-# first seeds of every subset.
+MIXED_TOLERANCE = 3e-2  # the same for bfloat16, whose significands have eight bits
+# Losses are compared after steps on one batch, which the grid splits into microbatches,
+# for the first seeds of every subset.
 _N_EXAMPLES, _N_MICROBATCHES = 32, 2
 _N_STEPS = 4
 _N_SEEDS = 2
@@ -171,13 +170,13 @@ Note = Callable[[str], None]
 def split_members(
     workload: Workload, groups: Sequence[Sequence[Member]], n_processes: int
 ) -> list[list[Member]]:
-    """Split groups of members among processes that have about as much to do."""
+    """Split groups of members among processes with about equal work."""
     cost = functools.partial(turn_flops, workload)
     shares = [Share(rank, n_processes) for rank in range(n_processes)]
     return [list(itertools.chain(*share.mine(groups, cost))) for share in shares]
 
 
-_trainers: list[Any] = []  # the one of this process, from its first call on
+_trainers: list[Any] = []  # this process's trainer, after the first call
 
 
 def _call(make: Callable[[], Any], name: str, arguments: Sequence[Any]) -> Any:
@@ -187,14 +186,14 @@ def _call(make: Callable[[], Any], name: str, arguments: Sequence[Any]) -> Any:
 
 
 class Method:
-    """One way to train: its processes, each with its share of the members."""
+    """A method of training: its processes, each with a share of the members."""
 
     def __init__(
         self, kind: str, workload: Workload, members: Sequence[Member], folder: Path
     ) -> None:
         """Start the processes.
 
-        The folder has the initial weights, and what JAX and PyTorch compile.
+        The folder holds initial weights, and the compilation caches of JAX and PyTorch.
         """
         self.kind = kind
         self.workload = workload
@@ -202,7 +201,7 @@ class Method:
         n_threads = str(n_cores() if has_gpu else N_THREADS)
         environment = {
             "OMP_NUM_THREADS": "1" if is_torch else n_threads,
-            "NPROC": n_threads,  # of XLA on a CPU, which would take every core
+            "NPROC": n_threads,  # for XLA on a CPU, which would use every core
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         }
@@ -217,18 +216,18 @@ class Method:
         self._processes = [fresh_process(environment) for _ in self._trainers]
 
     def _all(self, name: str, *arguments: Any) -> list[Any]:
-        """Call every process's trainer, and wait for all of them."""
+        """Call a method of every process's trainer, and wait for all of them."""
         pairs = zip(self._processes, self._trainers, strict=True)
         waited = [process.submit(_call, x, name, arguments) for process, x in pairs]
         try:
             return [future.result() for future in waited]
         except Exception as error:
             raise ValueError(
-                f"the process that trains by {self.kind!r} has failed: {error}"
+                f"a process of the method {self.kind!r} has failed: {error}"
             ) from error
 
     def losses(self) -> Losses:
-        """Return losses of steps on one batch, of every member with given weights."""
+        """Return the losses of steps on one batch for members with stored weights."""
         work = self.workload.quiet()
         work = dataclasses.replace(work, batch_size=_N_EXAMPLES, n_steps=1)
         parts = self._all("losses", work, _N_STEPS, _N_MICROBATCHES)
@@ -244,7 +243,7 @@ class Method:
         self._all("turn")
 
     def peak_mib(self) -> float | None:
-        """Return peak memory above libraries, or of a GPU's allocator, if known."""
+        """Return the peak memory above libraries, or in a GPU's allocator, if known."""
         peaks = self._all("peak")
         return None if None in peaks else sum(peaks) / MIB
 
@@ -255,53 +254,53 @@ class Method:
 
 
 def largest_difference(ours: Losses, theirs: Losses) -> float:
-    """Return the largest difference of two methods' losses."""
+    """Return the largest difference between two methods' losses."""
     if {m: len(x) for m, x in ours.items()} != {m: len(x) for m, x in theirs.items()}:
         raise ValueError(
-            f"one method has trained {sorted(ours)}, another {sorted(theirs)}, or for "
-            "another number of steps; their losses cannot be compared"
+            f"one method trained {sorted(ours)} and another {sorted(theirs)}, or for "
+            "another number of steps, so their losses cannot be compared"
         )
-    # NumPy's maximum, which a NaN goes through; Python's passes over it.
+    # NumPy's maximum propagates NaN; Python's may not.
     every = [np.abs(np.subtract(x, theirs[m])).max() for m, x in ours.items()]
     return float(np.max(every))
 
 
 def require_same_losses(by_method: dict[str, Losses]) -> dict[str, float]:
-    """Return each method's largest difference from the grid."""
+    """Return each method's largest difference from the grid; check that it is small."""
     grid = by_method["grid"]
     differences = {k: largest_difference(grid, x) for k, x in by_method.items()}
     for kind, difference in differences.items():
         tolerance = MIXED_TOLERANCE if kind == "mixed" else TOLERANCE
         if not difference <= tolerance:  # so that NaN fails
             raise ValueError(
-                f"losses of {kind!r} differ from the grid's by {difference:.2g} from "
-                f"the same weights and batches, more than {tolerance:g}: the timing "
-                "would compare two things"
+                f"losses of {kind!r} differ from the grid's by {difference:.2g} for "
+                f"the same weights and batches, more than {tolerance:g}, so times "
+                "cannot be compared"
             )
     moved = float(np.min([abs(x[0] - x[-1]) for x in grid.values()]))
     same = [x for kind, x in differences.items() if kind != "mixed"]
     if not moved > 10 * max(TOLERANCE / 10, *same):
         raise ValueError(
-            f"a loss moves by {moved:.2g} only, too little to compare trainings by; "
-            "take more steps or a higher rate"
+            f"a loss changes by only {moved:.2g}, too little to compare methods; raise "
+            "_N_STEPS or the workload's learning rate"
         )
     return differences
 
 
 def shared_device() -> str:
-    """Return on what JAX and PyTorch both compute, "cpu" or "gpu"."""
+    """Return the device that JAX and PyTorch share, "cpu" or "gpu"."""
     device = "gpu" if torch.cuda.is_available() else "cpu"
     if jax.default_backend() != device:
         raise ValueError(
             f"PyTorch would train on the {device} and JAX on the "
-            f"{jax.default_backend()}: expected both on one, to be compared; install "
-            "both for the GPU, or hide it with CUDA_VISIBLE_DEVICES="
+            f"{jax.default_backend()}, expected one device for both; install GPU "
+            "versions of both, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
     return device
 
 
 def square_of_peak() -> torch.Tensor:
-    """Return the matrix whose products say what a machine does at most."""
+    """Return the matrix whose products measure the machine's peak rate."""
     if not torch.cuda.is_available():
         return torch.rand(2048, 2048)
     torch.set_float32_matmul_precision("high")
@@ -311,11 +310,11 @@ def square_of_peak() -> torch.Tensor:
 def measure(
     workload: Workload, *, n_rounds: int, note: Note = lambda text: None
 ) -> list[Row]:
-    """Check and time the methods; return a row of each.
+    """Check and time the methods; return a row for each.
 
-    Rates, shares and ratios are medians over rounds: encoder-steps; the share of the
-    rate of matrix products in the same round; the time over the grid's in a round, with
-    its least and largest. Memory is told with the data, see `Method.peak_mib`.
+    Rates (encoder-steps per second), shares of the peak in the same round, and time
+    ratios to the grid (with minimum and maximum) are medians over rounds. Memory
+    includes the data, see `Method.peak_mib`.
     """
     device = shared_device()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -327,13 +326,13 @@ def measure(
             work = workload.mixed() if kind == "mixed" else workload
             method = Method(kind, work, workload.members, folder)
             methods.append(stack.enter_context(contextlib.closing(method)))
-        # A machine with a GPU has cores enough for compiling all at once.
+        # A machine with a GPU has enough cores to compile for all methods at once.
         n_at_once = len(methods) if torch.cuda.is_available() else 1
         with ThreadPoolExecutor(n_at_once) as pool:
-            note("losses")
+            note("comparing losses")
             losses = pool.map(Method.losses, methods)
             differences = require_same_losses(dict(zip(KINDS, losses, strict=True)))
-            note("compiles")
+            note("compiling")
             list(pool.map(Method.prepare, methods))
         torch.set_num_threads(N_THREADS)
         square, products = square_of_peak(), []  # GFLOP/s
@@ -341,7 +340,7 @@ def measure(
             lambda: products.append(product_rate(square) / 1e9),
             *(x.turn for x in methods),
         ]
-        note(f"rounds: {n_rounds}")
+        note(f"timing {n_rounds} rounds")
         _, *seconds = take_turns(runs, n_rounds)[..., 0].T
         peaks = [method.peak_mib() for method in methods]
     speeds = speeds_of(workload, np.array(seconds), np.array(products[1:]))
@@ -362,7 +361,7 @@ def speeds_of(work: Workload, seconds: np.ndarray, products: np.ndarray) -> list
     """Return the rates, shares and ratios of methods, see `measure`.
 
     Args:
-      work: that every method does in a turn.
+      work: what every method does in a turn.
       seconds: `[n_methods, n_rounds]`, the grid first.
       products: `[n_rounds]` GFLOP/s of matrix products.
     """
@@ -381,20 +380,20 @@ def speeds_of(work: Workload, seconds: np.ndarray, products: np.ndarray) -> list
 
 @click.command()
 @widths_of(WIDTHS)
-@click.option("--steps", type=click.IntRange(min=1), default=8, help="In a turn.")
+@click.option("--steps", type=click.IntRange(min=1), default=8, help="Per turn.")
 @ROUNDS
 @AS_JSON
 def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
-    """Time the training grid beside PyTorch.
+    """Time the training grid against PyTorch.
 
-    All must give the same losses from the same weights before they are timed; the grid
-    in mixed precision, which is timed beside them, roughly the same.
+    Before they are timed, all methods must give the same losses from the same weights;
+    the grid in mixed precision, which is timed too, must give about the same.
 
     Example: beatrice bench train --widths gemma
     """
     quiet()
-    set_compiler(preset_of(widths))  # in the environment of the methods' processes too
-    work, where = WIDTHS[widths](steps), machine()  # its load without this one's
+    set_compiler(preset_of(widths))  # the methods' processes inherit it
+    work, where = WIDTHS[widths](steps), machine()  # load before this run
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)
     for row in rows:
@@ -405,8 +404,8 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     else:
         printer.text("\nGPU: not measured")
     printer.text(
-        f"\n{where}; medians of {rounds} turns of {steps} steps [least, largest]; "
-        f"peak of float32 products of {size} x {size}, the median over rounds; "
-        f"{len(work.members)} encoders, {sum(work.widths)} positions an example, "
+        f"\n{where}; medians of {rounds} turns of {steps} steps [minimum, maximum]; "
+        f"peak of float32 products of {size} x {size}, median over rounds; "
+        f"{len(work.members)} encoders, {sum(work.widths)} positions per example, "
         f"batches of {work.batch_size}."
     )

@@ -1,1 +1,1 @@
-"""Published detectors: what `@baseline` marks in these files is the catalogue."""
+"""Published detectors; functions marked `@baseline` here form the catalogue."""

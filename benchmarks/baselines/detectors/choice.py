@@ -1,9 +1,9 @@
-"""How layers, heads and signs are chosen, and the states that detectors read.
+"""Choice of layers, heads and signs, and reading of states for detectors.
 
-Choices go by AUROC on rows that are not tested. Steps count the positions of an answer:
-step 0 is the last prompt token, which emits the first answer token, and step s is the
-s-th answer token. A state that an answer does not have is NaN, its row is left out of
-training, and its score is NaN.
+Choices maximise AUROC on rows that are not tested. Steps number the positions of an
+answer: step 0 is the last prompt token, which predicts the first answer token, and step
+s is the s-th answer token. If an answer lacks a state, the state and its score are NaN,
+and its row is left out of training.
 """
 
 import warnings
@@ -28,26 +28,26 @@ from beatrice.jaxprobe.tokens import first_step
 def reading(
     inputs: DetectorInput, name: str, n_axes: int, dtype: type | None = np.float64
 ) -> np.ndarray:
-    """Return a reading of every row, `[n_rows, …]`; without a dtype in its own."""
+    """Return a reading of every row `[n_rows, …]`; with `dtype` None, as stored."""
     values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
         shape = "missing" if values is None else f"of shape {list(values.shape)}"
         raise ValueError(
-            f"the reading {name!r} is {shape}, expected {n_axes} axes, the first of "
-            f"{n_rows} rows; read it with `extract.readings.reader.read`"
+            f"the reading {name!r} is {shape}, expected {n_axes} axes and {n_rows} "
+            "rows; read it with `extract.readings.reader.read`"
         )
     return np.asarray(values, dtype)
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the AUROC of every column at once, ties half.
+    """Return the AUROC of every column; ties count half.
 
     Args:
       values: `[n_rows, n_columns]`, higher = more likely correct.
       labels: `[n_rows]` bool, of both classes.
 
     Returns:
-      `[n_columns]`; NaN where a column holds what is not finite.
+      `[n_columns]`; NaN for columns with values that are not finite.
     """
     is_finite = np.isfinite(values).all(axis=0)
     ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
@@ -62,10 +62,10 @@ def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
     Args:
       is_defined: `[n_rows]` bool.
       rows: ids, splits and labels of the same rows.
-      split: which.
+      split: name of the split.
 
     Returns:
-      Indices of rows of both classes; one class alone is a ValueError.
+      Indices of the rows; raises ValueError unless they have both classes.
     """
     where = rows.where(split)
     where = where[is_defined[where]]
@@ -73,17 +73,17 @@ def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
     if not 0 < n_right < len(where):
         raise ValueError(
             f"{rows.setting}: {n_right} of the {len(where)} labelled {split} answers "
-            "that were read are correct, and one class alone chooses nothing; take "
+            "that were read are correct, but one class alone allows no choice; use "
             "more questions"
         )
     return where
 
 
 def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
-    """Choose the column and the sign that are best on validation, of equals the first.
+    """Choose the column and the sign that are best on validation; ties: the first.
 
-    Of `[n_rows, n_columns]`, NaN where a row was not read; a column that lacks a value
-    where another has one is not chosen.
+    `values` is `[n_rows, n_columns]`, NaN for rows that were not read. A column
+    that lacks a value in a row where another has one is not chosen.
 
     Returns:
       Scores `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
@@ -92,8 +92,8 @@ def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
     aurocs = column_aurocs(values[valid], rows.labels[valid])
     if np.isnan(aurocs).all():
         raise ValueError(
-            f"{rows.setting}: every reading lacks a value in some validation row that "
-            "another has, so none can be chosen"
+            f"{rows.setting}: every reading lacks a value in some validation row in "
+            "which another has one, so none can be chosen"
         )
     column = int(np.nanargmax(np.abs(aurocs - 0.5)))
     sign = 1 if aurocs[column] >= 0.5 else -1
@@ -103,21 +103,21 @@ def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
 def chosen_rows(
     rows: Rows, detector: str, values: Mapping[str, float]
 ) -> tuple[ResultRow, ...]:
-    """Return the rows that hold what validation chose for a detector, by metric."""
+    """Return result rows on a detector's choices on validation, by metric."""
     return tuple(chosen_row(rows, detector, *item) for item in values.items())
 
 
 def answer_lengths(store: FeatureStore) -> np.ndarray:
-    """Return how many tokens every answer has, the stop token left out, `[n_rows]`."""
+    """Return every answer's number of tokens without the stop token, `[n_rows]`."""
     n_prompt = store.spec.spans[:, ANSWER, 0] + 1 - first_step(store)
     return store.spec.lengths - n_prompt
 
 
 def last_steps(store: FeatureStore) -> np.ndarray:
-    """Return the last step of every answer, `[n_rows]`: how many tokens it has.
+    """Return the last step of every answer, `[n_rows]`, which is its number of tokens.
 
-    An answer that was cut at the length limit has one step less: what its last token
-    emitted is unknown, so the store lacks that token.
+    An answer cut at the length limit has one step less: the token after its last one is
+    unknown, so the store lacks the last token.
     """
     spans = store.spec.spans[:, ANSWER]
     return spans[:, 1] - spans[:, 0] - 1 + first_step(store)
@@ -130,12 +130,12 @@ def states_at(
 
     Args:
       store: an extracted setting.
-      steps: `[n_rows]` int.
+      steps: `[n_rows]` int, the step to read in each row.
       layer: of the residual stream (0 is the embedding).
-      n_chunk: examples whose answers are in memory together.
+      n_chunk: number of examples whose answers are in memory together.
 
     Returns:
-      `[n_rows, d_model]` float32; NaN where the answer span has no such step.
+      `[n_rows, d_model]` float32; NaN for rows whose answer span lacks the step.
     """
     rows = steps - first_step(store)
     d_model = store.spec.families["hidden"].shape[1]
@@ -150,16 +150,16 @@ def states_at(
     return states
 
 
-# Of training states `[n_train, width]`, their labels, and the states to be scored
-# `[n, width]`: `[n_seeds, n]` scores.
+# From training states `[n_train, width]`, their labels, and states to score
+# `[n, width]`, returns scores `[n_seeds, n]`.
 Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def scores_where_defined(features: np.ndarray, rows: Rows, fit: Fit) -> np.ndarray:
-    """Fit on the training rows that have features, and score all that have.
+    """Fit on the training rows that have features, and score all rows that have them.
 
-    Of features `[n_rows, width]`, NaN where a row has none, `[n_seeds, n_rows]` float64
-    scores, NaN likewise.
+    `features` is `[n_rows, width]`, NaN for rows without. Returns `[n_seeds, n_rows]`
+    float64 scores, NaN for the same rows.
     """
     is_defined = np.all(np.isfinite(features), axis=1)
     train = rows.where("train")
@@ -176,17 +176,17 @@ def logistic_log_odds(
 ) -> np.ndarray:
     """Fit scikit-learn's default logistic regression, as official code does.
 
-    On states that are not scaled the 100 default iterations rarely converge; where they
-    end is the published detector, so the warning is not shown.
+    On unscaled states, the default 100 iterations rarely converge; the fit at which
+    they end is the published detector, so the warning is suppressed.
 
     Args:
-      train: `[n_train, width]`.
+      train: training states, `[n_train, width]`.
       labels: `[n_train]` bool.
-      states: `[n, width]`.
-      max_iter: of the optimiser.
+      states: states to score, `[n, width]`.
+      max_iter: most iterations of the optimiser.
 
     Returns:
-      `[1, n]` log-odds of True, which rank as the probabilities do but never saturate.
+      `[1, n]` log-odds of True, which rank like the probabilities but do not saturate.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -195,10 +195,10 @@ def logistic_log_odds(
 
 
 def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
-    """Return the AUROC on the validation rows that have a score, mean over seeds.
+    """Return the mean AUROC over seeds on the validation rows that have a score.
 
     Args:
-      scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
+      scores: `[n_seeds, n_rows]`; NaN for the same rows in every seed.
       rows: with labels and splits.
     """
     valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
@@ -212,8 +212,8 @@ def best_layer(
     rows: Rows,
     name: str,
 ) -> DetectorOutput:
-    """Return a detector's output from the first layer that is best on validation."""
-    fits = ((layer, fit_at(layer)) for layer in layers)  # two at a time in memory
+    """Return a detector's output at the first layer that is best on validation."""
+    fits = ((layer, fit_at(layer)) for layer in layers)  # at most two in memory
     best = max(
         fits, key=lambda fit: validation_auroc(fit[1].scores, rows), default=None
     )

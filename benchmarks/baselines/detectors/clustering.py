@@ -1,8 +1,8 @@
-"""Which drawn answers mean the same, by an NLI model or by words, and their clusters.
+"""Clusters of sampled answers with the same meaning, by an NLI model or by words.
 
 Farquhar et al. (Nature, 2024) and their code (jlko/semantic_uncertainty, a8d9aa8,
-`get_semantic_ids`): two answers mean the same where an NLI model finds that each
-entails the other, the question put before both.
+`get_semantic_ids`): two answers mean the same if, according to an NLI model, each
+entails the other when the question precedes both.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ BY_WORDS = (
 
 
 def requirements(equivalences: Equivalences) -> frozenset[Requirement]:
-    """Return what a detector of drawn answers needs beyond the answer's pass."""
+    """Return the requirements of a detector that compares sampled answers."""
     also: tuple[Requirement, ...] = () if equivalences is by_words else ("entailment",)
     return frozenset(("samples", *also))
 
@@ -42,8 +42,8 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     """Return which samples of each row entail each other, by the NLI model.
 
     Entailment must be the likeliest of the three relations in both directions
-    (`strict_entailment`, the default of the official code). Equal texts are read too,
-    as there.
+    (`strict_entailment`, the default of the official code). As there, equal texts are
+    also compared by the model.
     """
     texts = [
         [f"{example.question} {sample.text}" for sample in samples]
@@ -53,7 +53,7 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     matrices = []
     for row, relations in zip(texts, relations_by_row(inputs, rows), strict=True):
         entails = np.eye(len(row), dtype=bool)
-        # The pairs off the diagonal, in the order of the permutations.
+        # Off-diagonal pairs, in the order of the permutations.
         entails[~entails] = relations.argmax(axis=1) == 0
         matrices.append(entails & entails.T)
     return matrices
@@ -62,14 +62,14 @@ def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
 def relations_by_row(
     inputs: DetectorInput, rows: Sequence[Sequence[tuple[str, str]]]
 ) -> list[np.ndarray]:
-    """Return the relations of the pairs of each row, `[n_pairs, 3]` float64.
+    """Return the relations of each row's pairs, `[n_pairs, 3]` float64.
 
-    The NLI model of the inputs is called once, with each pair once.
+    The inputs' NLI model is called once, with all distinct pairs.
     """
     if inputs.relations is None:
         raise ValueError(
-            "expected an NLI model, found none; give the path of one, or take the "
-            "detectors that compare words"
+            "expected an NLI model, found none; pass `relations`, such as "
+            "`load_entailment(path)`, or use the detectors that compare words"
         )
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     relations = dict(zip(pairs, inputs.relations(pairs) if pairs else (), strict=True))
@@ -77,7 +77,7 @@ def relations_by_row(
 
 
 def by_words(inputs: DetectorInput) -> list[np.ndarray]:
-    """Return which samples of each row have the same words; see `BY_WORDS`."""
+    """Return which samples of each row have the same words, see `BY_WORDS`."""
     words = [[words_of(sample.text) for sample in row] for row in inputs.samples]
     return [
         np.array([[a == b for b in row] for a in row], bool).reshape(len(row), len(row))
@@ -86,7 +86,7 @@ def by_words(inputs: DetectorInput) -> list[np.ndarray]:
 
 
 def words_of(text: str) -> frozenset[str]:
-    """Return the normalised words of a text; without any, as of "The", the text."""
+    """Return a text's normalised words, or the text if none are left (as for "The")."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return frozenset((normalise(folded) or folded).split())
 
@@ -95,15 +95,15 @@ def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
     """Return the clusters of `get_semantic_ids`.
 
     The first text without a cluster opens one, and every later text that means the same
-    joins, out of another cluster if need be: a text that matches two first members ends
-    with the last.
+    joins it, leaving another cluster if need be; a text that matches several first
+    members ends with the last of them.
 
     Args:
-      texts: of the samples, not read.
+      texts: texts of the samples (unused).
       equivalent: `[n_samples, n_samples]` bool.
 
     Returns:
-      `[n_samples]` int64 from 0, numbered as they are opened.
+      `[n_samples]` int64 ids from 0, in the order in which clusters are opened.
     """
     return _opened_in_turn(equivalent, leaves=True)
 
@@ -111,8 +111,8 @@ def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
 def paper_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
     """Return clusters as the paper's pseudo-code builds them.
 
-    A text stays with the first cluster whose first member means the same, and equal
-    texts mean the same whatever the NLI model finds. As `official_clusters` otherwise.
+    Like `official_clusters`, but a text stays in the first cluster whose first member
+    means the same, and equal texts mean the same whatever the NLI model says.
     """
     alike = np.array([[a == b for b in texts] for a in texts], bool)
     return _opened_in_turn(equivalent | alike.reshape(equivalent.shape), leaves=False)
@@ -121,8 +121,8 @@ def paper_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
 def distinct_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarray:
     """Return clusters as the Bayesian estimator's code builds them.
 
-    Equal texts are one; the distinct texts are clustered as by `official_clusters`, in
-    sorted order (there in the order of a Python set, which changes from run to run).
+    Equal texts are one; distinct ones are clustered as in `official_clusters`, sorted
+    (the official code has the order of a Python set, which changes from run to run).
     """
     _, first, of_texts = np.unique(
         np.array(texts, object), return_index=True, return_inverse=True
@@ -131,7 +131,7 @@ def distinct_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
 
 
 def _opened_in_turn(equivalent: np.ndarray, *, leaves: bool) -> np.ndarray:
-    """Open clusters in turn; `leaves` whether a text may leave one for a later one."""
+    """Open clusters in turn; if `leaves`, a text may move to a later cluster."""
     ids = np.full(len(equivalent), -1, np.int64)
     for i in range(len(ids)):
         if ids[i] < 0:
@@ -144,42 +144,41 @@ def _opened_in_turn(equivalent: np.ndarray, *, leaves: bool) -> np.ndarray:
 def clusters_of(
     inputs: DetectorInput, equivalences: Equivalences, clustering: Clustering
 ) -> list[np.ndarray]:
-    """Return the clusters of every row's samples; empty where none was drawn."""
+    """Return the clusters of every row's samples; empty for rows without samples."""
     return [
         clustering([sample.text for sample in row], matrix)
         for row, matrix in zip(inputs.samples, equivalences(inputs), strict=True)
     ]
 
 
-# An NLI model read from a directory: how likely one text entails another. Any
-# classifier of sequences that Transformers knows and that was trained on MNLI, such as
-# microsoft/deberta-v2-xlarge-mnli of the semantic-entropy papers.
+# NLI models from a directory: any sequence classifier that Transformers supports and
+# that was trained on MNLI, such as the semantic-entropy papers'
+# microsoft/deberta-v2-xlarge-mnli.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Entailment:
-    """An NLI model; called with pairs of texts it returns their relations."""
+    """An NLI model; call it with pairs of texts to get their relations."""
 
-    model: Any  # classifies sequences
+    model: Any  # a sequence classifier
     tokenizer: Any  # of the model
-    # of its logits, in the order of `RELATIONS`; neutral is absent where the model has
-    # two classes
+    # Relation -> column of the logits, in the order of `RELATIONS`; without "neutral"
+    # if the model has two classes.
     columns: Mapping[str, int]
-    max_tokens: int  # of a pair; the longer text of a longer pair is cut
-    n_batch: int = 32  # pairs that are read together
-    # what was found for each pair, so that no pair is read twice: several detectors ask
-    # for the same ones
+    max_tokens: int  # per pair; in longer pairs, the longer text is cut
+    n_batch: int = 32  # pairs per batch
+    # Pair -> its relations, so that several detectors can use a pair that is read once.
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         """Return the relations of pairs of premise and hypothesis.
 
         Returns:
-          `[n_pairs, 3]` float64: P(entailment), P(neutral), P(contradiction); neutral
-          is 0 of a model with two classes.
+          `[n_pairs, 3]` float64: P(entailment), P(neutral) (0 for a model with two
+          classes), P(contradiction).
         """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
-        # The longest first: what does not fit in memory shows at once.
+        # The longest first, so that running out of memory happens at once.
         new.sort(key=lambda pair: -len(pair[0]) - len(pair[1]))
         for start in range(0, len(new), self.n_batch):
             batch = new[start : start + self.n_batch]
@@ -187,7 +186,7 @@ class Entailment:
         return np.array([self.known[pair] for pair in pairs]).reshape(-1, 3)
 
     def _read(self, pairs: list[tuple[str, str]]) -> np.ndarray:
-        import torch  # the catalogue loads none
+        import torch  # not loaded with the catalogue
 
         first, second = map(list, zip(*pairs, strict=True))
         read = self.tokenizer(
@@ -203,7 +202,7 @@ class Entailment:
         if not np.isfinite(logits).all():
             raise ValueError(
                 f"the NLI model gives logits that are not finite for {pairs[0]!r} or "
-                "a pair read with it; its weights are damaged, or too large for float32"
+                "a pair read with it; its weights are damaged or too large for float32"
             )
         relations = np.zeros((len(pairs), len(RELATIONS)))
         places = [RELATIONS.index(name) for name in self.columns]
@@ -212,7 +211,7 @@ class Entailment:
 
 
 def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
-    """Return which column of the logits is which relation, by a config's `id2label`."""
+    """Return each relation's column in the logits, from a config's `id2label`."""
     columns = {str(label).lower(): column for column, label in labels.items()}
     wanted = [name for name in RELATIONS if name in columns]
     if len(columns) != len(labels) or set(columns) not in (
@@ -221,24 +220,24 @@ def columns_of(labels: Mapping[int, str], path: Path) -> dict[str, int]:
     ):
         raise ValueError(
             f"{path} has the labels {', '.join(map(str, labels.values()))}, expected "
-            f"{', '.join(RELATIONS)} in any order, or without neutral; take a model "
+            f"{', '.join(RELATIONS)} in any order, or without neutral; use a model "
             "trained on MNLI, or name its labels in id2label of its config.json"
         )
     return {name: columns[name] for name in wanted}
 
 
 def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[str]]:
-    """Load a Transformers model of an auto class in float32, on the processor.
+    """Load a Transformers model of the auto class `kind` in float32, on the CPU.
 
     Returns:
-      The tokenizer, the model, and the names of tensors that the directory lacks.
+      The tokenizer, the model, and the names of tensors missing in the directory.
     """
     import torch
     import transformers
 
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ValueError(
-            f"{path} is no directory with config.json and *.safetensors, expected "
+            f"{path} is not a directory with config.json and *.safetensors, expected "
             f"{what} written by save_pretrained"
         )
     origin = {"local_files_only": True, "trust_remote_code": False}
@@ -253,7 +252,7 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
             output_loading_info=True,
             **origin,
         )
-    # All of them: a config's values reach every part of Transformers, which checks few.
+    # Any exception: a config's values reach all of Transformers, which checks few.
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} could not be loaded: {first_line}") from error
@@ -270,9 +269,9 @@ def load_entailment(path: Path) -> Entailment:
     if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} tensors of {type(model).__name__}, first "
-            f"{missing[0]!r}; take a model that was trained to classify"
+            f"{missing[0]!r}; use a model that was trained to classify"
         )
-    # RoBERTa counts positions from two; a tokenizer without a limit has a huge one.
+    # RoBERTa numbers positions from two; tokenizers without a limit report a huge one.
     n_positions = getattr(model.config, "max_position_embeddings", 512) - 2
     is_limited = tokenizer.model_max_length < 1 << 20
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -1,4 +1,4 @@
-"""Context against own knowledge: P(True), Lookback-Lens, ReDeEP and LUMINA."""
+"""P(True), and uses of context or own knowledge: Lookback-Lens, ReDeEP and LUMINA."""
 
 from functools import partial
 
@@ -31,10 +31,10 @@ from beatrice.jaxprobe.rows import Rows
     "questions; the brainstormed ideas are the drawn answers where there are any",
 )
 def p_true(inputs: DetectorInput) -> DetectorOutput:
-    """Return the probability of the option "A) True" to the model's own answer.
+    """Return the probability of the option "A) True" for the model's own answer.
 
-    NaN where the question cannot be put: the tokenizer has no single token for the
-    option, or the prompt is longer than the window.
+    NaN if the tokenizer has no single token for the option, or the prompt is longer
+    than the context window.
     """
     return DetectorOutput(reading(inputs, "p_true", 1)[None])
 
@@ -53,8 +53,8 @@ def p_true(inputs: DetectorInput) -> DetectorOutput:
 def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
     """Return log-odds of a right answer from the lookback ratios of all heads.
 
-    A ratio is the share of a head's attention that goes to the context, in [0, 1], mean
-    over the answer's steps: the reading is `[n_rows, n_layers, n_heads]`.
+    A ratio is the share of a head's attention to the context, in [0, 1], averaged over
+    the answer's steps; the reading is `[n_rows, n_layers, n_heads]`.
     """
     ratios = reading(inputs, "lookback", 3, None)
     features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
@@ -62,19 +62,19 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
     return DetectorOutput(scores_where_defined(features, inputs.rows, fit))
 
 
-# ReDeEP: external context of some heads against parametric knowledge of some layers.
+# ReDeEP: external context in some heads against parametric knowledge in some layers.
 # The official scripts rank heads and layers, and choose their numbers and the weight,
-# on the test answers. Here heads and layers are ranked, and scores scaled, on the
-# training answers; validation chooses how many are summed and the weight.
+# on test answers. Here, training answers rank heads and layers and scale scores, and
+# validation chooses how many to sum and the weight.
 ALPHAS = tuple(np.arange(1, 20) / 10)
 
 
 def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     """Return sums of the best columns, scaled to [0, 1] on the training rows.
 
-    Of `[n_rows, n_columns]`, higher = more likely correct, `[n_rows, n_sums]`: of the
-    best column, of the best two, and so on to `most`. A column that lacks a value where
-    another has one is left out.
+    `values` is `[n_rows, n_columns]`, higher = more likely correct. Returns `[n_rows,
+    n_sums]`: sums of the best column, the best two, and so on up to `most`. A column
+    that lacks a value in a training row where another has one is left out.
     """
     train = defined_rows(np.any(np.isfinite(values), axis=1), rows, "train")
     aurocs = column_aurocs(values[train], rows.labels[train])
@@ -83,7 +83,7 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
     if not len(best):
         raise ValueError(
             f"{rows.setting}: every head or layer lacks a value in some training row "
-            "that another has, so none can be ranked"
+            "in which another has one, so none can be ranked"
         )
     sums = values[:, best].cumsum(axis=1)
     low, high = sums[train].min(axis=0), sums[train].max(axis=0)
@@ -93,27 +93,27 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
 def choose_sums(
     heads: np.ndarray | None, layers: np.ndarray | None, rows: Rows
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Choose how many heads and layers are summed and the heads' weight, on validation.
+    """Choose numbers of heads and layers to sum, and the heads' weight, on validation.
 
     Args:
-      heads: `[n_rows, n_sums]` of `ranked_sums` of external context scores, or None.
-      layers: the same of minus parametric knowledge scores, or None.
+      heads: `ranked_sums` of external context scores, `[n_rows, n_sums]`, or None.
+      layers: the same for minus the parametric knowledge scores, or None.
       rows: with labels and splits.
 
     Returns:
-      Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h. And
-      what was chosen; of equals the fewest heads, then layers, then the least weight.
+      Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h; and
+      the choices (ties: the fewest heads, then layers, then the least weight).
     """
     halves = [sums for sums in (heads, layers) if sums is not None]
     alphas = np.array(ALPHAS if len(halves) > 1 else (1.0,))
-    nothing = halves[0][:, :1] * 0  # where the other half is defined
+    nothing = halves[0][:, :1] * 0  # zero, or NaN where the given half is NaN
     context = nothing if heads is None else heads
     knowledge = nothing if layers is None else layers
     valid = defined_rows(np.any(np.isfinite(context), axis=1), rows, "validation")
     labels, best = rows.labels[valid], (-1.0, 0, 0, 0)
     for n_heads in range(context.shape[1]):
         weighted = alphas * context[valid, n_heads, None]
-        # `[n_valid, n_layers, n_alphas]` in one ranking.
+        # `[n_valid, n_layers, n_alphas]`, all ranked in one call.
         both = knowledge[valid][:, :, None] + weighted[:, None]
         aurocs = column_aurocs(both.reshape(len(valid), -1), labels)
         at = int(np.nanargmax(aurocs))
@@ -144,7 +144,7 @@ def _add_redeep(
     """Add a variant of ReDeEP to the catalogue.
 
     `context` and `knowledge` are the readings of external context and of parametric
-    knowledge; None where that half is left out.
+    knowledge; None leaves that half out.
     """
 
     @baseline(
@@ -178,8 +178,8 @@ _add_redeep("redeep_pks", "ReDeEP-PKS", _FAIR, None, _PKS)
 _add_redeep("redeep_pks:paper", f"ReDeEP-PKS {_DIVERGENCE}", _JSD, None, _PAPER_PKS)
 
 
-# LUMINA: what the model adds by itself against what the passages change, untrained.
-_LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
+# LUMINA, untrained: the model's own contribution against the effect of the passages.
+_LAMBDA = 0.5  # the paper's, for every model; the two terms are not scaled
 _SWAP = (
     "the other passages are those of the next question of the set that shares no title "
     "with the own ones and whose passages hold no gold answer: the rule is unpublished"
@@ -192,9 +192,9 @@ def _add_lumina(
 ) -> None:
     """Add a variant of LUMINA to the catalogue; None leaves that half out.
 
-    `rate` is the reading of the processing rate: a high one means that the answer comes
-    from the model's own knowledge. `change` is that of the discrepancy: a high one
-    means that the passages decided the answer.
+    `rate` is the reading of the processing rate, which is high if the answer comes from
+    the model's own knowledge. `change` is the reading of the discrepancy, which is high
+    if the passages decided the answer.
     """
 
     @baseline(

@@ -1,9 +1,9 @@
-"""Semantic entropy: how evenly drawn answers spread over meanings.
+"""Semantic entropy: how evenly sampled answers spread over meanings.
 
-Kuhn et al. (ICLR 2023) and Farquhar et al. (Nature, 2024), as in the latter's code.
+Kuhn et al. (ICLR 2023) and Farquhar et al. (Nature, 2024), following the latter's code.
 
-Bayesian semantic entropy: what the entropy is likely to be, given few answers. Ciosek,
-Felicioni and Ghiassian (TMLR 2025, arXiv 2504.03579), the estimator SE-Bayes, as in
+Bayesian semantic entropy: the expected entropy given few answers. Ciosek, Felicioni and
+Ghiassian (TMLR 2025, arXiv 2504.03579), estimator SE-Bayes, following
 spotify-research/bayesian-semantic-entropy (d4f1be3, estimation_final.ipynb).
 """
 
@@ -40,8 +40,8 @@ from beatrice.extract.records import Sample
 def mean_log_prob(sample: Sample) -> float:
     """Return the mean log-probability of an answer's tokens, in nats; NaN without any.
 
-    The stop token is left out, except where it is the only token, as in the official
-    code. Of a server's answer without ids all log-probabilities are read.
+    As in the official code, the stop token is left out unless it is the only token. If
+    a server gave no token ids, all log-probabilities count.
     """
     log_probs = sample.log_probs or ()
     n_ids = len(log_probs) if sample.token_ids is None else len(sample.token_ids)
@@ -50,17 +50,14 @@ def mean_log_prob(sample: Sample) -> float:
 
 
 def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> float:
-    """Return the semantic entropy by likelihood, in nats, from 0 to ln n_samples.
+    """Return the likelihood-weighted semantic entropy, in nats, up to ln n_samples.
 
-    `predictive_entropy_rao` on `logsumexp_by_id(..., "sum_normalized")`: a sample
-    weighs as the exponential of its mean log-probability.
+    `predictive_entropy_rao` on `logsumexp_by_id(..., "sum_normalized")`: a sample's
+    weight is the exponential of its mean log-probability. NaN if a sample has none.
 
     Args:
-      mean_log_probs: of the samples, at least one.
+      mean_log_probs: of each sample, at least one.
       clusters: `[n_samples]` ids from 0.
-
-    Returns:
-      NaN where a sample has no log-probability.
     """
     if np.isnan(mean_log_probs).any():
         return math.nan
@@ -70,12 +67,11 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
 
 
 def discrete_entropy(clusters: np.ndarray) -> float:
-    """Return the semantic entropy by counts, in nats (`cluster_assignment_entropy`).
+    """Return the count-based semantic entropy, in nats (`cluster_assignment_entropy`).
 
-    Args:
-      clusters: `[n_samples]` ids from 0, at least one sample.
+    `clusters` are `[n_samples]` ids from 0, of at least one sample.
     """
-    # Sorted: the same counts in another order must tie, to the last bit.
+    # Sorted, so that equal counts in another order tie to the last bit.
     return float(entr(np.sort(np.bincount(clusters)) / len(clusters)).sum())
 
 
@@ -86,7 +82,7 @@ def entropies_of(
     *,
     is_weighted: bool = False,
 ) -> np.ndarray:
-    """Return the entropy of every row, `[n_rows]` nats; NaN without samples."""
+    """Return the entropy of every row in nats, `[n_rows]`; NaN without samples."""
     entropies = np.full(len(inputs.samples), math.nan)
     clusters = clusters_of(inputs, equivalences, clustering)
     for i, (samples, ids) in enumerate(zip(inputs.samples, clusters, strict=True)):
@@ -99,12 +95,12 @@ def entropies_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BayesConfig:
-    """How the entropy is estimated; defaults are those of the notebook."""
+    """How the entropy is estimated; defaults are the official notebook's."""
 
-    n_prior_rows: int = 200  # from which the prior is counted
-    most_meanings: int = 7  # of the prior; more count as this many
+    n_prior_rows: int = 200  # rows over which the prior is counted
+    most_meanings: int = 7  # in the prior; more count as this many
     concentration: float = 0.5  # of the Dirichlet prior, per meaning
-    n_draws: int = 1000  # of the importance sampling
+    n_draws: int = 1000  # for importance sampling
     n_seeds: int = 5
     first_seed: int = 42
 
@@ -113,11 +109,11 @@ _NOTEBOOK = BayesConfig()
 
 
 def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]:
-    """Return the shares of rows by their number of meanings, ascending."""
+    """Return the share of rows for each number of meanings, in ascending order."""
     if not n_meanings:
         raise ValueError(
-            "no training or validation question has drawn answers, expected some, from "
-            "which the prior on the number of meanings is counted; draw answers with "
+            "no training or validation question has sampled answers, which the prior "
+            "on the number of meanings needs; sample some with "
             f"`{SAMPLE.format('RUN')}`"
         )
     numbers, counts = np.unique(
@@ -127,10 +123,10 @@ def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]
 
 
 def tail_of(prior: dict[int, float], n_seen: int) -> dict[int, float]:
-    """Return the prior on the number of meanings where some have been seen.
+    """Return the prior on the number of meanings, given that `n_seen` were seen.
 
-    The prior is cut below `n_seen` and normalised again, not multiplied with the
-    likelihood of the counts; with as many seen as in the prior, or more, none is left.
+    The prior is truncated below `n_seen` and renormalised, not multiplied by the
+    likelihood of the counts. If no number exceeds `n_seen`, all mass is on `n_seen`.
     """
     if n_seen >= max(prior):
         return {n_seen: 1.0}
@@ -139,11 +135,11 @@ def tail_of(prior: dict[int, float], n_seen: int) -> dict[int, float]:
 
 
 def lower_bounds(samples: Sequence[Sample], clusters: np.ndarray) -> np.ndarray:
-    """Return the least probability of each meaning, `[n_clusters]`.
+    """Return a lower bound on the probability of each meaning, `[n_clusters]`.
 
-    The sum over the distinct texts of a meaning, the stop token included; of a text
-    that was drawn twice, the first. Rescaled to .99 where all come to more. NaN where a
-    sample has no log-probabilities.
+    The bound sums the probabilities, including the stop token, of a meaning's distinct
+    texts (of each, the first sample). If all bounds add up to more than .99, they are
+    rescaled to .99. NaN if a sample has no log-probabilities.
     """
     known: set[str] = set()
     bounds = np.zeros(clusters.max() + 1)
@@ -162,22 +158,22 @@ def expected_entropy(
 ) -> np.ndarray:
     """Return the posterior mean of the entropy, for a fixed number of meanings.
 
-    The posterior is a Dirichlet above the bounds; self-normalised importance sampling
-    draws from the uniform distribution above them. A thousand draws leave an error of
-    0.005 where every meaning was seen (7 and 3 of ten), and of 0.06 with two more that
-    were not; all rows share the draws, so that no row's error is luck of its own.
+    The posterior is a Dirichlet truncated at the bounds; self-normalised importance
+    sampling draws from the uniform distribution above them. With a thousand draws, the
+    error is 0.005 if every meaning was seen (7 and 3 of ten samples), and 0.06 with two
+    more unseen meanings. All rows share the draws, so errors do not differ by luck.
 
     Args:
-      counts: `[n_meanings]` samples of each meaning, 0 of one that was not seen.
-      bounds: `[n_meanings]` least probabilities, 0 likewise.
-      draws: `[n_seeds, n_draws, n_meanings]` from a Dirichlet with ones.
+      counts: `[n_meanings]` samples of each meaning, 0 for unseen ones.
+      bounds: `[n_meanings]` lower bounds on probabilities, 0 for unseen ones.
+      draws: `[n_seeds, n_draws, n_meanings]` from a Dirichlet with parameters 1.
       concentration: of the Dirichlet prior.
 
     Returns:
       `[n_seeds]` in nats.
     """
     if len(counts) == 1:
-        return np.zeros(len(draws))  # exactly, so that all such answers tie
+        return np.zeros(len(draws))  # exactly, so that all such rows tie
     p = bounds + (1 - bounds.sum()) * draws
     log_weights = np.log(np.maximum(p, np.finfo(float).tiny)) @ (
         concentration + counts - 1
@@ -197,17 +193,14 @@ def bayesian_entropies(
 
     Args:
       counts: `[n_seen]` samples of each meaning.
-      bounds: `[n_seen]` least probabilities of the same.
+      bounds: `[n_seen]` lower bounds on their probabilities; NaN makes the result NaN.
       prior: see `prior_of`.
-      config: of the estimate.
-
-    Returns:
-      NaN where a bound is.
+      config: how to estimate.
     """
     total = np.zeros(config.n_seeds)
     if np.isnan(bounds).any():
         return total + math.nan
-    # In one order, since meanings are exchangeable and the draws are the same.
+    # Sorted, since meanings are exchangeable but all rows share the draws.
     order = np.lexsort((bounds, counts))[::-1]
     for n_meanings, share in tail_of(prior, len(counts)).items():
         n_more = n_meanings - len(counts)
@@ -222,7 +215,7 @@ def bayesian_entropies(
 
 @cache
 def _draws(n_meanings: int, config: BayesConfig) -> np.ndarray:
-    """Return draws that all rows share: a score depends on no other row or order."""
+    """Return draws shared by all rows; they depend on no row and no order of rows."""
     shape, ones = config.n_draws, np.ones(n_meanings)
     seeds = range(config.first_seed, config.first_seed + config.n_seeds)
     return np.stack(
@@ -233,10 +226,10 @@ def _draws(n_meanings: int, config: BayesConfig) -> np.ndarray:
 def bayesian_scores(
     inputs: DetectorInput, equivalences: Equivalences, name: str
 ) -> DetectorOutput:
-    """Return minus the expected entropy of every row; NaN where nothing was drawn.
+    """Return minus the expected entropy of every row; NaN for rows without samples.
 
-    Labels are not read. `n_prior_rows` of the output is on how many rows of which split
-    the prior was counted: of training, or of validation where none of these has draws.
+    Labels are not read. The output row `n_prior_rows` says over how many rows the prior
+    was counted, and of which split: training, or validation if training has no samples.
     """
     rows, samples, config = inputs.rows, inputs.samples, _NOTEBOOK
     clusters = clusters_of(inputs, equivalences, distinct_clusters)
@@ -261,7 +254,7 @@ _FIRST_MATCH = (
     "cluster whatever the NLI model finds"
 )
 _RAW_NOTE = "log-probabilities are the model's own, before temperature, top-p and top-k"
-# What differs: of the name, of the title, in a sentence; and how meanings are found.
+# Suffixes of name and title, the difference in words, and how meanings are found.
 _Kind = tuple[str, str, str, Equivalences, Clustering]
 _KINDS: tuple[_Kind, ...] = (
     ("", "", "", by_entailment, official_clusters),
@@ -273,7 +266,7 @@ _KINDS: tuple[_Kind, ...] = (
 def _add(
     name: str, title: str, function: str, note: str, is_weighted: bool, kind: _Kind
 ) -> None:
-    """Add a semantic entropy to the catalogue; `function` is of the official code."""
+    """Add a semantic entropy to the catalogue; `function` is the official code's."""
     suffix, more, difference, equivalences, clustering = kind
 
     @baseline(

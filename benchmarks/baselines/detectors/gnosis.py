@@ -1,9 +1,8 @@
-"""The network of Gnosis: two streams, one of maps and one of states, and a gate.
+"""The network of Gnosis: a stream of attention maps, a stream of states, and a gate.
 
-The parts, and how they are joined, are those of Amirhosein-gh98/Gnosis f8ff11d
-(models/qwen3: `AttnFeatureExtractorLite_D3` on statistics, `HiddenFeatureExtractorLite`
-and `CorrectnessHeadLite`); of the paper (arXiv 2512.20578) the abstract alone could be
-read.
+The parts and how they are joined follow Amirhosein-gh98/Gnosis f8ff11d (models/qwen3:
+`AttnFeatureExtractorLite_D3` on statistics, `HiddenFeatureExtractorLite` and
+`CorrectnessHeadLite`); only the abstract of the paper (arXiv 2512.20578) was available.
 """
 
 import dataclasses
@@ -39,28 +38,27 @@ _N_HEADS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GnosisConfig:
-    """How the head is built and fitted; in brackets what the official code has."""
+    """How the head is built and fitted; brackets show the official code's values."""
 
-    width: int = 32  # of a token, and of each stream's vector [192, and 256]
-    head_widths: tuple[int, ...] = (64, 32)  # of what joins the streams [384, 128]
+    width: int = 32  # of a token, and of each stream's vector [192 and 256]
+    head_widths: tuple[int, ...] = (64, 32)  # layers on the joined streams [384, 128]
     n_grid: int = 2  # convolutions over layers and heads [6]
     n_map_seeds: int = 4  # learned queries that pool the heads [8]
-    n_state_seeds: int = 3  # those that pool the steps [3]
-    n_self: int = 1  # attention of the steps to each other, how often [3]
+    n_state_seeds: int = 3  # learned queries that pool the steps [3]
+    n_self: int = 1  # self-attention blocks over the steps [3]
     dropout: float = 0.1  # everywhere [0.1]
-    n_seeds: int = 3  # heads that are fitted [1]
+    n_seeds: int = 3  # fitted heads [1]
     n_epochs: int = 20  # most passes over the training rows [2]
-    # epochs without a better validation AUROC, after which a seed ends
-    patience: int = 5
-    batch_size: int = 32  # of a step [36]
-    # of Adam, after a tenth of all steps; it falls along a cosine to a tenth [1e-4, the
-    # same shape]
+    patience: int = 5  # epochs without a better validation AUROC that end a seed
+    batch_size: int = 32  # per step [36]
+    # Adam's peak rate, after a tenth of all steps; then a cosine decay to a tenth of
+    # it [1e-4, with the same schedule].
     learning_rate: float = 1e-3
     root_seed: int = 0  # of all randomness [42]
 
 
 class _Attend(nn.Module):
-    """Attention to some tokens, then a feed-forward part; norms behind both."""
+    """Attention to tokens, then a feed-forward layer, each followed by a norm."""
 
     dropout: float
 
@@ -80,7 +78,7 @@ class _Attend(nn.Module):
 
 
 class _Pool(nn.Module):
-    """Learned queries attend to tokens; a small network makes one vector of them."""
+    """Pools tokens by learned queries and a small network into one vector."""
 
     n_seeds: int
     dropout: float
@@ -98,36 +96,36 @@ class _Pool(nn.Module):
 
 
 def _shifted(values: jax.Array, axis: int, by: int) -> jax.Array:
-    """Move entries along an axis; what comes in is 0."""
+    """Shift entries along an axis, filling with zeros."""
     padding = [(0, 0, 0)] * values.ndim
-    padding[axis] = (by, -by, 0)  # a negative one cuts off
+    padding[axis] = (by, -by, 0)  # negative padding crops
     return jax.lax.pad(values, jnp.zeros((), values.dtype), padding)
 
 
 class ChannelConv(nn.Module):
-    """A convolution of 3 along an axis, each channel for itself, without a bias."""
+    """A depthwise convolution of size 3 along an axis, without a bias."""
 
     axis: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map `[n, …, width]` to the same."""
+        """Return an array of the shape of `tokens`, `[n, …, width]`."""
         width = tokens.shape[-1]
         init = nn.initializers.normal(3**-0.5)
         kernel = self.param("kernel", init, (3, *[1] * (tokens.ndim - 1), width))
-        # Sums of shifted arrays: under vmap over seeds a convolution would be grouped.
+        # A sum of shifted arrays: vmap over seeds would make a grouped convolution.
         taps = [_shifted(tokens, self.axis, 1 - i) * kernel[i] for i in range(3)]
         return taps[0] + taps[1] + taps[2]
 
 
 class SpreadConv(nn.Module):
-    """A convolution of 5 spread-out steps, in groups of channels; norm and GELU."""
+    """A dilated, grouped convolution of size 5, then a norm and GELU."""
 
     spread: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map `[n, n_steps, width]` to the same."""
+        """Return an array of the shape of `tokens`, `[n, n_steps, width]`."""
         n, n_steps, width = tokens.shape
         size = width // _N_GROUPS
         parts = tokens.reshape(n, n_steps, _N_GROUPS, size)
@@ -141,7 +139,7 @@ class SpreadConv(nn.Module):
 
 
 class _MapEncoder(nn.Module):
-    """One vector of what the maps of all heads are like."""
+    """Encodes the attention maps of all heads as one vector."""
 
     config: GnosisConfig
 
@@ -163,7 +161,7 @@ class _MapEncoder(nn.Module):
 
 
 class _StateEncoder(nn.Module):
-    """One vector of how the states go through the answer."""
+    """Encodes the sequence of the answer's states as one vector."""
 
     config: GnosisConfig
 
@@ -185,7 +183,7 @@ class _StateEncoder(nn.Module):
 
 
 class GnosisHead(nn.Module):
-    """Both streams, each weighted by a gate, and the log-odds of a right answer."""
+    """Both streams, weighted by a gate, and the log-odds of a right answer."""
 
     config: GnosisConfig
 
@@ -198,7 +196,7 @@ class GnosisHead(nn.Module):
         Args:
           maps: `[n, n_layers, n_heads, n_statistics]`.
           states: `[n, n_steps, d_model]`.
-          is_training: whether to drop out.
+          is_training: whether to apply dropout.
         """
         streams = [
             _MapEncoder(self.config)(maps, is_training),
@@ -217,18 +215,18 @@ class GnosisHead(nn.Module):
         return nn.Dense(1)(joined)[:, 0]
 
 
-# Rows that are scored together: an answer has a token for every head of the backbone.
+# Rows scored together; few, since an answer has a token for every attention head.
 _N_SCORED = 64
 
 
 class Inputs(NamedTuple):
-    """What the head reads of `n` answers: maps, standardised, and states."""
+    """The head's inputs for `n` answers: standardised maps, and states."""
 
     maps: np.ndarray
     states: np.ndarray
 
     def at(self, rows: Any) -> "Inputs":
-        """Return some answers."""
+        """Return the inputs of some answers."""
         return Inputs(self.maps[rows], self.states[rows])
 
 
@@ -242,7 +240,7 @@ def _adam(config: GnosisConfig, n_train: int) -> optax.GradientTransformation:
 
 @partial(jax.jit, static_argnames="config")
 def _start(inputs: Inputs, *, config: GnosisConfig) -> tuple[jax.Array, Any]:
-    """Return keys, weights and moments of all seeds."""
+    """Return random keys, initial weights and optimiser states of all seeds."""
     keys = seed_keys(config.root_seed, config.n_seeds)
     adam = _adam(config, len(inputs.maps))
 
@@ -263,7 +261,7 @@ def _epoch(
     *,
     config: GnosisConfig,
 ) -> Any:
-    """Return weights and moments of all seeds after one more epoch."""
+    """Return weights and optimiser states of all seeds after one more epoch."""
     adam = _adam(config, len(labels))
 
     def logits_of(params: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
@@ -295,7 +293,7 @@ def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
 
 
 class Fitted(NamedTuple):
-    """Heads of all seeds, and the epoch (from 1) whose weights each kept."""
+    """Heads of all seeds, and the epoch (from 1) from which each is taken."""
 
     params: Any
     epochs: np.ndarray
@@ -308,17 +306,17 @@ def fit_heads(
     valid_labels: np.ndarray,
     config: GnosisConfig,
 ) -> Fitted:
-    """Fit heads; each keeps the weights of its best epoch on the validation rows.
+    """Fit heads, and take each from its best epoch on validation rows.
 
     Args:
-      train: of the training rows.
-      labels: `[n_train]` bool, True where the answer is correct.
-      valid: of the validation rows.
-      valid_labels: of the same.
-      config: of the fit.
+      train: inputs of the training rows.
+      labels: `[n_train]` bool, True if the answer is correct.
+      valid: inputs of the validation rows.
+      valid_labels: the same for validation rows.
+      config: how to build and fit the heads.
     """
     targets, patience = np.asarray(labels, np.float32), config.patience
-    config = dataclasses.replace(config, patience=0)  # no part of what is compiled
+    config = dataclasses.replace(config, patience=0)  # compiled code does not use it
     keys, fits = _start(train, config=config)
     best, most = fits[0], np.full(config.n_seeds, -np.inf)
     epochs = np.zeros(config.n_seeds, int)
@@ -336,7 +334,7 @@ def fit_heads(
 
 
 def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
-    """Return each seed's leaf of one or the other."""
+    """Choose each seed's leaf from the first or the second."""
     return jnp.where(is_first.reshape(-1, *[1] * (first.ndim - 1)), first, second)
 
 
@@ -347,16 +345,16 @@ def gnosis_scores(
     """Return log-odds of a right answer.
 
     Args:
-      maps: `[n_rows, n_layers, n_heads, n_statistics]` of the heads' attention; each is
-        standardised by the training rows, where the official code projects it as it
-        is: one of them grows with the map, others are shares.
-      states: `[n_rows, n_steps, d_model]`; NaN in either where a row was not read.
-      rows: what the rows are.
-      config: of the fit.
+      maps: statistics of attention maps `[n_rows, n_layers, n_heads, n_statistics]`,
+        which are standardised by the training rows. The official code does not do so,
+        although one of them grows with the map and others are shares.
+      states: `[n_rows, n_steps, d_model]`; either is NaN for rows that were not read.
+      rows: splits and labels of the rows.
+      config: how to build and fit the heads.
 
     Returns:
-      `[n_seeds, n_rows]` scores, NaN where a row was not read; the mean epoch that
-      validation chose.
+      `[n_seeds, n_rows]` scores, NaN for rows that were not read; the mean epoch chosen
+      on validation.
     """
     config = config or GnosisConfig()
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))
@@ -366,7 +364,7 @@ def gnosis_scores(
     )
     labels, valid_labels = rows.labels[train], rows.labels[valid]
     mean, spread = maps[train].mean(0), maps[train].std(0)
-    # What is the same in all training rows is rounding elsewhere, and stays small.
+    # Statistics constant in training differ elsewhere only by rounding: not scaled up.
     scaled = (maps - mean) / np.where(spread > 1e-6, spread, 1.0)
     inputs = Inputs(scaled.astype(np.float32), np.asarray(states, np.float32))
     fitted = fit_heads(inputs.at(train), labels, inputs.at(valid), valid_labels, config)
@@ -389,7 +387,7 @@ def gnosis_scores(
     "thousand answers.",
 )
 def gnosis(inputs: DetectorInput) -> DetectorOutput:
-    """Score by heads on the readings of maps and states, see `gnosis_scores`."""
+    """Score by heads fitted on readings of maps and states, see `gnosis_scores`."""
     maps = reading(inputs, "gnosis_maps", 4, None)
     states = reading(inputs, "gnosis_states", 3, None)
     return gnosis_scores(maps, states, inputs.rows)

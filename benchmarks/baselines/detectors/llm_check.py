@@ -1,8 +1,8 @@
-"""LLM-Check: states, attention, perplexity and entropy of one forward, untrained.
+"""LLM-Check: untrained scores from states, attention and logits of one forward.
 
-Which sign means "wrong" depends on the data (the paper draws both, and the official
-notebook takes minus perplexity and minus attention for answers that other models
-wrote), and no layer is fixed in the code: validation chooses both.
+Which sign means "wrong" depends on the data (the paper shows both, and the official
+notebook uses minus perplexity and minus attention for answers of other models), and the
+code fixes no layer, so validation chooses both.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from beatrice.jaxprobe.tokens import SURPRISAL
 
 
 def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
-    """Return perplexities, as in the code without the stop token, `[n_rows, 1]`."""
+    """Return perplexities without the stop token, as in the code, `[n_rows, 1]`."""
     answers, ragged = inputs.known_answers, read_family(inputs.store, "prob")
     perplexity = np.full((len(answers), 1), np.nan)
     for i, answer in enumerate(answers):
@@ -35,15 +35,14 @@ def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
 
 
 def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, float]]:
-    """Return a score's `[n_rows]` values, and its sign and layer, counted from 1."""
+    """Return a score's values `[n_rows]`, and the chosen sign and layer (from 1)."""
     is_by_layer = name.startswith(("llmcheck_hidden", "llmcheck_attention"))
     if name == "perplexity":
         values = answer_perplexity(inputs)
     else:
         values = reading(inputs, name, 1 + is_by_layer)
     values = values.reshape(len(values), -1)
-    # The official loop over attention layers begins at the second, never scores the
-    # first.
+    # The official loop over attention layers starts at the second layer.
     first = int("attention" in name and values.shape[1] > 1)
     scores, column, sign = oriented(values[:, first:], inputs.rows)
     layer = {"layer": 1 + first + column} if is_by_layer else {}
@@ -68,7 +67,7 @@ _ALIGNED = (
 
 
 def _add(name: str, title: str, reading_name: str, variant: str) -> None:
-    """Add one score to the catalogue: that of a reading, or "perplexity"."""
+    """Add a score to the catalogue, from a reading or "perplexity"."""
 
     @baseline(
         f"llmcheck_{name}",
@@ -97,7 +96,7 @@ for _name, _title, _reading in (
     _add(*_corrected, _SIGN + _ALIGNED)
 
 
-# What is combined: names in the rows of choices, and readings.
+# Scores to combine: prefix of their rows of choices -> reading.
 _COMBINED = {
     "hidden": "llmcheck_hidden_all",
     "attention": "llmcheck_attention_all",
@@ -112,12 +111,12 @@ _COMBINED = {
     title="LLM-Check (combined)",
     source=_SOURCE,
     reads=[name for name in _COMBINED.values() if name != "perplexity"],
-    # Neither the paper nor the code combines them; the paper leaves it to later work.
+    # Neither the paper, which leaves it to later work, nor the code combines them.
     variant="own definition: the mean of hidden, attention, perplexity, window entropy "
     "and entropy, each oriented and standardised on validation answers",
 )
 def llmcheck_combined(inputs: DetectorInput) -> DetectorOutput:
-    """Return the mean of the oriented scores; NaN for a row that lacks one of them."""
+    """Return the mean of the oriented scores; NaN for rows that lack any of them."""
     rows = inputs.rows
     total, chosen = np.zeros(len(rows.ids)), {}
     for prefix, name in _COMBINED.items():

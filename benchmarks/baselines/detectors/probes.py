@@ -1,4 +1,4 @@
-"""Probes of one state: SAPLMA, a linear probe, LLMsKnow, semantic entropy probes."""
+"""Probes of hidden states: SAPLMA, linear, LLMsKnow, semantic entropy probes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from beatrice.jaxprobe.tokens import mean_answer_states
 class SaplmaConfig:
     """How the network is fitted; the paper gives widths, Adam and the epochs.
 
-    The rest are the defaults of Keras, with which others rebuilt it
+    The rest are defaults of Keras, in which others reimplemented it
     (balevinstein/Probes a4dd8d3): no scaling, no decay, no dropout.
     """
 
@@ -66,7 +66,7 @@ class SaplmaNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, states: jax.Array) -> jax.Array:
-        """Return `[n]` logits of `[n, d_model]` states."""
+        """Return logits `[n]` for states `[n, d_model]`."""
         dense = partial(nn.Dense, kernel_init=nn.initializers.glorot_uniform())
         for width in self.widths:
             states = nn.relu(dense(width)(states))
@@ -74,13 +74,13 @@ class SaplmaNetwork(nn.Module):
 
 
 def seed_keys(root_seed: int, n_seeds: int) -> jax.Array:
-    """Return a key of each seed."""
+    """Return a random key for each seed."""
     root = jax.random.key(root_seed)
     return jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(n_seeds))
 
 
 def shuffled_batches(key: jax.Array, n: int, batch_size: int) -> jax.Array:
-    """Return an epoch's examples, `[n_batches, batch_size]`; number n is none."""
+    """Return an epoch's batches `[n_batches, batch_size]` of indices, padded with n."""
     order = jax.random.permutation(key, n)
     padded = jnp.pad(order, (0, -n % batch_size), constant_values=n)
     return padded.reshape(-1, batch_size)
@@ -93,10 +93,10 @@ def take_steps(
     logits_of: Callable[..., jax.Array],
     adam: optax.GradientTransformation,
 ) -> Any:
-    """Return `fit`, weights and moments, after a step on each batch.
+    """Take a step on each batch; return the updated `fit`, weights and optimiser state.
 
-    `batches` are `shuffled_batches`, and what else `logits_of` takes of each: it
-    returns logits of weights and numbers of examples. Labels are `[n]` 0 or 1.
+    `batches` are `shuffled_batches` and any further arguments for each call of
+    `logits_of`, which maps weights and example indices to logits. Labels are `[n]` 0/1.
     """
     n = len(labels)
 
@@ -120,7 +120,7 @@ def take_steps(
 def _fit_seeds(
     states: jax.Array, labels: jax.Array, scored: jax.Array, *, config: SaplmaConfig
 ) -> jax.Array:
-    """Return `[n_seeds, n]` logits of `scored`, one network a seed."""
+    """Fit a network for each seed, and return logits of `scored`, `[n_seeds, n]`."""
     network = SaplmaNetwork()
     adam = optax.adam(config.learning_rate, eps=config.epsilon)
 
@@ -147,13 +147,13 @@ def saplma_logits(
     states: np.ndarray,
     config: SaplmaConfig | None = None,
 ) -> np.ndarray:
-    """Fit the networks of all seeds, and score.
+    """Fit the networks of all seeds, and score states.
 
     Args:
-      train: `[n_train, d_model]` float32.
-      labels: `[n_train]` bool, True where the answer is correct.
-      states: `[n, d_model]` to be scored.
-      config: of the fit.
+      train: training states, `[n_train, d_model]` float32.
+      labels: `[n_train]` bool, True if the answer is correct.
+      states: states to score, `[n, d_model]`.
+      config: how to fit.
 
     Returns:
       `[n_seeds, n]` float64 log-odds of a right answer.
@@ -164,14 +164,14 @@ def saplma_logits(
 
 
 def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the mean state of every answer span, `[n_rows, d_model]` float32."""
+    """Return the mean state over every answer span, `[n_rows, d_model]` float32."""
     return mean_answer_states(store, np.arange(len(store.spec.keys)), layer)
 
 
 def last_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the state at every answer's last token, which emitted its end.
+    """Return the state at every answer's last token, which predicts the end.
 
-    `[n_rows, d_model]` float32; NaN where an answer has no token.
+    `[n_rows, d_model]` float32; NaN for empty answers.
     """
     last = last_steps(store)
     return states_at(store, np.where(last > 0, last, -1), layer)
@@ -183,7 +183,7 @@ def _add_saplma(
     states_of: Callable[[FeatureStore, int], np.ndarray],
     variant: str,
 ) -> None:
-    """Add SAPLMA on some state of an answer, at a layer, to the catalogue."""
+    """Add SAPLMA to the catalogue, on the states that `states_of` returns per layer."""
 
     @baseline(
         name,
@@ -226,7 +226,7 @@ _add_saplma(
     variant="Reads the mean state of the answer span; layer and penalty by validation.",
 )
 def linear_probe(inputs: DetectorInput) -> DetectorOutput:
-    """Return log-odds from the layer and the penalty that validation chooses."""
+    """Return log-odds at the layer and penalty chosen on validation."""
     store, rows = inputs.store, inputs.rows
 
     def fit_at(layer: int) -> DetectorOutput:
@@ -244,16 +244,16 @@ def linear_probe(inputs: DetectorInput) -> DetectorOutput:
     "probe.py",
     reads=("mlp_exact_answer",),
     is_trained=True,
-    # The official extraction finds the gold answer in right ones, at test time too.
+    # The official code locates the gold answer in right answers, even at test time.
     variant="The exact answer is the whole greedy answer, which is short after worked "
     "examples; fitted on training answers alone, not on those of validation too.",
 )
 def llms_know(inputs: DetectorInput) -> DetectorOutput:
-    """Return log-odds of a right answer from the block that validation chooses.
+    """Return log-odds of a right answer at the block chosen on validation.
 
-    The reading is `[n_rows, n_layers, d_model]`, what the MLP of each block added at
-    the exact answer's last token. Blocks count from 1 in the row of the choice, as the
-    entries of the resid axis that they write to; the official code counts from 0.
+    The reading is the MLP output of each block at the exact answer's last token,
+    `[n_rows, n_layers, d_model]`. Blocks in the row of the choice count from 1, like
+    the entries of the resid axis that they write; the official code counts from 0.
     """
     rows, outputs = inputs.rows, reading(inputs, "mlp_exact_answer", 3, None)
 
@@ -264,15 +264,13 @@ def llms_know(inputs: DetectorInput) -> DetectorOutput:
     return best_layer(fit_at, range(1, outputs.shape[1] + 1), rows, "llms_know")
 
 
-# Semantic entropy probes: from one state, whether drawn answers would disagree.
+# Semantic entropy probes predict from states whether sampled answers would disagree.
 def entropy_threshold(entropies: np.ndarray) -> float:
-    """Return the entropy that parts low ones from high ones best (section 4, eq. 3).
+    """Return the threshold that best separates entropies (section 4, eq. 3).
 
-    Of 100 thresholds, evenly from just above 0 to the largest entropy, the one with the
-    least sum of squared deviations from the means of both parts.
-
-    Args:
-      entropies: `[n]` nats, at least one.
+    Out of 100 thresholds, spaced evenly from just above 0 to the largest entropy, it
+    minimises the sum of squared deviations from the means of both parts. `entropies`
+    are `[n]` nats, at least one.
     """
 
     def deviations(threshold: float) -> float:
@@ -283,11 +281,11 @@ def entropy_threshold(entropies: np.ndarray) -> float:
 
 
 def best_range(aurocs: Sequence[float]) -> tuple[int, int]:
-    """Return the `[start, stop)` of neighbouring layers with the largest mean AUROC.
+    """Return the range `[start, stop)` of layers with the largest mean AUROC.
 
-    The last layer is in no range, as in the code, and a range has five layers at least.
-    Of fewer than six layers it is all but the last; of one, that one. Of equals, the
-    first and shortest.
+    As in the code, a range excludes the last layer and has at least five layers. With
+    fewer than six layers, it is all but the last; a single layer is kept. Ties go to
+    the first and shortest range.
     """
     n = max(1, len(aurocs) - 1)
     ranges = [(i, j) for i in range(n) for j in range(i + min(5, n), n + 1)]
@@ -301,18 +299,16 @@ def entropy_probe(
     rows: Rows,
     name: str,
 ) -> DetectorOutput:
-    """Return log-odds of low semantic entropy, from neighbouring layers side by side.
+    """Return log-odds of low semantic entropy, from a range of concatenated layers.
 
-    The threshold is of the training rows of all sets together. A probe of each layer
-    says how well it tells right answers from wrong ones on validation, and the range of
-    layers is chosen by that; the code does so on the test rows. So samples of training
-    rows alone are read.
+    The threshold is chosen on the training rows of all sets together. The range of
+    layers maximises the AUROC for correctness of single-layer probes on validation (in
+    the code, on test rows). Thus only the samples of training rows are read.
 
     Args:
-      states_of: of a layer, `[n_rows, d_model]`; NaN where an answer has no such state.
-      layers: of the store, rising.
-      entropies: `[n_rows]` discrete semantic entropy in nats; NaN where no answer was
-        drawn.
+      states_of: returns a layer's states `[n_rows, d_model]`; NaN for answers without.
+      layers: layers of the store, ascending.
+      entropies: `[n_rows]` discrete semantic entropy in nats; NaN without samples.
       rows: with labels and splits.
       name: of the detector.
 
@@ -323,8 +319,8 @@ def entropy_probe(
     train = np.flatnonzero(is_known & (rows.splits == "train"))
     if not len(train):
         raise ValueError(
-            f"{name}: no training answer has a semantic entropy, from which it learns; "
-            f"draw answers with `{SAMPLE.format('RUN')}`"
+            f"{name}: no training answer has a semantic entropy to learn from; sample "
+            f"answers with `{SAMPLE.format('RUN')}`"
         )
     threshold = entropy_threshold(entropies[train])
     is_low = entropies < threshold
@@ -344,27 +340,27 @@ def entropy_probe(
     return DetectorOutput(scores_of(*layers[start:stop]), chosen)
 
 
-StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of lengths and last steps
+StepOf = Callable[[np.ndarray, np.ndarray], np.ndarray]  # from lengths and last steps
 
 
 def before_generation(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the step TBG of answers, from their lengths and last steps `[n_rows]`."""
+    """Return the step TBG (token before generation) of every answer, `[n_rows]`."""
     return np.zeros_like(last)
 
 
 def second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the step of the second-last answer token, as the paper says it.
+    """Return the step of the second-last answer token, as defined in the paper.
 
-    Of one token that is the last of the prompt; of none, no step.
+    For one-token answers, this is the prompt's last token; for empty ones, no step.
     """
     return lengths - 1
 
 
 def official_second_last(lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the step SLT of the code: two before the last token's.
+    """Return the step SLT of the official code, two before that of the last token.
 
-    Its index n - 2 counts from the prompt's pass, so that it is the third-last token;
-    of one token the index is -1, which Python reads as the last step.
+    Its index n - 2 counts from the prompt's step, so this is the third-last token. For
+    an answer of one token, the index is -1, which in Python means the last step.
     """
     return np.where(lengths >= 2, lengths - 2, last)
 
@@ -378,7 +374,7 @@ _VARIANT = (
 def _add_sep(
     name: str, title: str, step_of: StepOf, token: str, equivalences: Equivalences
 ) -> None:
-    """Add a semantic entropy probe of one token, which `token` says in words."""
+    """Add a semantic entropy probe to the catalogue; `token` describes its token."""
 
     @baseline(
         name,
@@ -394,7 +390,7 @@ def _add_sep(
         store = inputs.store
         steps = step_of(answer_lengths(store), last_steps(store))
         states_of = partial(states_at, store, steps)
-        # Drawn answers of the training rows alone are read.
+        # Only the samples of training rows are read.
         is_train = inputs.rows.splits == "train"
         pairs = zip(inputs.samples, is_train, strict=True)
         train = dataclasses.replace(inputs, samples=[x if y else () for x, y in pairs])

@@ -1,14 +1,14 @@
-"""SelfCheckGPT and EigenScore: do drawn answers agree with the answer, or differ?
+"""SelfCheckGPT and EigenScore: agreement of sampled answers.
 
 SelfCheckGPT (Manakul et al., EMNLP 2023), as in potsawee/selfcheckgpt (19b492a): the
 two variants that need no second language model, NLI and unigrams, by sentence.
 
 EigenScore, INSIDE (Chen et al., ICLR 2024), as in alibaba/eigenscore (ea8062a,
-func/metric.py, `getEigenIndicator_v0`), with ten answers. What is read is the state of
-each answer's last token before the stop, at entry floor((n_layers + 1) / 2) of the
-resid axis: the official code finds that token by ids above 2, which holds for LLaMA-1/2
-and OPT alone, and reads the first token of the prompt for an answer of one token. The
-feature clipping of the paper is not in its code, and not here.
+func/metric.py, `getEigenIndicator_v0`), with ten answers. It reads the state of each
+answer's last token before the stop, at entry floor((n_layers + 1) / 2) of the resid
+axis. The official code finds that token by ids above 2, which is correct only for
+LLaMA-1/2 and OPT, and reads the prompt's first token for answers of one token. The
+paper's feature clipping is not in its code, and not here.
 """
 
 import collections
@@ -29,14 +29,14 @@ from beatrice.benchmarks.baselines.detectors.clustering import relations_by_row
 from beatrice.extract.records import spaced
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 
-# After a mark that ends a sentence, which may be followed by a quote or bracket; not
-# after an initial or a title. No blank follows the full stops of Chinese and Japanese.
+# After a mark that ends a sentence, perhaps with a quote or bracket, but not after an
+# initial or a title. No space follows the full stops of Chinese and Japanese.
 _SENTENCE_END = re.compile(
     r"""(?:(?<=[.!?…؟۔।])|(?<=[.!?…؟۔।]["')\]”’»]))"""
     r"(?<!\b[A-Z]\.)(?<!\b(?:Dr|Mr|Ms|St|vs)\.)(?<!\b(?:Mrs|Rev|Gen)\.)(?<!\bProf\.)"
     r"""\s+(?=["'(\[“‘«¿¡]*[A-Z\d])|\n|(?<=[。！？])(?![。！？」』”’）])"""
 )
-# A number, initials, what follows an apostrophe; else a word, or a single mark.
+# A number, initials or a contraction after an apostrophe; else a word or a mark.
 _TOKEN = re.compile(
     r"\d+(?:[.,]\d+)+|(?<!\w)[^\W\d]\.(?:[^\W\d]\.)*|['’](?:s|m|re|ve|ll|d)\b"
     r"|\w+|[^\w\s]"
@@ -44,8 +44,8 @@ _TOKEN = re.compile(
 
 
 def sentences_of(text: str) -> list[str]:
-    """Return the sentences of a text, stripped; the official code takes spaCy's."""
-    # A letter of another alphabet begins a sentence as A does, unless it is small.
+    """Return the stripped sentences of a text (the official code uses spaCy's)."""
+    # Letters of other alphabets can start a sentence like "A", unless lower-case.
     latin = (
         "A" if not c.isascii() and c.isalpha() and not c.islower() else c for c in text
     )
@@ -59,9 +59,9 @@ def sentences_of(text: str) -> list[str]:
 def tokens_of(text: str) -> list[str]:
     """Return the words and marks of a text, lower-cased.
 
-    Those of spaCy's English tokenizer, of which this spares the dependency, in all but
-    27 of 3,000 answers of Gemma 3 270M; sentences were the same in all but one. See
-    `spaced` for scripts without blanks.
+    They agree with spaCy's English tokenizer, which would be another dependency, in all
+    but 27 of 3,000 answers of Gemma 3 270M; sentences agree in all but one. See
+    `spaced` for scripts without spaces.
     """
     return _TOKEN.findall(spaced(text.lower()))
 
@@ -69,9 +69,9 @@ def tokens_of(text: str) -> list[str]:
 def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     """Return the mean over sentences of their rarest token's surprisal, in nats.
 
-    Shares of tokens are counted over the answer and all samples together, so no token
-    of the answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob"). Sentences
-    without a token (zero-width characters) do not count. 0 or more; NaN if none does.
+    Token frequencies are counted over the answer and all samples, so no token of the
+    answer is unknown (`SelfCheckNgram(n=1)`, "avg_max_neg_logprob"). Sentences without
+    tokens (zero-width characters) are ignored. At least 0; NaN without any tokens.
     """
     tokens = [*filter(None, map(tokens_of, sentences))]
     drawn = map(tokens_of, samples)
@@ -87,9 +87,9 @@ def _contradictions(
 ) -> DetectorOutput:
     """Return minus the mean probability that samples contradict the answer, in [-1, 0].
 
-    The probability is that of contradiction against entailment, neutral left out (eq. 9
-    of the paper); the mean is over samples, then over sentences. The question is not
-    read. NaN where nothing was drawn or the answer is empty.
+    The probability is of contradiction against entailment, without neutral (eq. 9 of
+    the paper); the mean is over samples, then sentences. The question is not read. NaN
+    for rows without samples or with an empty answer.
     """
     rows = [
         [pair_of(x, s.text) for x in sentences_of(answer.text) for s in samples]
@@ -98,9 +98,9 @@ def _contradictions(
     values = np.full(len(rows), np.nan)
     for i, relations in enumerate(relations_by_row(inputs, rows)):
         p_entailment, _, p_contradiction = relations.T
-        with np.errstate(invalid="ignore"):  # 0 / 0 of a pair that is surely neutral
+        with np.errstate(invalid="ignore"):  # 0 / 0 for a surely neutral pair
             p = p_contradiction / (p_entailment + p_contradiction)
-        # Every sentence has as many samples: the mean of means is the mean of all.
+        # Sentences have equally many samples, so the mean of means is the mean.
         if len(p):
             values[i] = -math.fsum(p) / len(p)
     return DetectorOutput(values[None])
@@ -119,7 +119,7 @@ _SELFCHECK = (
     variant="as many samples as the run has, not 20; a pattern splits sentences",
 )
 def selfcheck_nli(inputs: DetectorInput) -> DetectorOutput:
-    """Score by contradiction, a sentence as the premise, as in the official code."""
+    """Score by contradiction, with a sentence as premise, as in the official code."""
     return _contradictions(inputs, lambda sentence, sample: (sentence, sample))
 
 
@@ -132,7 +132,7 @@ def selfcheck_nli(inputs: DetectorInput) -> DetectorOutput:
     "paper; otherwise as the other",
 )
 def selfcheck_nli_paper(inputs: DetectorInput) -> DetectorOutput:
-    """Score by contradiction, a sample as the premise."""
+    """Score by contradiction, with a sample as premise."""
     return _contradictions(inputs, lambda sentence, sample: (sample, sentence))
 
 
@@ -145,7 +145,7 @@ def selfcheck_nli_paper(inputs: DetectorInput) -> DetectorOutput:
     "by patterns, not by spaCy",
 )
 def selfcheck_ngram(inputs: DetectorInput) -> DetectorOutput:
-    """Return minus `unigram_max` of every row; NaN if it is empty or not drawn for."""
+    """Return minus `unigram_max`; NaN without samples or for an empty answer."""
     values = [
         -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
         if samples
@@ -159,11 +159,11 @@ _RIDGE = 1e-3
 
 
 def official_eigenscore(states: np.ndarray) -> float:
-    """Return the mean log10 eigenvalue of the covariance, as the code has it.
+    """Return the mean log10 eigenvalue of the covariance, as in the official code.
 
-    The paper's products (`mean_log_eigenvalue`) are not divided by d_model - 1, beside
-    which the same ridge weighs less: that changes the order of answers, and not their
-    scale alone. States are `[n_samples, d_model]`, each centred over its channels.
+    The paper (`mean_log_eigenvalue`) does not divide products by d_model - 1, so the
+    same ridge weighs less: this changes the order of answers, and not only the scale.
+    `states` is `[n_samples, d_model]`; each state is centred over its channels.
     """
     covariance = np.cov(states) + _RIDGE * np.eye(len(states))
     return float(np.linalg.slogdet(covariance)[1] / len(states)) / math.log(10)
@@ -172,7 +172,7 @@ def official_eigenscore(states: np.ndarray) -> float:
 def _eigenscores(
     inputs: DetectorInput, eigenscore: Callable[[np.ndarray], float]
 ) -> DetectorOutput:
-    """Return minus the score of every row; NaN of fewer than two states."""
+    """Return minus the EigenScore of every row; NaN with fewer than two states."""
     values = []
     for states in reading(inputs, "sample_states", 3, dtype=None):
         states = states[~np.isnan(states).any(axis=1)].astype(np.float64)
@@ -193,7 +193,7 @@ _INSIDE = "Chen et al., ICLR 2024 (INSIDE), section 3.1; alibaba/eigenscore ea80
     "not at .5, .99 and 10; the last token before the stop is read whatever its id",
 )
 def eigenscore_official(inputs: DetectorInput) -> DetectorOutput:
-    """Score by the formula of the official code."""
+    """Score by the official code's formula."""
     return _eigenscores(inputs, official_eigenscore)
 
 
@@ -207,5 +207,5 @@ def eigenscore_official(inputs: DetectorInput) -> DetectorOutput:
     "natural, as in the paper; read as the other",
 )
 def eigenscore_paper(inputs: DetectorInput) -> DetectorOutput:
-    """Score by the formula of the paper."""
+    """Score by the paper's formula."""
     return _eigenscores(inputs, mean_log_eigenvalue)

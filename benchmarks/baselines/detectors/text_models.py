@@ -1,9 +1,9 @@
-"""The upper rungs of text alone: linear SVM, MLP, and a fine-tuned sentence encoder.
+"""Stronger text-only detectors: linear SVM, MLP, and a fine-tuned sentence encoder.
 
-The lower ones, the commoner class and logistic regression, are in `../plain.py`. All
-read the same text and are chosen on the same validation rows; the paper (appendix "How
-Far Surface Text Alone Goes") names the classifiers and none of their settings, so those
-here are ours.
+The weaker ones, majority class and logistic regression, are in `../plain.py`. All read
+the same text and are chosen on the same validation rows. The paper (appendix "How Far
+Surface Text Alone Goes") names the classifiers but none of their settings, so these are
+ours.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from beatrice.jaxprobe.rows import Rows
 
 
 def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
-    """TF-IDF of all texts `[n_rows, n_words]`, with the words of the training texts."""
+    """Return TF-IDF of all texts `[n_rows, n_words]`, fitted on training texts."""
     vectorizer = word_pairs().fit([texts[i] for i in rows.where("train")])
     return csr_matrix(vectorizer.transform(texts))
 
@@ -56,21 +56,21 @@ class MlpConfig:
     penalties: tuple[float, ...] = (10.0, 1.0, 0.1)
     learning_rate: float = 1e-3
     max_epochs: int = 20
-    patience: int = 3  # epochs without a better one
+    patience: int = 3  # epochs without improvement before it stops
     n_seeds: int = 3
 
 
 def mlp_scores(
     texts: Sequence[str], rows: Rows, config: MlpConfig | None = None
 ) -> DetectorOutput:
-    """Return P(answer is correct) of an MLP on TF-IDF, `[n_seeds, n_rows]`.
+    """Return P(answer is correct) from an MLP on TF-IDF, `[n_seeds, n_rows]`.
 
-    The first seed's validation AUROC chooses the penalty, of equals the strongest;
-    every seed's own chooses its epoch.
+    The first seed's validation AUROC chooses the penalty (ties: the strongest); each
+    seed's own chooses its epoch.
     """
     config = config or MlpConfig()
     train = rows.where("train")
-    # Half the time of float64: Adam moves the weights of every word of a text.
+    # float32 takes half the time of float64: Adam updates the weights of every word.
     matrix = csr_matrix(_tfidf(texts, rows), dtype=np.float32)
     labels = both_classes(rows.labels[train], len(train), "training")
 
@@ -101,8 +101,8 @@ def best_epoch(
 ) -> tuple[float, np.ndarray, int]:
     """Return the validation AUROC, scores and number of the best epoch.
 
-    `epochs` yields the scores `[n_rows]` after each, and is asked for no more after
-    `patience` without a better one.
+    `epochs` yields the scores `[n_rows]` after each epoch; it is stopped after
+    `patience` epochs without a better one.
     """
     valid = rows.where("validation")
     labels = both_classes(rows.labels[valid], len(valid), "validation")
@@ -124,19 +124,19 @@ class FineTuneConfig:
     batch_size: int = 32
     learning_rate: float = 2e-5
     weight_decay: float = 0.01
-    warmup: float = 0.1  # share of the steps; then the rate falls to 0 in a line
-    n_tokens: int = 256  # of a text; what is cut is the end of the passages
+    warmup: float = 0.1  # share of the steps, before the rate falls linearly to 0
+    n_tokens: int = 256  # most tokens of a text; the end of the passages is cut
     n_seeds: int = 1
 
 
 def encoder_scores(
     texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig | None = None
 ) -> DetectorOutput:
-    """Return log-odds of a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
+    """Return log-odds from a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
 
-    All weights and a linear head on the mean of the token states are trained, and
-    validation AUROC chooses the epoch. At `path` are a Transformers encoder in
-    safetensors, and its tokenizer.
+    Trains all weights and a linear head on the mean token state; validation AUROC
+    chooses the epoch. `path` holds a Transformers encoder in safetensors, with its
+    tokenizer.
     """
     config = config or FineTuneConfig()
     best = [_fine_tuned(texts, rows, path, config, x) for x in range(config.n_seeds)]
@@ -150,7 +150,7 @@ def encoder_scores(
 def _fine_tuned(
     texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig, seed: int
 ) -> tuple[float, np.ndarray, int]:
-    """Fine-tune with one seed; see `best_epoch` for what comes back."""
+    """Fine-tune with one seed; return the best epoch, see `best_epoch`."""
     import torch
     from transformers import get_linear_schedule_with_warmup
 
@@ -161,10 +161,10 @@ def _fine_tuned(
     n_steps = config.n_epochs * math.ceil(len(train) / size)
     targets = torch.tensor(labels, dtype=torch.float32, device=device)
 
-    # On every GPU of the machine Torch would make a context, and warn.
+    # By default, Torch would create a context on every GPU of the machine, and warn.
     with torch.random.fork_rng(gpus):
         torch.default_generator.manual_seed(seed)
-        torch.cuda.manual_seed(seed)  # without a GPU it does nothing
+        torch.cuda.manual_seed(seed)  # does nothing without a GPU
         what = "a text encoder such as E5 or MiniLM"
         tokenizer, encoder, _ = load_pretrained(path, "AutoModel", what)
         head = torch.nn.Linear(encoder.config.hidden_size, 1)
@@ -213,13 +213,13 @@ _PAPER = "Paper, appendix 'How Far Surface Text Alone Goes', without settings"
 
 @baseline("tfidf_svm", title="TF-IDF, linear SVM", source=_PAPER, is_trained=True)
 def tfidf_svm(inputs: DetectorInput) -> DetectorOutput:
-    """Score by `svm_scores`."""
+    """Score with a linear SVM, see `svm_scores`."""
     return svm_scores(inputs.texts, inputs.rows)
 
 
 @baseline("tfidf_mlp", title="TF-IDF, MLP", source=_PAPER, is_trained=True)
 def tfidf_mlp(inputs: DetectorInput) -> DetectorOutput:
-    """Score by `mlp_scores`."""
+    """Score with an MLP, see `mlp_scores`."""
     return mlp_scores(inputs.texts, inputs.rows)
 
 
@@ -232,9 +232,9 @@ def tfidf_mlp(inputs: DetectorInput) -> DetectorOutput:
     variant="the encoder given by path; the paper fine-tunes e5-base",
 )
 def text_encoder(inputs: DetectorInput) -> DetectorOutput:
-    """Score by `encoder_scores` of the encoder in `inputs.encoder`."""
+    """Score with the fine-tuned `inputs.encoder`, see `encoder_scores`."""
     if inputs.encoder is None:
         raise ValueError(
-            "a text encoder is needed: encoder= (of a verb, --encoder DIRECTORY)"
+            "a text encoder is needed; pass encoder= or, to a verb, --encoder DIRECTORY"
         )
     return encoder_scores(inputs.texts, inputs.rows, inputs.encoder)

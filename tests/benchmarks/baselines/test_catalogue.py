@@ -79,7 +79,7 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
 @pytest.mark.parametrize("name", ["linear_probe", "p_true", "semantic_entropy"])
 def test_a_sign_that_is_turned_is_caught(given, name):
     turned = broken(name, lambda f, e: DetectorOutput(-f(e).scores))
-    assert any("is the sign turned?" in fault for fault in violations(turned, given))
+    assert any("is the sign reversed?" in fault for fault in violations(turned, given))
 
 
 @pytest.mark.parametrize("name", ["linear_probe", "tfidf_svm", "redeep", "sep:words"])
@@ -101,7 +101,7 @@ def test_samples_of_the_next_question_are_caught(given, name):
         return score(dataclasses.replace(inputs, samples=[*drawn[1:], drawn[0]]))
 
     faults = violations(broken(name, shifted), given)
-    assert any("drawn to other test questions" in fault for fault in faults)
+    assert any("drawn for other test questions" in fault for fault in faults)
 
 
 @pytest.mark.parametrize("name", [n for n in QUICK if KNOWN[n].reads])
@@ -160,7 +160,7 @@ CENTRED = "which other test answers"
 WRONG = {
     "test labels": (
         lambda e: np.where(SPLITS == "test", e.rows.labels, signal(e))[None],
-        "it reads them",
+        "the detector reads them",
     ),
     "shape": (signal, "expected floats [n_seeds, 240]"),
     "kind": (lambda e: (signal(e) > 0)[None], "scores are bool"),
@@ -189,7 +189,7 @@ HELD_OUT = np.repeat(["train", "validation", "test", "ood"], N // 4)
 @pytest.mark.parametrize(
     ("score", "words"),
     [
-        (lambda e: e.rows.labels, "it reads them"),
+        (lambda e: e.rows.labels, "the detector reads them"),
         (lambda e: np.nan_to_num(signal(e)), "not read has a score"),
         (lambda e: signal(e) / np.nanstd(signal(e)[HELD_OUT == "ood"]), CENTRED),
     ],
@@ -204,7 +204,7 @@ def test_a_random_detector_is_not_said_to_read_labels_or_other_answers():
     random = np.random.default_rng(5)
     noisy = baseline_of(lambda e: signal(e)[None] + random.normal(size=N))
     faults = violations(noisy, signals())
-    assert faults == ["the same inputs give other scores the second time"]
+    assert faults == ["the same inputs give different scores the second time"]
 
 
 def test_a_score_of_chance_is_not_blamed_for_its_sign():

@@ -488,8 +488,8 @@ def test_remote_code_is_not_run(tmp_path):
 
 WEIGHTS = "model.safetensors"
 BROKEN = {
-    "no configuration": (lambda x: (x / "config.json").unlink(), "is no directory"),
-    "no weights": (lambda x: (x / WEIGHTS).unlink(), "is no directory"),
+    "no configuration": (lambda x: (x / "config.json").unlink(), "is not a directory"),
+    "no weights": (lambda x: (x / WEIGHTS).unlink(), "is not a directory"),
     "pickled weights": (
         lambda x: (x / WEIGHTS).rename(x / "pytorch_model.bin"),
         "safetensors",

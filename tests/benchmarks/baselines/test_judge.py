@@ -508,7 +508,7 @@ def test_what_a_run_lacks_is_said(tmp_path):
     write_json_atomic(run.samples / "config.json", {"splits": ["train", "test"]})
     assert unmet(known["sep:words"], run, BaselinesConfig()) is None
     bare = make_run(tmp_path / "bare", [an_example()])
-    assert "with_context alone" in unmet(known["redeep"], bare, BaselinesConfig())
+    assert "only for with_context" in unmet(known["redeep"], bare, BaselinesConfig())
     assert unmet(known["tfidf_svm"], bare, BaselinesConfig()) is None
 
 
@@ -542,7 +542,7 @@ def run(smoke_run, tmp_path_factory):
     quick = {name for name, x in catalogue().items() if not (x.needs or x.reads)}
     assert {name for name, _ in judged(result)} == quick
     done = call("baselines", path, "--only", "again")
-    assert "baselines: eigenscore needs drawn answers" in done.stderr
+    assert "baselines: eigenscore needs samples" in done.stderr
     call("report", path)
     return result
 

@@ -112,7 +112,7 @@ def test_hooks_on_transformers_read_the_same_or_are_not_timed():
         dataclasses.replace(x, spans=x.spans + [[0, 1], [1, 0], [0, 0]])
         for x in bench.sequences
     ]
-    with pytest.raises(ValueError, match="hooks read other attn than the reader"):
+    with pytest.raises(ValueError, match="hooks and reader give different attn"):
         bench.require_same(Hooked(bench.model, later))
 
 
