@@ -1,11 +1,11 @@
 """From trained encoders and selected heads to a calibrated detector.
 
-With context the pool that heads are selected from is the with-context encoders, then
-the closed-book ones reading the closed-book pass of the same question. Closed-book it
-is the closed-book encoders. The `run_…` functions read a run as values.
+With context, heads are selected from a pool of the with-context encoders followed by
+the closed-book encoders, which read the closed-book pass of the same question;
+closed-book, from the closed-book encoders. The `run_…` functions read these from a run.
 
-Calibration sees validation rows alone: one map a head, and the P that the head then
-gives them certifies its decisions.
+Calibration uses only validation rows: one map is fitted per head, and the resulting P
+of these rows certifies the head's decisions.
 """
 
 import dataclasses
@@ -103,9 +103,9 @@ BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
 
 
 class Pool(NamedTuple):
-    """What the pool of a setting puts out on its rows.
+    """The outputs of a setting's pool of encoders on its rows.
 
-    It has `n_subsets` encoders of each pass; a family alone is at `2**f - 1`.
+    Each pass has `n_subsets` encoders; that of only family f is at `2**f - 1`.
     """
 
     train: PoolOutputs
@@ -122,11 +122,10 @@ def pool_of(
     n_seeds: int,
     questions: Mapping[Setting, np.ndarray] | None = None,
 ) -> Pool:
-    """Return a setting's pool, of the outputs of encoders on all rows of their passes.
+    """Return a setting's pool from the outputs of encoders on all rows of their passes.
 
-    With context the closed-book pass of the same question is read too where it is
-    there. `questions` are the ids of the questions where those of `rows` are others: of
-    groups.
+    With context, the closed-book pass of the same question is included if `outputs` has
+    it. `questions` are question ids, for `rows` whose ids are those of groups.
     """
     setting_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
@@ -169,23 +168,23 @@ def branch_setting(branch: HeadName) -> Setting:
 
 
 def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
-    """Return the branches that score answers of some settings."""
+    """Return the branches that score answers of these settings."""
     return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
 
 
 def reads(
     branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
 ) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of positions in a branch's pool.
+    """Return the (pass, subset name) of each position in a branch's pool.
 
-    `names` are of all subsets of a pass.
+    `names` are the names of all subsets.
     """
     setting, n = branch_setting(branch), len(names)
     return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
 
 
 def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
-    """Return printed names of pool positions: [HP] with context, (HA) without."""
+    """Return pool positions as printed: [HP] for with context, (HA) for closed-book."""
     return [
         f"({name})" if where == "closed_book" else f"[{name}]"
         for where, name in reads(branch, members)
@@ -193,7 +192,7 @@ def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
 
 
 class Round(Record, frozen=True, kw_only=True):
-    """One accepted round of a search; `candidates` are AUROCs by pool position."""
+    """An accepted round of a search; `candidates` are AUROCs by pool position."""
 
     added: int
     auroc: float
@@ -201,7 +200,7 @@ class Round(Record, frozen=True, kw_only=True):
 
 
 class SearchSummary(Record, frozen=True, kw_only=True):
-    """How a search went, as it is saved beside its heads."""
+    """The course of a search, saved with its heads."""
 
     members: tuple[int, ...]
     n_slots: int
@@ -209,10 +208,10 @@ class SearchSummary(Record, frozen=True, kw_only=True):
     rounds: tuple[Round, ...]
 
 
-SEEN = ("train", "validation")  # the rows that a detector knows
-_MOST_BYTES = 1 << 30  # of signals, and of what encoders make of them, at once
-_OF_A_KIND = 64  # rows of similar length that are worth a batch of their own
-# Of a head and the signals of the same answers in each pass.
+SEEN = ("train", "validation")  # splits that a detector was fitted on
+_MOST_BYTES = 1 << 30  # of signals and activations in memory at once
+_OF_A_KIND = 64  # fewest rows of similar length for a batch of their own
+# Maps a head, and the signals of the same answers in each pass, to scores.
 ScoreBatch = Callable[[HeadName, Mapping[Setting, Features]], Scores]
 
 
@@ -221,7 +220,7 @@ class Grid:
     """A setting's trained encoders: every subset with every seed.
 
     `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
-    None where no family is stored by layer.
+    or None if no family is stored by layer.
     """
 
     store: FeatureStore
@@ -245,7 +244,7 @@ class FusedHead(NamedTuple):
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       scores: `[n_seeds, n_rows]` uncalibrated probabilities.
-      n_tried: encoders among which validation chose the first.
+      n_tried: number of encoders from which validation chose the first.
     """
 
     members: Sequence[int]
@@ -256,13 +255,13 @@ class FusedHead(NamedTuple):
 
 
 def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
-    """Return a head that passes on one encoder's logits, as fresh heads do."""
-    # Two slots, of which one stays empty: no array of the head is then empty.
+    """Return a head that passes on one encoder's logits, like a fresh head."""
+    # Two slots, one of which stays empty, so that no array of the head is empty.
     config = FusionConfig(hidden=1, n_slots=2, is_mean_first=True)
     n_seeds, n_rows = outputs.logits.shape
     inputs = head_inputs(outputs.pooled[:, None, :1], outputs.logits[:, None, :1])
     slots, mask = (jnp.asarray(x) for x in slots_of((0,), config.n_slots))
-    init = jax.jit(FusionHead(config).init)  # compiled whole, not by operation
+    init = jax.jit(FusionHead(config).init)  # else each operation compiles
     params = jax.device_get(init(jax.random.key(0), inputs[0], slots, mask))
     params = jax.tree.map(lambda x: np.repeat(x[None], n_seeds, axis=0), params)
     ends = np.clip(outputs.logits.astype(np.float64), -LARGEST, LARGEST)
@@ -270,8 +269,7 @@ def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
 
 
 MapKind = Literal["increasing", "isotonic"]
-# From raw scores, labels and questions to a map. The paper's, isotonic regression, does
-# not ask which answers belong to one question.
+# Fit maps to scores, labels and questions; the paper's, isotonic, needs no questions.
 FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
     "increasing": choose_calibrator,
     "isotonic": lambda scores, labels, questions: fit_calibrator(scores, labels),
@@ -281,7 +279,7 @@ FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
 def calibrated_head(
     branch: HeadName, fused: FusedHead, grid: Grid, precision: float, kind: MapKind
 ) -> SettingHead:
-    """Fit a head's map on the validation rows, and keep the P that it gives them."""
+    """Fit a head's map on the validation rows, and keep the resulting P of them."""
     where, trained = map(grid.rows.where, ("validation", "train"))
     scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     questions = grid.rows.ids[where]
@@ -303,7 +301,7 @@ def calibrated_head(
 
 
 def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
-    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`."""
+    """Return the weights of subsets, leaves `[n_seeds, n_subsets, ...]`."""
     seeds = sorted({member.seed for member in trained.members})
     indices = [
         [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
@@ -312,7 +310,7 @@ def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
 
 
 def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
-    """Return some subsets' encoders, with where the signals of training lay."""
+    """Return the encoders of some subsets, with the ranges of the training signals."""
     store, rows, dims = grid.store, grid.rows, grid.dims
     return EncoderBank(
         dims=dims,
@@ -340,7 +338,7 @@ def calibrated(
     precision: float = 0.9,
     kind: MapKind = "increasing",
 ) -> Detector:
-    """Return the detector of selected heads, and of the encoders that they read."""
+    """Return the detector of selected heads and the encoders that they read."""
     heads: dict[HeadName, SettingHead] = {
         branch: calibrated_head(
             branch, head, grids[branch_setting(branch)], precision, kind
@@ -365,12 +363,11 @@ def score_store(
     score: ScoreBatch,
     examples: np.ndarray | None = None,
 ) -> Scores:
-    """Return a detector's scores of stored answers, read a few at a time.
+    """Return a detector's scores of stored answers, read in batches.
 
-    The answers are those of the branch's setting, of which `examples` `[n]` are at
-    least one; a head that reads closed-book encoders too finds the answer to the same
-    question in that pass. `layer` as of `Grid`. `score` is the detector's forward pass,
-    see `pgir.bridge.TorchForward`.
+    The answers are those of the branch's setting, or `examples` `[n]` of them, at least
+    one. A head that also reads closed-book encoders uses the closed-book answer to the
+    same question. `layer` is as in `Grid`; for `score` see `pgir.bridge.TorchForward`.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
@@ -417,8 +414,8 @@ def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
     )
     if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not has_spans:
         raise ValueError(
-            f"{store.url} has {stored}, and the detector was trained on {dims}; give "
-            "the signals that it was trained on"
+            f"{store.url} has {stored}, but the detector was trained on {dims}; pass a "
+            "store of the signals that it was trained on"
         )
 
 
@@ -426,7 +423,7 @@ def _ids(store: FeatureStore) -> np.ndarray:
     return np.array([key[0] for key in store.spec.keys])
 
 
-N_FOLDS = 5  # of `fold_calibrators`
+N_FOLDS = 5  # folds of `fold_calibrators`
 
 
 def select_config(run: RunDir) -> SelectConfig:
@@ -442,13 +439,13 @@ def run_branches(run: RunDir) -> tuple[HeadName, ...]:
 def run_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a branch's heads and scores, and the summary of its search."""
+    """Return a branch's selected heads and scores, and the summary of its search."""
     tree, summary = checkpoint.restore(run.selection / branch, SearchSummary)
     return tree, msgspec.to_builtins(summary)
 
 
 def run_pool(run: RunDir, setting: Setting) -> Pool:
-    """Return a setting's pool, of the outputs of the run's own encoders."""
+    """Return a setting's pool from the outputs of the run's encoders."""
     passes: list[Setting] = [setting]
     if setting == "with_context" and "closed_book" in settings_of(run):
         passes.append("closed_book")
@@ -461,12 +458,12 @@ def run_pool(run: RunDir, setting: Setting) -> Pool:
 
 
 def run_bootstrap(run: RunDir) -> BootstrapConfig:
-    """Return how a run's intervals are made, with the run's seed."""
+    """Return the configuration of a run's intervals, with the run's seed."""
     return run.settle("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
 
 
 def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
-    """Return a head's maps by fold of validation questions; see `cross_fit`."""
+    """Return a head's map for each fold of validation questions; see `cross_fit`."""
     _, rows = open_rows(run, branch_setting(branch))
     where = rows.where("validation")
     scores = _fused(run, branch).scores.mean(axis=0)[where]
@@ -478,12 +475,12 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """The run's section `calibrate`.
+    """The section `calibrate` of a run.
 
     Attributes:
-      precision: share of decisions that shall be right: to trust an answer, or not to.
-      maps: from scores to P. Isotonic regression is the paper's; it makes hundreds of
-        answers equal, and much of P of a difference of rounding at its steps.
+      precision: share of decisions, to trust or distrust, that should be right.
+      maps: kind of map from scores to P. Isotonic regression is the paper's; it gives
+        hundreds of answers the same P, and at its steps rounding can change P a lot.
     """
 
     precision: float = 0.9
@@ -493,8 +490,7 @@ class CalibrateConfig:
         """Check that precision is in (0, 1]."""
         if not 0 < self.precision <= 1:
             raise ValueError(
-                "precision: expected a share above 0 and at most 1, got "
-                f"{self.precision}"
+                f"precision: expected a share in (0, 1], got {self.precision}"
             )
 
 
@@ -505,7 +501,7 @@ CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = {
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
-    """Return the heads that a branch's search has chosen."""
+    """Return the heads that a branch's search selected."""
     tree, summary = run_selection(run, branch)
     config = dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"])
     champion = tree["champion"]
@@ -534,7 +530,7 @@ def _grid(run: RunDir, setting: Setting) -> Grid:
 
 
 def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
-    """Return what a run's detector is trained on; `store` is any of the run's."""
+    """Return the provenance of a run's detector; `store` is any of the run's."""
     sections = read_manifest(run.path)["sections"]
     ends = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
     questions = (e for e in read_examples(run) if e.split == "train")

@@ -1,9 +1,9 @@
-"""From a score to a calibrated probability.
+"""Maps from scores to calibrated probabilities, and measures of calibration.
 
-For the paper's tables isotonic regression on validation scores (its controller
-section). For probes one of three strictly increasing maps, chosen by cross-fitted log
-loss: isotonic steps make hundreds of answers equal, and at 600 answers cost more log
-loss than they repair. And the measures of how well probabilities are calibrated.
+The paper's tables use isotonic regression on validation scores (its controller
+section). Probes use one of three strictly increasing maps, chosen by cross-fitted log
+loss: isotonic steps give hundreds of answers the same P, and on 600 answers they cost
+more log loss than they repair.
 """
 
 import hashlib
@@ -15,24 +15,24 @@ import numpy as np
 
 from beatrice.extract.records import Record
 
-# Of the first two none is fitted; a saved probe may have them.
+# The first two are not fitted here, but a saved probe may have them.
 MapName = Literal["identity", "temperature", "platt", "beta", "centred", "isotonic"]
 _SUREST = 1e-9  # a raw probability closer to 0 or 1 counts as this close
-LEAST_TO_CHOOSE = 200  # answers from which on maps are compared
-LEAST_OF_RARER = 20  # right, and wrong, answers from which on maps are compared
-STANDARD_ERRORS = 2.0  # by which a simpler map may lose and still be taken
+LEAST_TO_CHOOSE = 200  # fewest answers with which maps are compared
+LEAST_OF_RARER = 20  # fewest right, and fewest wrong, answers with which they are
+STANDARD_ERRORS = 2.0  # by which a simpler map may lose and still be chosen
 _N_FOLDS = 10
-_N_DRAWS = 1000  # of right and wrong, by which chance is told
-_TIE = 0.02  # share of the raw score in a centred map, which keeps answers apart
+_N_DRAWS = 1000  # draws of labels in `ece_by_chance`
+_TIE = 0.02  # weight of the raw score in a centred map, which keeps answers distinct
 
 
 class Calibrator(Record, frozen=True, kw_only=True):
     """A map from raw scores to P(correct): its name and a few numbers.
 
-    Of a raw probability p in [0, 1] it is sigmoid(a ln p - b ln(1 - p) + c), where (1,
-    1, 0) is the identity and a = b an affine map of the logit; or the line through
-    `n_knots`, increasing scores and non-decreasing P, constant outside of them, if
-    there are any. `msgspec.to_builtins` is its plain form.
+    With knots, increasing `scores` and non-decreasing `p_correct`, it interpolates
+    linearly between them and is constant outside. Without, it maps a raw probability p
+    in [0, 1] to sigmoid(a ln p - b ln(1 - p) + c) for `numbers` (a, b, c): (1, 1, 0) is
+    the identity, and a = b affine in the logit. `msgspec.to_builtins` serialises it.
     """
 
     name: MapName
@@ -41,7 +41,7 @@ class Calibrator(Record, frozen=True, kw_only=True):
     p_correct: tuple[float, ...] = ()
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
-        """Calibrated probability of being correct, float64 of the shape of `scores`."""
+        """Return calibrated probabilities, float64 in the shape of `scores`."""
         if self.scores:
             return np.interp(scores, self.scores, self.p_correct)
         ends = np.clip(np.asarray(scores, np.float64), _SUREST, 1 - _SUREST)
@@ -49,7 +49,7 @@ class Calibrator(Record, frozen=True, kw_only=True):
 
 
 def _terms(p: np.ndarray) -> np.ndarray:
-    """Return ln p, -ln(1 - p) and 1 of probabilities, `[..., 3]`."""
+    """Return ln p, -ln(1 - p) and 1 of each probability, `[..., 3]`."""
     return np.stack([np.log(p), -np.log1p(-p), np.ones_like(p)], axis=-1)
 
 
@@ -74,18 +74,18 @@ class Reliability(NamedTuple):
 
 
 def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
-    """Isotonic regression of correctness on scores, away from certainty.
+    """Fit isotonic regression of correctness on scores, bounded away from certainty.
 
-    A level that the regression fits to `k` right ones of `n` is worth (k + 1/2) / (n +
-    1), the midpoint of Wilson's interval of one standard error. No probability lies
-    beyond the highest and the lowest of these: ten right answers among ten are no 1.0,
-    and levels with hundreds of rows stay where they are (the paper has no such bound).
+    A level that the regression fits to `k` right answers of `n` supports (k + 1/2) / (n
+    + 1), the midpoint of Wilson's interval of one standard error. All probabilities are
+    clipped to the range of these values, so that ten right answers of ten do not give
+    1.0, while levels with hundreds of rows hardly change. The paper has no such bound.
 
     Args:
       scores: `[n_examples]`, higher means more likely correct.
       labels: `[n_examples]` bool.
     """
-    # Here, since it takes a second to load, and most stages fit no map.
+    # Imported here: it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
 
     scores = _finite(scores)
@@ -101,18 +101,18 @@ def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:
-    """Return scores as float64."""
+    """Return scores as float64; check that there are any, and that all are finite."""
     scores = np.asarray(scores, np.float64)
     if not scores.size or not np.isfinite(scores).all():
         raise ValueError(
-            f"calibration needs finite scores; got {scores.size}, of which "
-            f"{int((~np.isfinite(scores)).sum())} are not finite"
+            f"calibration needs at least one score, all finite; got {scores.size}, of "
+            f"which {int((~np.isfinite(scores)).sum())} are not finite"
         )
     return scores
 
 
 def _supported_levels(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return isotonic levels, what each is worth, and the level of each row."""
+    """Return isotonic levels, the P that each supports, and the level of each row."""
     levels, level_of = np.unique(fitted, return_inverse=True)
     n = np.bincount(level_of)
     return levels, (levels * n + 0.5) / (n + 1.0), level_of
@@ -121,7 +121,7 @@ def _supported_levels(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 def _fit_numbers(
     raw: np.ndarray, labels: np.ndarray, name: MapName, n_free: int
 ) -> Calibrator:
-    """Fit a = b and c (a normal prior draws them to the identity), or a, b and c."""
+    """Fit a = b and c, with a normal prior around the identity, or a, b and c."""
     from scipy.optimize import minimize
 
     terms, labels = _terms(np.clip(raw, _SUREST, 1 - _SUREST)), labels.astype(float)
@@ -135,8 +135,8 @@ def _fit_numbers(
         slope = design.T @ (_sigmoid(logits) - labels) + drawn / deviations
         return float(value), slope
 
-    # A slope of zero or less would make answers equal, or turn their order round; of
-    # answers that are wholly in order it has no maximum, and P would be 1.
+    # Bounds: a slope of zero or less would make answers equal or reverse their order;
+    # for perfectly ranked answers the slope would grow without limit, and P become 1.
     bounds = [*[(1e-2, 4.0)] * (n_free - 1), (None, None)]
     fitted = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B").x
     a, b, c = (float(x) for x in fitted @ np.array(spread, float))
@@ -144,7 +144,7 @@ def _fit_numbers(
 
 
 def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
-    """Centred isotonic regression (arXiv 1701.05964), with a fiftieth of the score."""
+    """Fit centred isotonic regression (arXiv 1701.05964), with 2 % of the raw score."""
     from sklearn.isotonic import IsotonicRegression
 
     fitted = IsotonicRegression(y_min=0.0, y_max=1.0).fit_transform(raw, labels)
@@ -154,7 +154,7 @@ def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
     levels = np.clip(levels, supported.min(), supported.max())
     at = np.concatenate([levels[:1], levels, levels[-1:]])
     at = (1 - _TIE) * at + _TIE * knots
-    inner = np.append(np.diff(knots) > 0, True)  # an answer may lie at 0 or 1 itself
+    inner = np.append(np.diff(knots) > 0, True)  # scores may be exactly 0 or 1
     return Calibrator(
         name="centred",
         scores=tuple(knots[inner].tolist()),
@@ -163,9 +163,9 @@ def _fit_centred(raw: np.ndarray, labels: np.ndarray) -> Calibrator:
 
 
 _Fit = Callable[[np.ndarray, np.ndarray], Calibrator]
-# From simple to flexible. Platt's map, drawn to the identity, leaves a score that is
-# calibrated nearly as it is (.002 nats lost at 200 answers) and repairs one that is
-# not; with the identity itself among them, overconfidence stayed (.037 nats, not .005).
+# From simple to flexible. Platt's map with a prior around the identity hardly changes a
+# calibrated score (.002 nats lost at 200 answers) and repairs others. With the identity
+# itself as a candidate, overconfidence remained (.037 nats instead of .005).
 MAPS: dict[MapName, _Fit] = {
     "platt": partial(_fit_numbers, name="platt", n_free=2),
     "beta": partial(_fit_numbers, name="beta", n_free=3),
@@ -174,7 +174,7 @@ MAPS: dict[MapName, _Fit] = {
 
 
 def log_losses(p_correct: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Log loss of each answer in nats, no more than that of P .001 or .999."""
+    """Return each answer's log loss in nats, with P clipped to [.001, .999]."""
     p = np.clip(p_correct, 1e-3, 1 - 1e-3)
     return -np.log(np.where(labels, p, 1 - p))
 
@@ -184,16 +184,16 @@ def choose_calibrator(
 ) -> Calibrator:
     """Fit the simplest map that is not clearly worse than the best.
 
-    Every map is fitted on nine tenths of the questions and measured on the last, ten
-    times over. Taken is the first of `MAPS` that loses at most two standard errors
-    of the paired difference, by question, to the map of least log loss: rows that had a
-    part in choosing the scorer would otherwise prefer the most flexible one. Where
-    there are too few answers or questions to compare, it is the first.
+    Maps are compared by the log loss of ten-fold cross-fitting over questions. Chosen
+    is the first of `MAPS` that loses at most two standard errors of the paired
+    difference, by question, to the map of least log loss: rows that were used to choose
+    the scorer would otherwise prefer the most flexible map. With too few answers or
+    questions to compare, it is the first map.
 
     Args:
       raw: `[n]` scores in [0, 1].
       labels: `[n]` bool, of both classes.
-      questions: `[n]` names; answers to one question are in one fold.
+      questions: `[n]` names; answers to one question share a fold.
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
@@ -213,7 +213,7 @@ def choose_calibrator(
             losses[name][unseen] = log_losses(p_correct, labels[unseen])
     best = min(losses.values(), key=np.sum)
 
-    def is_good(name: MapName) -> bool:  # as the best itself is, which loses nothing
+    def is_good(name: MapName) -> bool:  # True for the best, which loses nothing
         lost = np.bincount(question, losses[name] - best)
         return lost.sum() <= STANDARD_ERRORS * lost.std(ddof=1) * len(lost) ** 0.5
 
@@ -221,7 +221,7 @@ def choose_calibrator(
 
 
 def folds_of(ids: Sequence[str] | np.ndarray, n_folds: int) -> np.ndarray:
-    """Put questions into folds by id alone, `[n]`: a rewording goes along."""
+    """Return each question's fold by its id only, `[n]`; rewordings share a fold."""
     digests = (hashlib.sha256(str(x).encode()).digest() for x in ids)
     return np.array([int.from_bytes(x[:8], "big") % n_folds for x in digests], int)
 
@@ -234,30 +234,30 @@ def cross_fit(
     folds: np.ndarray,
     n_folds: int,
 ) -> tuple[Calibrator, ...]:
-    """Return for every fold the map that was fitted on the other folds.
+    """Return for each fold the map that is fitted on the other folds.
 
-    What is searched on probabilities of rows that their own map has seen is searched
-    on numbers that are too good; these have not. `fit` makes a map of scores, labels
-    and questions, all `[n_examples]`; `folds` are numbers from 0, one may be empty.
+    What is tuned on the P of rows that their map has seen is tuned on numbers that are
+    too good; these maps have not seen their rows. `fit` takes scores, labels and
+    questions, all `[n_examples]`; `folds` are numbers from 0, and one may be empty.
     """
     others = (folds != k for k in range(n_folds))
     return tuple(fit(scores[x], labels[x], questions[x]) for x in others)
 
 
 def brier(p_correct: np.ndarray, labels: np.ndarray) -> float:
-    """Mean squared difference of probability and outcome, in [0, 1]; NaN of nothing."""
+    """Return the mean squared error of probabilities, in [0, 1]; NaN without data."""
     if not len(labels):
         return float("nan")
     return float(np.mean(np.square(np.asarray(p_correct) - np.asarray(labels))))
 
 
-N_BINS = 10  # equal ones, of every calibration error and picture
+N_BINS = 10  # equal-width bins in every calibration error and diagram
 
 
 def reliability(
     p_correct: np.ndarray, labels: np.ndarray, n_bins: int = N_BINS
 ) -> Reliability:
-    """Mean prediction and accuracy per equal-width bin of predicted probability."""
+    """Return mean prediction and accuracy in equal-width bins of probability."""
     p_correct, labels = np.asarray(p_correct, float), np.asarray(labels, float)
     edges = np.linspace(0.0, 1.0, n_bins + 1)
     bins = np.clip(np.searchsorted(edges, p_correct, side="right") - 1, 0, n_bins - 1)
@@ -269,7 +269,7 @@ def reliability(
 
 
 def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:
-    """Expected calibration error in ten bins, in [0, 1]; NaN of none or NaN."""
+    """Return expected calibration error in [0, 1], ten bins; NaN if empty or of NaN."""
     if not len(labels):
         return float("nan")
     bins = reliability(p_correct, labels)
@@ -278,15 +278,15 @@ def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:
 
 
 def ece_by_chance(p_correct: np.ndarray, questions: np.ndarray, seed: int = 0) -> float:
-    """Return what the calibration error stays below in 39 of 40 draws where P is right.
+    """Return the 97.5 % quantile of the calibration error of perfectly calibrated P.
 
-    The error of a finite sample is above zero whatever P is. Right and wrong are drawn
-    from P itself; answers to one question go together, as far as their P allow.
+    Even then a finite sample has an error above zero. Labels are drawn from P; answers
+    to one question share a random number, and so are right together if P allows.
 
     Args:
       p_correct: `[n]` probabilities, at least one.
       questions: `[n]` names.
-      seed: of the draws.
+      seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)

@@ -1,10 +1,10 @@
-"""Weights on disk: Orbax, one JSON file, and checksums of every file.
+"""Weights on disk: Orbax arrays, a JSON file, and checksums of every file.
 
-Orbax does not notice a flipped bit, so every file's sum is checked before anything is
-read. A checkpoint is either there whole or not at all; finished parts of a longer work
-are in a `Cache` until the whole is saved. Orbax is loaded where it is needed: loading
-it gives the root logger a handler, after which `logging.basicConfig` of a notebook does
-nothing.
+Orbax does not notice a flipped bit, so all checksums are verified before anything is
+read. A checkpoint is written completely or not at all; a `Cache` keeps finished parts
+of longer work until the whole is saved. Orbax is imported inside functions, because
+importing it adds a handler to the root logger, after which a notebook's
+`logging.basicConfig` does nothing.
 """
 
 import contextlib
@@ -47,20 +47,18 @@ def _digest(arrays: Arrays, key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Arrays of the finished parts of a work, one file a part.
+    """Arrays of finished parts of longer work, one file per part.
 
-    Work that is interrupted continues from it: do what is `missing`, save each part as
-    it is done, load them all.
+    To resume interrupted work, do and save the parts that are `missing`, then load all.
     """
 
-    # Of the files; None keeps nothing, and every part is missing.
+    # Folder of the files; None saves nothing, so that every part is missing.
     folder: Path | None = None
-    # Identity of everything the parts depend on; parts saved under another key, and
-    # damaged ones, are missing.
+    # Identity of all that parts depend on; parts damaged or of another key are missing.
     key: str = ""
 
     def path(self, name: str) -> Path | None:
-        """Return the file of a part; its name may have folders, `grid/3-0`."""
+        """Return the file of a part, whose name may have folders (`grid/3-0`)."""
         return self.folder and self.folder / f"{name}.safetensors"
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
@@ -88,11 +86,11 @@ class Cache:
             stream.write(serialize(contiguous, metadata))
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return those parts that are still to be done, in the order of `names`."""
+        """Return the parts that are still to be done, in the order of `names`."""
         return [name for name in names if self.load(name) is None]
 
     def clear(self) -> None:
-        """Delete all parts: the whole is saved elsewhere."""
+        """Delete all parts, once the whole is saved elsewhere."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -113,7 +111,7 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
         (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
 
 
-_N_FILES = 32  # more than Orbax writes, folders and what it renames included
+_N_FILES = 32  # more than Orbax creates, including folders and renamed files
 _RESERVE = getattr(os, "posix_fallocate", None)  # macOS has none
 
 
@@ -122,11 +120,11 @@ def _check_room(
     arrays: list[np.ndarray],
     reserve: Callable[[int, int, int], None] | None = _RESERVE,
 ) -> None:
-    """Check that a disk holds arrays; where it does not, Orbax prints tracebacks.
+    """Raise `OSError` if the disk lacks room for arrays; Orbax would print tracebacks.
 
-    Where no room can be reserved, the disk says how much is free.
+    The room is reserved for a moment, or else compared with the disk's free space.
     """
-    # What Orbax writes beside them; of 24 arrays a file of each kind, 50 KiB in all.
+    # Allow for what Orbax writes besides: for 24 arrays a few files, 50 KiB in all.
     n_left = sum(array.nbytes for array in arrays) + (len(arrays) << 12) + (1 << 17)
     with contextlib.ExitStack() as opened:
         for _ in range(_N_FILES):
@@ -135,18 +133,18 @@ def _check_room(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         while reserve is not None and n_left > 0:
             file = opened.enter_context(tempfile.TemporaryFile(dir=folder))
-            n_bytes = min(n_left, 1 << 30)  # some file systems hold no larger file
+            n_bytes = min(n_left, 1 << 30)  # some file systems limit a file's size
             reserve(file.fileno(), 0, n_bytes)
             n_left -= n_bytes
 
 
 def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:
-    """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config."""
+    """Verify and read a checkpoint: nested dicts of NumPy arrays, and its config."""
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
     verify_checksums(path)
-    what_to_do = "another version of this program made it: do its stage again"
+    what_to_do = "another version of this program wrote it; run its stage again"
     config = read_json(path / CONFIG, kind, what_to_do)
     with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
@@ -158,11 +156,11 @@ def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Deco
 
 
 def is_saved(path: Path, key: str) -> bool:
-    """Tell whether a checkpoint is there, whole, and described with this key."""
+    """Return whether a checkpoint exists, is undamaged, and was saved with this key."""
     if not path.exists():
         return False
     try:
         verify_checksums(path)
         return read_json(path / CONFIG, dict[str, Any], "").get("key") == key
     except ValueError:
-        return False  # damaged: made again and replaced
+        return False  # damaged: will be made again and replaced

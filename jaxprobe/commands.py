@@ -23,7 +23,7 @@ from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, StreamConfig, as_
 if TYPE_CHECKING:
     from beatrice.jaxprobe.calibrate import CalibrateConfig
 
-# What presets are of heads; a test holds it against their configurations.
+# Sizes of heads in each preset; a test compares this with their configurations.
 HEAD_SIZES = (
     "few: heads begin as the mean of their encoders, width 16, batches of 64, 8 epochs "
     "at 0.003; demo: width 16, batches of 512, 8 epochs at 0.003; paper: width 128, "
@@ -34,32 +34,30 @@ HEAD_SIZES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadSizeOptions:
-    """Sizes of fusion heads that are not the run's."""
+    """Sizes of fusion heads that override the run's."""
 
-    preset: Preset | None = option(f"Instead of the run's. {HEAD_SIZES}", type=PRESET)
-    epochs: int | None = option("Most epochs.", min=1)
-    learning_rate: float | None = option(
-        "Rate of the first epoch.", min=0, is_above=True
-    )
+    preset: Preset | None = option(f"Override the run's. {HEAD_SIZES}", type=PRESET)
+    epochs: int | None = option("Maximum number of epochs.", min=1)
+    learning_rate: float | None = option("Initial learning rate.", min=0, is_above=True)
     width: int | None = option("Hidden width.", min=1)
 
     def sizes(self) -> dict[str, Any]:
-        """Return what is given beside the preset, by name."""
+        """Return the options that are given besides the preset, by name."""
         return {name: value for name, value in given(self).items() if name != "preset"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizeOptions(HeadSizeOptions):
-    """Sizes of encoders that are not the run's."""
+    """Sizes of encoders that override the run's."""
 
-    preset: Preset | None = option(f"Instead of the run's. {SIZES}", type=PRESET)
+    preset: Preset | None = option(f"Override the run's. {SIZES}", type=PRESET)
     width: int | None = option(
-        "Hidden width; projections follow in the preset's proportion.", min=1
+        "Hidden width; projections scale in the preset's proportion.", min=1
     )
-    seeds: int | None = option("Encoders of each subset of the families.", min=1)
+    seeds: int | None = option("Encoders per subset of the families.", min=1)
 
     def change(self, config: GridConfig, run_preset: Preset) -> GridConfig:
-        """Return a section of these sizes, its widths in the preset's proportion."""
+        """Return a copy with these sizes, and widths in the preset's proportion."""
         preset = GRID_PRESETS[self.preset or run_preset]
         start = preset if self.preset else config
         return start.resized(**self.sizes(), like=preset.encoder)
@@ -70,17 +68,17 @@ class TrainingOptions:
     """How encoders are trained."""
 
     streamed: bool = option(
-        "Train from the store in groups, not in memory.", False, rare=True
+        "Stream rows from the store in groups, not from memory.", False, rare=True
     )
     mixed: bool = option(
-        "Round the operands of the encoders' products to bfloat16.", False, rare=True
+        "Round operands of the encoders' products to bfloat16.", False, rare=True
     )
     linear_first: bool = option(
-        "Begin encoders as regressions: for a few thousand answers.", False, rare=True
+        "Begin encoders as regressions; for a few thousand answers.", False, rare=True
     )
 
     def change(self, config: GridConfig) -> GridConfig:
-        """Return how encoders are trained, as the options say."""
+        """Return a copy with these options."""
         if self.streamed:
             config = dataclasses.replace(config, stream=StreamConfig())
         if self.linear_first:
@@ -90,10 +88,10 @@ class TrainingOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """For which devices training is planned."""
+    """The device that training is planned for."""
 
     device_memory: int | None = option(
-        "Bytes to plan for, such as 60GiB; by default what JAX takes of the device.",
+        "Memory to plan for, such as 60GiB; default: what JAX may use of the device.",
         rare=True,
         type=Parsed(as_bytes),
     )
@@ -111,11 +109,10 @@ def train(
     work: ShareOptions,
     device: DeviceOptions,
 ) -> None:
-    """Train all fifteen encoders, every seed, every setting of the run.
+    """Train all fifteen encoders with every seed, for every setting of the run.
 
-    Sizes stay with the run, and may be others until encoders have been trained with
-    them. Under torchrun, srun or mpirun, or with --shard, every process trains its
-    share.
+    The run keeps the sizes; they can be changed until encoders have been trained with
+    them. Under torchrun, srun or mpirun, or with --shard, each process trains a share.
 
     Example: beatrice train runs/own --preset few --seeds 5
 
@@ -136,21 +133,21 @@ def train(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """How P and decisions come about; no answer, label or weight depends on it."""
+    """How P and decisions are made; no answer, label or weight depends on it."""
 
     precision: float | None = option(
-        "Share of decisions to be right; may be changed.  [default: 0.9]",
+        "Share of decisions that should be right; can be changed.  [default: 0.9]",
         min=0,
         max=1,
         is_above=True,
     )
     maps: Literal["increasing", "isotonic"] | None = option(
-        "from scores to P: increasing, or isotonic as the paper's (many equal P)",
+        "maps from scores to P: increasing, or isotonic as in the paper (many equal P)",
         rare=True,
     )
 
     def change(self, config: "CalibrateConfig") -> "CalibrateConfig":
-        """Return how to calibrate, as the options say."""
+        """Return a copy with these options."""
         return dataclasses.replace(config, **given(self))
 
 
@@ -158,7 +155,7 @@ class CalibrateOptions:
 @RUN_DIR
 @options(settings=CalibrateOptions)
 def calibrate(run_dir: Path, settings: CalibrateOptions) -> None:
-    """Fit the maps from scores to P on validation; save the detector.
+    """Fit the maps from scores to P on validation rows, and save the detector.
 
     Example: beatrice calibrate runs/demo --precision .95
 

@@ -19,8 +19,8 @@ from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import user_cache
 
 MatmulDtype = Literal["float32", "bfloat16"]
-# Of what a configuration does not say of a fit; until 2 constant features were divided
-# by rounding errors, and steps were taken over groups of other sizes.
+# Version of everything about a fit that its configuration does not record. Version 1
+# divided constant features by rounding errors and took steps on other groups of rows.
 PROTOCOL = 2
 
 
@@ -30,14 +30,14 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _check_counts(config: object, **least: int) -> None:
-    """Check that fields which are there are whole numbers, at least so large."""
+    """Check that fields which are not None are whole numbers of at least `least`."""
     for name, fewest in least.items():
         value = getattr(config, name)
         if value is None:
             continue
         if not isinstance(value, numbers.Integral) or value < fewest:
             raise ValueError(
-                f"{name} must be at least {fewest}, and a whole number, got {value!r}"
+                f"{name} must be a whole number of at least {fewest}, got {value!r}"
             )
 
 
@@ -62,20 +62,20 @@ class EncoderConfig:
     n_groups: int = 8  # of the group normalisation
     dropout: float = 0.1
     input_noise: float = 0.05  # standard deviation, in units of a standardised channel
-    # Operands of matrix products; bfloat16: mixed. An NVIDIA GPU multiplies float32 as
-    # TF32 in training, unless `JAX_DEFAULT_MATMUL_PRECISION` says otherwise.
+    # Type of the operands of matrix products; bfloat16: mixed precision. In training an
+    # NVIDIA GPU multiplies float32 as TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest.
     matmul_dtype: MatmulDtype = "float32"
-    # A linear probe comes first, and the network learns what it leaves; the paper has
-    # none. See `jaxprobe.linear`.
+    # Whether to fit a linear probe first and let the network learn what remains; see
+    # `jaxprobe.linear`. Not in the paper.
     is_linear_first: bool = False
 
     def __post_init__(self):
-        """Check that the widths fit together."""
+        """Check the ranges of the fields, and that groups divide the hidden width."""
         _check_counts(self, projection=1, hidden=1, n_blocks=0, n_groups=1)
         _check_amounts(self, "dropout", "input_noise")
         if self.hidden % self.n_groups:
             raise ValueError(
-                f"hidden width {self.hidden} has no {self.n_groups} equal groups"
+                f"n_groups must divide hidden, got {self.n_groups} and {self.hidden}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
@@ -87,7 +87,7 @@ class EncoderConfig:
 
     @property
     def d_pooled(self) -> int:
-        """Width of the pooled vector handed to the fusion head."""
+        """Width of the pooled vector that the fusion head receives."""
         return 2 * self.hidden
 
 
@@ -98,17 +98,17 @@ class TrainConfig:
     learning_rate: float = 2e-4
     weight_decay: float = 0.01
     batch_size: int = 512
-    max_epochs: int = 60  # 0, of heads alone: they stay the mean logit
-    # Epochs without a validation gain before the rate is halved; None: it stays.
+    max_epochs: int = 60  # 0 (heads only) leaves heads at the mean logit
+    # Epochs without a validation gain before the learning rate is halved; None: never.
     lr_patience: int | None = 4
     patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
-    # Of no compiled code, whose keys are arguments: all seeds share an executable.
+    # Not compared, so that all seeds share compiled code, whose arguments are keys.
     root_seed: int = dataclasses.field(default=0, compare=False)
-    n_microbatches: int | None = None  # of a batch; None: 128 rows each
+    n_microbatches: int | None = None  # per batch; None: 128 rows each
 
     def __post_init__(self):
-        """Check that counts are positive."""
+        """Check the ranges of the fields, and that a batch splits into equal parts."""
         _check_counts(self, batch_size=1, max_epochs=0, patience=1, n_seeds=1)
         _check_counts(self, lr_patience=1, n_microbatches=1)
         _check_amounts(self, "learning_rate", "weight_decay")
@@ -116,49 +116,48 @@ class TrainConfig:
             raise ValueError("learning_rate must be above 0, got 0.0")
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
-                f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
+                "n_microbatches must divide batch_size into equal parts, got "
+                f"{self.n_microbatches} and {self.batch_size}"
             )
 
     def microbatches(self) -> int:
-        """Return into how many microbatches of equal size a batch is split.
+        """Return the number of equal microbatches in a batch.
 
-        Each microbatch draws noise and dropout with keys of its own. Its gradient is
-        computed by itself, unless a device's memory asks for another size; see
-        `PlannedConfig`. Activations of about 128 rows stay in a core's cache: at 512 a
-        step took twice the time per token.
+        Each microbatch draws noise and dropout with its own keys. Gradients are also
+        computed per microbatch, unless the device's memory calls for another size (see
+        `PlannedConfig`). Activations of about 128 rows stay in a core's cache: with 512
+        rows a step took twice the time per token.
         """
         if self.n_microbatches is not None:
             return self.n_microbatches
         return 1 if self.batch_size % 128 else self.batch_size // 128
 
     def rows_at_once(self) -> int:
-        """Rows whose gradient is computed together."""
+        """Return the number of rows whose gradient is computed together."""
         return self.batch_size // self.microbatches()
 
     def rows_scored(self) -> int:
-        """Rows that are scored together, without a gradient."""
+        """Return the number of rows that are scored together, without a gradient."""
         return self.batch_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedConfig(TrainConfig):
-    """The protocol as a device's memory allows it; results are the protocol's own."""
+    """A training protocol fitted to a device's memory, with the same results."""
 
-    # Rows of which a gradient is computed, and which are scored, together; one of
-    # `row_choices`.
-    n_rows: int
+    n_rows: int  # per gradient, and scored together; one of `row_choices`
 
     def rows_at_once(self) -> int:
-        """Rows whose gradient is computed together."""
+        """Return the number of rows whose gradient is computed together."""
         return self.n_rows
 
     def rows_scored(self) -> int:
-        """Rows that are scored together, without a gradient."""
+        """Return the number of rows that are scored together, without a gradient."""
         return self.n_rows
 
 
 def row_choices(config: TrainConfig) -> list[int]:
-    """Return the sizes of a batch's parts, largest first, by whole microbatches."""
+    """Return possible `n_rows`, largest first: whole or evenly split microbatches."""
     size = config.batch_size // config.microbatches()
     return [
         n
@@ -167,7 +166,7 @@ def row_choices(config: TrainConfig) -> list[int]:
     ]
 
 
-MOST_SLOTS = 1024  # half a million pairs
+MOST_SLOTS = 1024  # about half a million pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,18 +175,18 @@ class FusionConfig:
 
     hidden: int = 128  # width
     encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
-    n_slots: int = 4  # encoders that it can read
-    # For few answers: a head stays the mean logit of its encoders where what it gains
-    # on that may be chance (`jaxprobe.metrics.is_gain`).
+    n_slots: int = 4  # the most encoders that a head can read
+    # For few answers: keep the mean logit of the encoders unless the head gains more
+    # over it than chance explains (`jaxprobe.metrics.is_gain`).
     is_mean_first: bool = False
 
     def __post_init__(self):
-        """Check that a head has slots, and does not drop every encoder."""
+        """Check the ranges of the fields."""
         _check_counts(self, hidden=1, n_slots=1)
         if self.n_slots > MOST_SLOTS:
             raise ValueError(
-                f"n_slots: expected at most {MOST_SLOTS}, since a head compares every "
-                f"two of them, got {self.n_slots}"
+                f"n_slots must be at most {MOST_SLOTS}, since a head compares every "
+                f"pair of slots; got {self.n_slots}"
             )
         if not 0.0 <= self.encoder_dropout < 1.0:
             raise ValueError(
@@ -197,51 +196,49 @@ class FusionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How a store is split into groups; memory is that of two groups."""
+    """How a store is split into groups, two of which must fit in memory."""
 
-    n_chunk: int = 64  # neighbours that are read together; more of them read faster
-    n_mixed: int = 32  # chunks that make a group; more of them shuffle better
+    n_chunk: int = 64  # consecutive rows read together; larger chunks read faster
+    n_mixed: int = 32  # chunks in a group; larger groups shuffle better
 
     def __post_init__(self) -> None:
         """Check that sizes are positive."""
         _check_counts(self, n_chunk=1, n_mixed=1)
 
     def n_groups(self, n_examples: int) -> int:
-        """Return into how many groups examples are split."""
+        """Return the number of groups that examples are split into."""
         return -(-n_examples // (self.n_chunk * self.n_mixed))
 
     def group_rows(self, n_examples: int) -> int:
-        """Return the rows of each group of examples, whole chunks."""
+        """Return the number of rows in a group, a whole number of chunks."""
         n_chunks = -(-n_examples // self.n_chunk)
         return -(-n_chunks // self.n_groups(n_examples)) * self.n_chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridConfig:
-    """The run's section `train`: every encoder × seed."""
+    """The section `train` of a run: how every encoder and seed is trained."""
 
     encoder: EncoderConfig = EncoderConfig()  # widths
-    # The protocol; the run's seed takes the place of its own.
-    train: TrainConfig = TrainConfig()
-    # How encoders read a store that is larger than memory, or None where all of it is
-    # in memory; batches are then mixed within groups, which changes results.
+    train: TrainConfig = TrainConfig()  # protocol; the run's seed replaces its seed
+    # How to stream a store that is larger than memory; None reads it all into memory.
+    # Streaming mixes batches within groups, which changes results.
     stream: StreamConfig | None = None
-    # Bytes for which members side by side are planned, or None for those that the
-    # device has; no result depends on it, so that it may change.
+    # Bytes of memory to plan for; None: the device's. No result depends on it.
     device_memory: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that encoders are trained at all."""
+        """Check that encoders are trained for at least one epoch."""
         if self.train.max_epochs < 1:
-            raise ValueError("encoders need max_epochs of at least 1, got 0")
+            raise ValueError("max_epochs of encoders must be at least 1, got 0")
 
     def seeded(self, seed: int) -> "GridConfig":
-        """Return the same with the run's seed in the protocol."""
+        """Return a copy with the run's seed in the protocol."""
         train = dataclasses.replace(self.train, root_seed=seed)
         return dataclasses.replace(self, train=train)
 
     def mixed(self) -> "GridConfig":
-        """Return the same with products whose operands are rounded to bfloat16."""
+        """Return a copy whose matrix products round their operands to bfloat16."""
         encoder = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
         return dataclasses.replace(self, encoder=encoder)
 
@@ -254,10 +251,10 @@ class GridConfig:
         width: int | None = None,
         like: EncoderConfig | None = None,
     ) -> "GridConfig":
-        """Return the same with other sizes; None leaves what is there.
+        """Return a copy with other sizes; None keeps a size.
 
-        Projections follow the width in proportion, that of `like`: a narrow encoder is
-        rounded, and does not tell which it was.
+        Projections scale with the width in the proportion of `like`, since a narrow
+        encoder's own proportion is affected by rounding.
         """
         encoder, like = self.encoder, like or self.encoder
         if width is not None:
@@ -272,11 +269,11 @@ class GridConfig:
         return dataclasses.replace(self, encoder=encoder, train=train)
 
     def linear_first(self) -> "GridConfig":
-        """Return the same with encoders that begin as regressions.
+        """Return a copy whose encoders begin as regressions.
 
-        A network gains on its regression slowly, so its rate stays.
+        Networks improve on their regressions slowly, so their learning rate stays.
         """
-        if self.encoder.is_linear_first:  # an older run's rate stays by a number
+        if self.encoder.is_linear_first:  # older runs have a large lr_patience instead
             return self
         encoder = dataclasses.replace(self.encoder, is_linear_first=True)
         train = dataclasses.replace(self.train, lr_patience=None)
@@ -285,14 +282,13 @@ class GridConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectConfig:
-    """The run's section `select`: fusion heads, and the search over encoders."""
+    """The section `select` of a run: fusion heads, and the search over encoders."""
 
     head: FusionConfig = FusionConfig()  # widths
-    # The heads' protocol; the run's seed takes the place of its own. Of no epochs, sets
-    # are searched and fused by their mean logit, and nothing is trained.
+    # The training protocol of heads; its seed is replaced by the run's. With 0 epochs
+    # nothing is trained: sets are compared and fused by their mean logit.
     train: TrainConfig = TrainConfig()
-    # Validation AUROC that an addition has to gain, delta of algorithm 1.
-    margin: float = 5e-4
+    margin: float = 5e-4  # validation AUROC that an addition must gain (delta, alg. 1)
 
     def resized(
         self,
@@ -301,22 +297,22 @@ class SelectConfig:
         learning_rate: float | None = None,
         width: int | None = None,
     ) -> "SelectConfig":
-        """Return the same with other sizes of the heads; None leaves what is there."""
+        """Return a copy with other sizes of heads; None keeps a size."""
         sizes = _given(max_epochs=epochs, learning_rate=learning_rate)
         train = dataclasses.replace(self.train, **sizes)
         head = dataclasses.replace(self.head, **_given(hidden=width))
         return dataclasses.replace(self, head=head, train=train)
 
     def seeded(self, seed: int) -> "SelectConfig":
-        """Return the same with the run's seed in the protocol."""
+        """Return a copy with the run's seed in the protocol."""
         train = dataclasses.replace(self.train, root_seed=seed)
         return dataclasses.replace(self, train=train)
 
 
-# The demo's sizes aim at minutes on two cores, those of `few` at a minute for a hundred
-# answers, on which networks alone fall below the regressions that they begin as here
-# (docs/measurements.md). Those of `smoke` mean nothing: a minute once it is compiled.
-# The paper's are those of its appendix B.
+# `demo` takes minutes on two cores, `few` a minute for a hundred answers, for which
+# networks alone do worse than the regressions that they begin as in `few`
+# (docs/measurements.md). Results of `smoke` mean nothing; it takes a minute once
+# compiled. `paper` has the sizes of the paper's appendix B.
 GRID_PRESETS: dict[Preset, GridConfig] = {
     "demo": GridConfig(
         # Six epochs of two blocks left the hidden and attention encoders below logistic
@@ -355,7 +351,7 @@ SELECT_PRESETS: dict[Preset, SelectConfig] = {
         train=dataclasses.replace(_HEAD_TRAINING, batch_size=64),
     ),
     "smoke": SelectConfig(
-        # Room for a pool of two passes: all heads share one executable per setting.
+        # Slots for all encoders of two passes: one executable serves all heads.
         head=FusionConfig(hidden=8, n_slots=30),
         train=TrainConfig(learning_rate=3e-3, batch_size=64, max_epochs=2, n_seeds=1),
     ),
@@ -367,7 +363,7 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def as_bytes(text: str) -> int:
-    """Read a number of bytes, at least one, as in "80GiB"; units are powers of 1024."""
+    """Read a positive number of bytes such as "80GiB"; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     n_bytes = int(float(match[1]) * 2 ** _UNITS[match[2]]) if match else 0
     if n_bytes == 0:
@@ -375,36 +371,36 @@ def as_bytes(text: str) -> int:
     return n_bytes
 
 
-# Cores are shared among operations; sharing each one as well costs a third of a
-# training step (measured).
+# Cores already run several operations at once; splitting each operation over them as
+# well costs a third of a training step (measured).
 _SINGLE_THREADED_EIGEN = "--xla_cpu_multi_thread_eigen=false"
-# Code that runs for seconds need not be optimised for longer than that.
+# Optimising code that runs for seconds would take longer than running it.
 XLA_FLAGS: dict[Preset, str] = {
     "demo": _SINGLE_THREADED_EIGEN,
     "few": _SINGLE_THREADED_EIGEN,
     "smoke": f"--xla_backend_optimization_level=0 {_SINGLE_THREADED_EIGEN}",
     "paper": "",
 }
-# A flag that XLA does not know ends the process, and JAX 0.11 knows this one no more:
-# before it XLA had another emitter of loops, which compiles sooner.
+# XLA before JAX 0.11 has an older loop emitter, which compiles faster. From 0.11 on the
+# flag does not exist, and an unknown flag aborts the process.
 _OLD_EMITTER = "xla_cpu_use_fusion_emitters"
 
 
 def old_emitter() -> dict[str, bool]:
-    """Return the option of XLA by which loops are compiled sooner, where it has one."""
+    """Return the XLA option that selects the faster-compiling loop emitter, if any."""
     major, minor = map(int, version("jax").split(".")[:2])
     return {_OLD_EMITTER: False} if (major, minor) < (0, 11) else {}
 
 
 def set_compiler(preset: Preset) -> None:
-    """Set the compiler's flags, unless XLA_FLAGS has some, and its cache.
+    """Set XLA's flags, unless the environment has XLA_FLAGS, and its compilation cache.
 
-    Of a GPU JAX then takes what it needs as it needs it, and not three quarters at
-    once, unless XLA_PYTHON_CLIENT_PREALLOCATE says so: Torch's model lies there, too.
+    JAX then allocates GPU memory as needed instead of three quarters at once, because
+    Torch's model is on the same GPU; XLA_PYTHON_CLIENT_PREALLOCATE overrides this.
 
-    Compiled code is kept in the user's cache directory (`JAX_COMPILATION_CACHE_DIR`
-    names another, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing): a run that is
-    resumed, and the next of the same sizes, compile little.
+    Compiled code is kept in the user's cache directory, so that resumed runs, and other
+    runs of the same sizes, compile little. `JAX_COMPILATION_CACHE_DIR` names another
+    directory; `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
     """
     import jax
 
@@ -412,11 +408,11 @@ def set_compiler(preset: Preset) -> None:
     flags = XLA_FLAGS[preset]
     if preset == "smoke":
         flags += "".join(f" --{name}=false" for name in old_emitter())
-    if flags:  # read from the environment when the first array is made
+    if flags:  # JAX reads them when it makes its first array
         os.environ.setdefault("XLA_FLAGS", flags)
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("compiled")))
-        # Everything is kept: a short run compiles a hundred functions of 50 ms each.
+        # Keep everything: a short run compiles a hundred functions of 50 ms each.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -424,27 +420,27 @@ _ENVIRONMENT = threading.Lock()
 
 
 def set_library_compiler() -> None:
-    """Set the compiler in a program of the user's, whose environment stays as it is.
+    """Set the compiler inside a user's program, without changing its environment.
 
-    The flags are those of whole fits, since a process has them once: the next may be
-    large. The cache stays, since JAX has no public way to close one.
+    A process reads the flags only once, so they are those for full-size fits: a later
+    fit may be large. The cache stays set, since JAX has no public way to close it.
     """
     import jax
 
-    with _ENVIRONMENT:  # or another thread's fit takes these flags for the user's
+    with _ENVIRONMENT:  # else another thread could take these flags for the user's
         names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
         set_compiler("demo")
-        jax.devices()  # JAX has read them with its first device
+        jax.devices()  # makes JAX read them
         for name in names:
             del os.environ[name]
 
 
 @contextlib.contextmanager
 def usual_jax() -> Iterator[None]:
-    """Run JAX with its defaults in this thread, whatever the user's own settings are.
+    """Run JAX with its default settings in this thread, whatever the user has set.
 
-    Weights and signals are float32, the same keys draw the same numbers, and a mesh of
-    the user's splits nothing. Device and precision of products stay the user's.
+    Weights and signals are float32, equal keys draw equal numbers, and a mesh set by
+    the user splits nothing. The user's device and matmul precision still apply.
     """
     import jax
     import numpy as np
@@ -455,7 +451,7 @@ def usual_jax() -> Iterator[None]:
     with (
         mesh,
         jax.enable_x64(False),
-        jax.debug_nans(False),  # some are meant: the loss of an epoch that was not
+        jax.debug_nans(False),  # some NaNs are intended: losses of epochs not run
         jax.disable_jit(False),
         jax.transfer_guard("allow"),
         jax.default_prng_impl("threefry2x32"),

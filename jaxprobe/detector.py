@@ -1,8 +1,8 @@
 """The trained detector: from signals to a calibrated P(answer is correct).
 
-It holds, per pass, the encoders that some head reads, and, per setting, the fusion
-heads of all seeds and a calibrator. The raw score is the mean over seeds of the heads'
-probabilities.
+A detector holds the encoders of each pass that some head reads and, for each setting,
+the fusion heads of all seeds and a calibrator. The raw score is the mean over seeds of
+the heads' probabilities.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from beatrice.jaxprobe.scope import Evidence, Scope, Thresholds, Validation, cer
 Params = Any  # nested dictionaries of arrays
 CONFIG, ARRAYS = "config.json", "probe.safetensors"
 _Kind = TypeVar("_Kind", bound="EncoderBank | SettingHead")
-# Of a pass's features: logits `[n_seeds, n_kept, n_examples]` and pooled vectors
-# `[..., d_pooled]` of its encoders, arrays of any framework.
+# Maps a pass and its features to its encoders' logits `[n_seeds, n_kept, n_examples]`
+# and pooled vectors `[..., d_pooled]`, arrays of any framework.
 Encode = Callable[[Setting, Features], tuple[Any, Any]]
-# Of a head and what its encoders put out, lists over encoders: the fused probability
-# and the encoders' `[n_examples, n_selected]`, each a mean over seeds, in float64.
+# Maps a head and lists of its encoders' logits and pooled vectors to the fused
+# probability and the encoders' `[n_examples, n_selected]`, means over seeds in float64.
 Fuse = Callable[["SettingHead", list[Any], list[Any]], tuple[np.ndarray, np.ndarray]]
 
 
@@ -46,23 +46,23 @@ Fuse = Callable[["SettingHead", list[Any], list[Any]], tuple[np.ndarray, np.ndar
 class EncoderBank:
     """The selected encoders of one pass."""
 
-    dims: FamilyDims  # channels of that pass
-    config: EncoderConfig  # shape of its encoders
-    names: tuple[str, ...]  # subsets, as in "HPA"; one per encoder
-    spans: tuple[int, ...]  # that the encoders read, indices into `SPAN_NAMES`
-    # Of the longest spans in training; whoever pads to them compiles once.
+    dims: FamilyDims  # channels of the pass
+    config: EncoderConfig  # shape of the encoders
+    names: tuple[str, ...]  # the subset of each encoder, such as "HPA"
+    spans: tuple[int, ...]  # spans that the encoders read, indices into `SPAN_NAMES`
+    # Longest length of each span in training; padding to these compiles code once.
     lengths: tuple[int, ...]
-    standardizer: Standardizer  # fitted on its training tokens
+    standardizer: Standardizer  # fitted on the training tokens
     params: Params  # leaves `[n_seeds, n_encoders, ...]`
-    scope: Scope  # where its signals lay in training
+    scope: Scope  # ranges of the training signals
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that an answer as long as training's longest takes, at most."""
+        """Most bytes that encoding takes for an answer no longer than in training."""
         return self.bytes_of(self.lengths)
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
-        """Return the bytes that encoding an answer takes whose spans are so long."""
+        """Return the bytes that encoding takes for an answer with such span lengths."""
         _, first = next(leaves(self.params))
         n_encoders = int(np.prod(first.shape[:2]))
         projected = len(self.dims.sizes) * self.config.projection
@@ -70,10 +70,10 @@ class EncoderBank:
         return 4 * sum(lengths) * (self.dims.total + widths)
 
 
-# `single_pass` reads the with-context pass alone (the paper's ablation "w/o
+# `single_pass` reads only the with-context pass (the paper's ablation "w/o
 # closed-book"), for a caller who has one answer and one forward pass.
 HeadName = Literal["closed_book", "with_context", "single_pass"]
-# By the setting of an answer, the head that reads its own pass alone.
+# For each setting, the head that reads only the setting's own pass.
 OWN_PASS_HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
@@ -83,13 +83,11 @@ OWN_PASS_HEADS: dict[Setting, HeadName] = {
 class Scores(NamedTuple):
     """Scores of `n_examples` answers."""
 
-    # `[n_examples]` mean over seeds of the fused probability, uncalibrated.
-    raw: np.ndarray
+    raw: np.ndarray  # `[n_examples]` uncalibrated fused probability, mean over seeds
     p_correct: np.ndarray  # `[n_examples]` calibrated probability of being correct
-    # `[n_examples, n_selected]` each selected encoder's own probability, mean over
-    # seeds.
+    # `[n_examples, n_selected]` probability of each selected encoder, mean over seeds.
     encoders: np.ndarray
-    encoder_names: tuple[str, ...]  # `n_selected` names, as in "with_context/HPA"
+    encoder_names: tuple[str, ...]  # `n_selected` names such as "with_context/HPA"
 
     def take(self, rows: np.ndarray | slice) -> "Scores":
         """Select examples by index or slice."""
@@ -101,7 +99,7 @@ class Scores(NamedTuple):
 
     @staticmethod
     def joined(scores: "Sequence[Scores]") -> "Scores":
-        """Scores of answers that were scored in parts."""
+        """Join the scores of answers that were scored in parts."""
         *arrays, names = zip(*scores, strict=True)
         return Scores(*map(np.concatenate, arrays), encoder_names=names[0])
 
@@ -113,19 +111,18 @@ class SettingHead:
     # The selected encoders in pool order, as (pass, subset name).
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig  # shape of the heads
-    # Share of decisions that shall be right, where nobody asks for another.
-    precision: float = 0.9
-    evidence: Evidence  # on how many answers it rests
-    validation: Validation  # its P of the answers that it was calibrated on
+    precision: float = 0.9  # default share of decisions that should be right
+    evidence: Evidence  # how many answers it was trained and calibrated on
+    validation: Validation  # P of the answers that it was calibrated on
     params: Params  # leaves `[n_seeds, ...]`
     calibrator: Calibrator  # from raw score to probability
 
     def thresholds(self, precision: float | None = None) -> Thresholds:
-        """Return where decisions begin that are right as often as asked."""
+        """Return the thresholds that hold a precision; None is `self.precision`."""
         both = certified(self.validation, precision or self.precision)
         if not (doubts := self.evidence.doubts):
             return both
-        # A certified threshold among them would be luck.
+        # With so little evidence a certified threshold would be luck.
         nothing = {"p_correct": None, "n_decided": 0, "n_errors": 0, "low": 0.0}
         return Thresholds(
             *(dataclasses.replace(x, **nothing, doubt=doubts[0]) for x in both)
@@ -137,45 +134,41 @@ class Provenance:
     """What a detector was trained on: a model, and how its answers were read."""
 
     model: str  # name or path of the backbone
-    revision: str  # identity of its weights; the detector scores this model alone
-    layer: int  # entry of the resid axis that hidden states are of (0 is the embedding)
-    dtype: str = "float32"  # in which the backbone computed
+    revision: str  # identity of its weights; the detector scores only this model
+    layer: int  # entry of the resid axis read as hidden states (0 is the embedding)
+    dtype: str = "float32"  # type in which the backbone computed
     # Types in which the families were stored, in their order; live signals are rounded
-    # likewise. Empty where they were not rounded.
+    # to them. Empty if signals were not rounded.
     stored_as: tuple[Dtype, ...] = ()
-    # Which tokens were the answer's, see `extract.signals.sequence`.
-    answer_span: AnswerSpan = "emitting"
-    prompt: PromptConfig = PromptConfig()  # how questions were put
-    # The token that ended most answers; None where none ended.
-    stop_id: int | None = None
-    # That the training texts are written in, see `jaxprobe.scope.scripts_of`; empty
-    # where unknown.
+    answer_span: AnswerSpan = "emitting"  # its tokens, see `extract.signals.sequence`
+    prompt: PromptConfig = PromptConfig()  # how questions were asked
+    stop_id: int | None = None  # token that ended most answers; None if none ended
+    # Scripts of the training texts, see `jaxprobe.scope.scripts_of`; empty if unknown.
     scripts: tuple[str, ...] = ()
-    # Of the backbone's config, tokenizer and chat template.
-    hashes: ModelHashes = ModelHashes()
-    # Of weights and config as files, which copies and later commits of a model of the
-    # Hub may share; empty where unknown, and of a model in memory.
+    hashes: ModelHashes = ModelHashes()  # of config, tokenizer and chat template
+    # Hash of the weight and config files, which copies and later commits of a Hub model
+    # may share; empty if unknown, or if the model was in memory.
     files_sha256: str = ""
-    # By which most of the signals came: "decode", of the passes that wrote the answers,
-    # or "teacher_forced", of passes that read them again.
+    # Where most signals came from: "decode", the passes that wrote the answers, or
+    # "teacher_forced", later passes over the finished answers.
     path: ReadingPath = "teacher_forced"
-    attention_layers: AttentionLayers = "all"  # whose attention was read
-    max_new_tokens: int = MAX_NEW_TOKENS  # of an answer
-    stop: tuple[str, ...] | None = None  # that ended answers; None: `prompt.usual_stop`
+    attention_layers: AttentionLayers = "all"  # layers whose attention was read
+    max_new_tokens: int = MAX_NEW_TOKENS  # per answer
+    stop: tuple[str, ...] | None = None  # stop strings; None: `prompt.usual_stop`
 
     @property
     def commit(self) -> str | None:
-        """The commit of a model of the Hub; None of any other."""
+        """The commit of a Hub model; None for any other model."""
         return self.revision if COMMIT.fullmatch(self.revision) else None
 
 
-# Of what is saved. In 8 answers of one P lie in the order of their file; 9 has no hash
-# of the files of a Hub's model.
+# Format of saved detectors. In format 8, answers of equal P are in file order; format 9
+# has no hash of a Hub model's files.
 FORMAT = 10
 
 
 class _Format(msgspec.Struct):
-    """What is read first, since all else may be another version's."""
+    """The format number, read first because all else may differ between versions."""
 
     format: int
 
@@ -203,7 +196,7 @@ def _split_arrays(value: EncoderBank | SettingHead) -> tuple[dict, dict[str, Any
     tree = {
         name: x if isinstance(x, dict) else x._asdict() for name, x in arrays.items()
     }
-    # Field by field: of what was read, `to_builtins` leaves the defaults out.
+    # Field by field, since `to_builtins` omits the defaults of what was read.
     for name, x in fields.items():
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
             fields[name] = dataclasses.asdict(x)
@@ -214,7 +207,7 @@ def _merge_arrays(tree: dict, fields: dict[str, Any], kind: type[_Kind]) -> _Kin
     arrays = {name: _ARRAYS[name](**arrays) for name, arrays in tree.items()}
     value = msgspec.convert({**fields, **arrays}, kind)
     if names := sorted(_names(fields) ^ _names(_split_arrays(value)[1])):
-        raise ValueError(f"fields that are unknown or missing: {', '.join(names)}")
+        raise ValueError(f"unknown or missing fields: {', '.join(names)}")
     return value
 
 
@@ -223,25 +216,24 @@ def _names(fields: Mapping[str, Any]) -> set[str]:
 
 
 def _read_provenance(fields: dict[str, Any] | None) -> Provenance | None:
-    """Return where a detector is from; what it lacks is as of before there was any."""
+    """Return a detector's provenance; missing fields have their defaults."""
     value = msgspec.convert(fields, Provenance | None)
     known = _names(msgspec.to_builtins(value) or {})
     if names := sorted(_names(fields or {}) - known):
-        raise ValueError(f"fields that are unknown: {', '.join(names)}")
+        raise ValueError(f"unknown fields: {', '.join(names)}")
     return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Detector:
-    """Scores answers from their signals, with or without the context's."""
+    """Scores answers from their signals, with or without a context."""
 
     banks: Mapping[Setting, EncoderBank]  # encoders per pass
     heads: Mapping[HeadName, SettingHead]  # by name; see `HeadName`
-    # What it was trained on; None where that was a caller's arrays.
-    provenance: Provenance | None = None
+    provenance: Provenance | None = None  # None if trained on a caller's arrays
 
     def __post_init__(self):
-        """Check that every encoder that a head reads is in its bank."""
+        """Check that the banks have every encoder that a head reads."""
         for setting, head in self.heads.items():
             for where, name in head.reads:
                 if where not in self.banks or name not in self.banks[where].names:
@@ -252,7 +244,7 @@ class Detector:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Say why P is not to be trusted, by head; empty where it may be."""
+        """Reasons not to trust P, each with its head; empty if there are none."""
         return tuple(
             f"{name}: {doubt}"
             for name, head in self.heads.items()
@@ -270,9 +262,9 @@ class Detector:
         encode: Encode,
         fuse: Fuse,
     ) -> Scores:
-        """Encode the passes that a head reads and no others, fuse, calibrate.
+        """Score answers: encode the passes that the head reads, fuse and calibrate.
 
-        `encode` and `fuse` are a framework's, see `pgir.bridge`.
+        `encode` and `fuse` are the forward pass of a framework; see `pgir.bridge`.
         """
         head = self._head(branch)
         encoded = {}
@@ -291,23 +283,23 @@ class Detector:
     def _head(self, setting: HeadName) -> SettingHead:
         if setting not in self.heads:
             raise ValueError(
-                f"this detector was not trained for {setting}, but for "
-                f"{', '.join(self.heads)}"
+                f"this detector has no head {setting}, only {', '.join(self.heads)}"
             )
         return self.heads[setting]
 
     def _check_pass(self, where: Setting, passes: Mapping[Setting, Features]) -> None:
         if where not in passes:
-            raise ValueError(f"this score needs the signals of the {where} pass too")
+            raise ValueError(f"this score needs the signals of the {where} pass")
         bank, features = self.banks[where], passes[where]
         check_features(features, bank.dims)
         if features.n_spans != len(bank.spans):
             raise ValueError(
-                f"{where} features have {len(bank.spans)} spans, got {features.n_spans}"
+                f"expected {where} features of {len(bank.spans)} spans, got "
+                f"{features.n_spans}"
             )
 
     def save(self, path: Path | str) -> None:
-        """Write the detector to a folder, atomically, with checksums."""
+        """Write the detector to a folder atomically, with checksums."""
         with replaced_folder(Path(path)) as folder:
             self.write(folder)
 
@@ -328,17 +320,17 @@ class Detector:
 
     @classmethod
     def load(cls, path: Path | str, files: Sequence[str] | None = None) -> "Detector":
-        """Read a detector; every file is checked against its SHA-256 first.
+        """Read a detector, after checking the SHA-256 of every file.
 
-        `files` as of `verify_checksums`.
+        `files` is passed to `verify_checksums`.
         """
         folder = Path(path)
         verify_checksums(folder, files=files)
-        again = "fit the probe, or run `beatrice calibrate`, again"
+        again = "fit the probe again, or run `beatrice calibrate` again"
         if (saved_as := read_json(folder / CONFIG, _Format, again).format) > FORMAT:
             raise ValueError(
-                f"{folder / CONFIG}: a newer version of beatrice-probe wrote it, of "
-                f"format {saved_as} (this one reads {FORMAT}); install that version"
+                f"{folder / CONFIG} has format {saved_as} of a newer beatrice-probe "
+                f"(this version reads up to {FORMAT}); install the newer version"
             )
         saved = read_json(folder / CONFIG, _Saved, again)
         try:
@@ -355,7 +347,7 @@ class Detector:
             for name, head in heads.items() if saved.format == 8 else ():
                 validation = head.validation.with_ties_against()
                 heads[name] = dataclasses.replace(head, validation=validation)
-        # Names of arrays that make no tree end in an IndexError or the last of them.
+        # Array names that form no tree raise IndexError or AttributeError.
         except (
             ValueError,
             LookupError,
@@ -365,13 +357,13 @@ class Detector:
             AttributeError,
         ) as error:
             raise ValueError(
-                f"{path} is no detector of this version ({error}); {again}"
+                f"{path} is not a detector of this version ({error}); {again}"
             ) from error
         return cls(banks=banks, heads=heads, provenance=provenance)
 
 
 class _Row(msgspec.Struct):
-    """What the card and `beatrice probes` read of a row of a probe's report."""
+    """The fields of a probe's report that its card and `beatrice probes` use."""
 
     head: HeadName
     split: str
@@ -383,26 +375,26 @@ class _Row(msgspec.Struct):
 
 
 class About(msgspec.Struct):
-    """What a probe's folder says beside its detector."""
+    """What a probe's folder holds besides its detector."""
 
     layer: int | None
     report: tuple[dict[str, Any], ...]
 
     def __post_init__(self) -> None:
-        """Check the rows, which keep what else they hold."""
+        """Check the rows; their other fields are kept."""
         msgspec.convert(self.report, tuple[_Row, ...])
 
 
 class Example(msgspec.Struct):
-    """What is compared where an example is scored again."""
+    """A stored example, with the scores to compare when it is scored again."""
 
     p_correct: float
     raw: float
-    question: str | None = None  # a prompt may stand for it
+    question: str | None = None  # None if the example has a prompt instead
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of nested dictionaries by path, as in "banks/closed_book/x"."""
+    """Yield the arrays of nested dictionaries with paths like "banks/closed_book/x"."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}/")
@@ -411,7 +403,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return arrays by path as nested dictionaries."""
+    """Return nested dictionaries of arrays that are given by path."""
     tree: dict[str, Any] = {}
     for path, x in arrays.items():
         *folders, name = path.split("/")

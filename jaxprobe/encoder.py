@@ -1,19 +1,18 @@
-"""A combination encoder: some of the signal families in, one logit out.
+"""A combination encoder: maps a subset of the signal families to one logit.
 
 Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a
-`[n_families]` mask says which families are read, and weights start with the scale that
-an encoder of those families alone would have.
+`[n_families]` mask tells which families are read, and weights start with the scale of
+an encoder of only those families.
 
-An encoder may have a linear part, a regression on pooled signals: of the answer span
-the mean, the least and the largest value of each channel, of every other span the mean.
-It lies in a collection of its own beside the network's weights, so that no training
-step touches it.
+An encoder may have a linear part, a regression on pooled signals: the mean, minimum and
+maximum of each channel over the answer span, and the mean over every other span. It is
+in a variable collection of its own, so that no training step changes it.
 
-Modules here take a batch of examples, not one: activations are `[d, n_span_tokens,
-n_examples]`. Masks, statistics per example and shifts along the tokens then vary over
-outer axes only, so that every element-wise loop runs over examples without a branch,
-and no convolution can carry one example into the next. With channels innermost a
-training step took three times as long.
+Modules here take a batch of examples: activations are `[d, n_span_tokens, n_examples]`.
+Masks, statistics per example and shifts along the tokens then vary only over outer
+axes, so that every element-wise loop runs over examples without a branch, and no
+convolution mixes neighbouring examples. With channels innermost a training step took
+three times as long.
 """
 
 import itertools
@@ -34,30 +33,30 @@ from beatrice.jaxprobe.stored import product, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 N_TAPS = 3  # kernel size of the convolutions within a block
-N_JOINED = 4  # tokens that an accelerator convolves at once
-N_WINDOW = N_JOINED + N_TAPS - 1  # tokens that it reads for them
+N_JOINED = 4  # output tokens per window on an accelerator
+N_WINDOW = N_JOINED + N_TAPS - 1  # input tokens per window
 
 
 def channel_product(
     weight: jax.Array, x: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
-    """Map channels: `[d_out, d_in]` and `[d_in, ...]` to `[d_out, ...]`."""
+    """Multiply the channels of `[d_in, ...]` by `[d_out, d_in]`: `[d_out, ...]`."""
     y = product(weight, x.reshape(x.shape[0], -1), matmul_dtype)
     return y.reshape(-1, *x.shape[1:])
 
 
 def materialize(x: jax.Array, flag: jax.Array) -> jax.Array:
-    """`x` itself, computed once and kept; `flag` is True, not to the compiler.
+    """Return `x`, forcing the compiler to compute it only once.
 
     XLA's CPU compiler would otherwise compute everything before a shift three times,
-    once per shifted copy. A branch that it cannot resolve is the one barrier that lasts
-    until fusion.
+    once per shifted copy. A branch that it cannot resolve is the only barrier that
+    lasts until fusion: `flag` is True, but that must not be known at compile time.
     """
     return jax.lax.cond(flag, lambda: x, lambda: jnp.zeros_like(x))
 
 
 def _beside(x: jax.Array) -> jax.Array:
-    """Tokens over their neighbours: `[d, n_tokens, n]` to `[3 * d, n_tokens * n]`."""
+    """Stack tokens and neighbours: `[d, n_tokens, n]` to `[3 * d, n_tokens * n]`."""
     edge = jnp.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
     before = jnp.concatenate([edge, x[:, :-1]], axis=1)
     after = jnp.concatenate([x[:, 1:], edge], axis=1)
@@ -68,9 +67,9 @@ def _beside(x: jax.Array) -> jax.Array:
 def token_convolution(
     x: jax.Array, kernel: jax.Array, flag: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
-    """Convolution of kernel size 3 over tokens, as one matrix product.
+    """Convolve over tokens with kernel size 3, as one matrix product.
 
-    Its gradients are one product each as well: autodiff would pad and add instead.
+    Each gradient is one product as well; autodiff would pad and add instead.
 
     Args:
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
@@ -122,12 +121,12 @@ def _cpu_vjp(matmul_dtype, dy, x, kernel, flag):
 def convolve_on_accelerator(
     matmul_dtype: MatmulDtype, x: jax.Array, kernel: jax.Array
 ) -> jax.Array:
-    """`token_convolution` on an accelerator, whose memory bounds it.
+    """Compute `token_convolution` on an accelerator, where memory traffic limits it.
 
-    One product gives several tokens from the window that they share, so that fewer
-    copies of a token are written and read: half as many as of one token at a time, for
-    twice the operations. On an H100 a step of the paper's grid takes 39 ms, 42 of one
-    token at a time, and 45 in the way of a CPU (docs/measurements.md).
+    One product computes several tokens from the window that they share. Compared with
+    one token at a time, half as many copies of tokens are written and read, for twice
+    the operations. On an H100 a step of the paper's grid takes 39 ms, compared with 42
+    for one token at a time and 45 for the CPU's method (docs/measurements.md).
     """
     (_, n_tokens, n), d_out = x.shape, len(kernel)
     n_windows = -(-n_tokens // N_JOINED)
@@ -136,7 +135,7 @@ def convolve_on_accelerator(
     windows = jnp.concatenate(
         [padded[:, i:][:, ::N_JOINED][:, :n_windows] for i in range(N_WINDOW)]
     )
-    # Of a window the taps of each of its tokens.
+    # The kernel of each output token, padded to the window.
     spread = jnp.pad(kernel, ((0, 0), (N_JOINED - 1,) * 2, (0, 0)))
     taps = [spread[:, i : i + N_WINDOW] for i in reversed(range(N_JOINED))]
     kernels = jnp.concatenate(taps).reshape(N_JOINED * d_out, -1)
@@ -146,7 +145,7 @@ def convolve_on_accelerator(
 
 
 def _accelerator_vjp(matmul_dtype, dy, x, kernel, flag):
-    del flag  # the compiler keeps the windows of the forward pass by itself
+    del flag  # unused: the compiler keeps the forward pass's windows anyway
     convolve = partial(convolve_on_accelerator, matmul_dtype)
     return jax.vjp(convolve, x, kernel)[1](dy)
 
@@ -155,7 +154,7 @@ token_convolution.defvjp(_token_convolution_forward, _token_convolution_backward
 
 
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Maximum and mean over the real tokens, one below the other; zeros if none is.
+    """Return maximum and mean over the real tokens, concatenated; zeros if none is.
 
     Args:
       x: `[d, n_span_tokens, n_examples]`, zero on padding.
@@ -176,10 +175,10 @@ Params = Any
 
 
 def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
-    """Pool every family of standardised signals over the spans, the answer the last.
+    """Pool every family of standardised signals over the spans, for linear parts.
 
-    Per family `[n_parts * d_family, n_examples]`: mean, least and largest of the
-    answer, then the mean of each other span; zeros where a span is empty.
+    Per family `[n_parts * d_family, n_examples]`: mean, minimum and maximum of the
+    answer (the last span), then the mean of each other span; zeros for an empty span.
     """
     return tuple(_pooled(values_of(family), features) for family in features.tokens)
 
@@ -201,9 +200,9 @@ def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:
 def linear_logits(
     linear: Mapping[str, Any], pooled: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Return the logits of `pooled_signals`, `[n_examples]`.
+    """Return a linear part's logits of `pooled_signals`, `[n_examples]`.
 
-    A linear part has of every family f a `kernel_f` `[n_parts * d_family]`, zero where
+    A linear part has a `kernel_f` `[n_parts * d_family]` for every family f, zero if
     the family is not read, and a scalar `bias`.
     """
     products = (
@@ -214,23 +213,23 @@ def linear_logits(
 
 
 class MemberOutputs(NamedTuple):
-    """What trained encoders put out for some examples."""
+    """The outputs of trained encoders for some examples."""
 
     logits: Any  # `[n_members, n_examples]` float32
     pooled: Any  # `[n_members, n_examples, 2 * hidden]` float32
 
 
-# Of weights `[d_out, ..., d_in]`: standard deviation `1 / sqrt(fan-in)`.
+# Initialises weights `[d_out, ..., d_in]`: standard deviation `1 / sqrt(fan-in)`.
 fan_in_normal = nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", in_axis=-1, out_axis=0
 )
 
 
 def entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
-    """Draw the same for `[hidden, n_families * projection]`; zero if not read.
+    """Draw weights `[hidden, n_families * projection]`; zero for families not read.
 
-    The fan-in counts the families that are read, so that a masked member starts as an
-    encoder of those families alone would.
+    Like `fan_in_normal`, but the fan-in counts only the families that are read, so that
+    a masked member starts like an encoder of only those families.
     """
     read = jnp.repeat(family_mask.astype(jnp.float32), config.projection)
     deviation = read * jax.lax.rsqrt(jnp.maximum(read.sum(), 1.0))
@@ -238,7 +237,7 @@ def entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
 
 
 class ChannelMap(nn.Module):
-    """Affine map of the channels, `[d_in, n_examples]` to `features` of them."""
+    """Affine map of channels, `[d_in, n_examples]` to `[features, n_examples]`."""
 
     features: int
     matmul_dtype: MatmulDtype
@@ -246,7 +245,7 @@ class ChannelMap(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map every example's vector."""
+        """Map the vector of every example."""
         shape = (self.features, x.shape[0])
         kernel = self.param("kernel", self.kernel_init, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
@@ -254,7 +253,7 @@ class ChannelMap(nn.Module):
 
 
 class MaskedConv(nn.Module):
-    """Convolution of kernel size 3 over tokens."""
+    """Convolution of kernel size 3 over tokens, with a bias."""
 
     features: int
     matmul_dtype: MatmulDtype
@@ -270,20 +269,20 @@ class MaskedConv(nn.Module):
 
 
 class MaskedGroupNorm(nn.Module):
-    """Group normalisation whose statistics see real tokens only."""
+    """Group normalisation with statistics of the real tokens only."""
 
     n_groups: int
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Normalise `[d, n_span_tokens, n_examples]`, which are zero on padding.
+        """Normalise `[d, n_span_tokens, n_examples]`, zero on padding.
 
         `mask` is `[n_span_tokens, n_examples]` float32, and `n_groups` divides `d`.
         """
         d, n_groups = x.shape[0], self.n_groups
         scale = self.param("scale", nn.initializers.ones, (d,))
         bias = self.param("bias", nn.initializers.zeros, (d,))
-        # Groups are summed and spread by small products, not by a reshape of `x`.
+        # Small products sum and broadcast over groups, instead of a reshape of `x`.
         members = np.kron(np.eye(n_groups), np.ones(d // n_groups))
         members = jnp.asarray(members, x.dtype)
         count = jnp.maximum(mask.sum(axis=0), 1.0)[None] * (d // n_groups)
@@ -297,7 +296,7 @@ class MaskedGroupNorm(nn.Module):
 
 
 class SpanCNN(nn.Module):
-    """Width-1 convolution, then residual blocks, then pooling, for one span."""
+    """The network of one span: width-1 convolution, residual blocks, pooling."""
 
     config: EncoderConfig
     span: int
@@ -341,7 +340,7 @@ class SpanCNN(nn.Module):
 
 
 class Encoder(nn.Module):
-    """All spans to one logit and one pooled vector (paper, appendix B)."""
+    """Maps all spans to one logit and one pooled vector (paper, appendix B)."""
 
     config: EncoderConfig
     dims: FamilyDims
@@ -353,13 +352,13 @@ class Encoder(nn.Module):
         """Score answers.
 
         Args:
-          features: standardised signals, families apart.
+          features: standardised signals, one array per family.
           family_mask: `[n_families]` bool, the subset that is read.
-          draw: a batch of training, whose rows alone are scored; None for all examples
-            without noise and dropout.
+          draw: the training batch to score; None for all examples, without noise or
+            dropout.
 
         Returns:
-          logits `[n_examples]`, of the network and of a linear part if the variables
+          logits `[n_examples]`, the network's plus the linear part's if the variables
           hold one, and pooled vectors `[n_examples, 2 * hidden]`: those of the answer
           span, which carries nearly all of the signal (paper, appendix E).
         """
@@ -379,7 +378,7 @@ class Encoder(nn.Module):
         matmul_dtype = self.config.matmul_dtype
         x = ChannelMap(self.config.hidden, matmul_dtype, name="mlp_in")(x)
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
-        # What comes after a linear part starts as nothing.
+        # A network on top of a linear part starts at zero.
         is_zero = self.config.is_linear_first
         start = nn.initializers.zeros if is_zero else fan_in_normal
         out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
@@ -390,7 +389,7 @@ class Encoder(nn.Module):
         return logits, vectors[-1].T
 
     def _projected(self, features, real, family_mask, draw):
-        """All families, `[n_families * projection, n_tokens, n_examples]`."""
+        """Project all families, `[n_families * projection, n_tokens, n_examples]`."""
         cfg = self.config
         weights = [
             self.param(f"projection_{f}", fan_in_normal, (cfg.projection, size))
@@ -413,17 +412,17 @@ class Encoder(nn.Module):
             for f, tokens in enumerate(features.tokens)
         ]
         for f in self.dims.of_answers:
-            # The other spans' signals are zero at evaluation: no noise in training.
+            # Zero in the other spans at evaluation, so without noise there in training.
             n_before = features.span_slices[-1].start
             families[f] = families[f].at[:, :n_before].set(0.0)
         return jnp.concatenate(families) + bias[:, None, None]
 
 
 def apply_module(module: nn.Module, *arguments: Any) -> Any:
-    """Return what a trained module gives, its products in full float32.
+    """Apply a trained module with matrix products in full float32.
 
-    On NVIDIA's GPUs JAX rounds factors of float32 to the ten bits of TF32. So networks
-    are trained there; but a score is to be that of Torch, see `pgir.bridge`.
+    On NVIDIA GPUs JAX by default rounds float32 factors to the ten bits of TF32, which
+    training keeps; but scores must equal those of Torch (see `pgir.bridge`).
     """
     with jax.default_matmul_precision("highest"):
         return module.apply(*arguments)

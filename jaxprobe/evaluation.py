@@ -1,10 +1,10 @@
-"""From scores to rows: AUROC and AUPRC of every detector on every set.
+"""From scores to result rows: AUROC and AUPRC of every detector on every set.
 
-A detector's number is the mean over its training seeds. Its interval resamples
-questions, all seeds and both wordings of a context together, so it is the interval
-of the mean that is printed. Resamples of few right or wrong answers are too much alike:
-of 10 among 100 such intervals of an AUROC held .87 to .91 of the time. So it is the
-wider of that and `metrics.auroc_interval`, of a difference `auroc_gain_interval`.
+A detector's value is the mean over its training seeds. Its interval resamples
+questions, with all seeds and both wordings of a context, so it is the interval of that
+mean. Resamples of few right or wrong answers are too similar: with 10 among 100, such
+intervals of AUROC covered the truth .87 to .91 of the time. So the wider of this and
+`metrics.auroc_interval` is used (for a difference, `auroc_gain_interval`).
 """
 
 import collections
@@ -44,29 +44,27 @@ METRICS = {"auroc": auroc, "auprc": auprc}
 class Scored:
     """The scores of one detector on every row of a setting."""
 
-    # As in the rows: an id, or a subject where the id alone does not tell it.
-    name: Subject | str
+    name: Subject | str  # as in result rows: an id, or a subject if that is ambiguous
     # `[n_seeds, n_rows]`, higher = more likely correct; NaN where the detector is
-    # undefined, and the row is then left out of its numbers and counted.
+    # undefined. Such rows are left out of its values, and counted.
     scores: np.ndarray
-    # `[n_rows]` bool to measure against, or None for the rows' own; only the
-    # permuted-label control has others.
+    # `[n_rows]` bool, for the permuted-label control; None uses the labels of the rows.
     labels: np.ndarray | None = None
-    # Why there is no score, where none of a set is defined.
+    # Why there is no score, for sets without any defined score.
     reason: str = "the detector gives no score here"
 
     @property
     def subject(self) -> Subject:
-        """What the rows of these scores measure."""
+        """The subject that result rows of these scores measure."""
         return Subject.of(self.name)
 
     @property
     def is_defined(self) -> np.ndarray:
-        """Where every seed has a score, `[n_rows]` bool."""
+        """Whether every seed has a score, `[n_rows]` bool."""
         return np.logical_not(np.any(np.isnan(self.scores), axis=0))
 
     def take(self, where: np.ndarray) -> "Scored":
-        """Return the same of some rows, `[n]` indices or bool of all."""
+        """Select rows, by indices `[n]` or a mask of all rows."""
         labels = None if self.labels is None else self.labels[where]
         return dataclasses.replace(self, scores=self.scores[:, where], labels=labels)
 
@@ -76,10 +74,9 @@ class _Measured:
     """One metric of one detector on one set."""
 
     seeds: list[Metric]  # its value with each training seed
-    # `[n_resamples]` of their mean; None where it is undefined.
-    draws: np.ndarray | None
+    draws: np.ndarray | None  # `[n_resamples]` of the seeds' mean; None if undefined
     n_left_out: int  # labelled rows on which the detector is undefined
-    # Of an AUROC over all rows, whose interval is not by resamples alone.
+    # Set for an AUROC over all rows, whose interval does not only use resamples.
     case: "_Case | None" = None
 
     @property
@@ -91,7 +88,7 @@ class _Measured:
         return float(np.mean([p.value for p in self.seeds]))
 
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
-        """Return the mean over seeds, then each seed."""
+        """Return the row of the mean over seeds, then those of each seed."""
         fields = _less(fields, self.n_left_out)
         if self.draws is None:
             return [ResultRow(**fields, value=None, reason=self.reason)]
@@ -108,25 +105,25 @@ class _Measured:
 
 
 def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
-    """Return a row's fields with some of its rows counted as failed."""
+    """Return a result row's fields with more of its rows counted as failed."""
     n, n_failed = fields["n"] - n_left_out, fields["n_failed"] + n_left_out
     return {**fields, "n": n, "n_failed": n_failed}
 
 
 class _Case(NamedTuple):
-    """A detector on the rows of a set where it has scores."""
+    """A detector on the rows of a set for which it has scores."""
 
     name: Subject
-    where: np.ndarray  # [n_chosen] bool, these rows among the set's
+    where: np.ndarray  # [n_chosen] bool, which of the set's rows these are
     scores: np.ndarray  # [n_seeds, n]
     labels: np.ndarray  # [n] bool
     questions: np.ndarray  # [n] numbers
     weighted: Callable[..., dict[str, np.ndarray]]  # see `weighted_metrics`
-    seeds: dict[str, list[Metric]]  # by metric its value with each training seed
+    seeds: dict[str, list[Metric]]  # for each metric, its value with each seed
 
 
 def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
-    """Return a detector's values; `scored`, `rows` and `strata` are of one set."""
+    """Return a detector's values on a set, given its `scored`, `rows` and `strata`."""
     where = scored.is_defined
     labels = (rows.labels if scored.labels is None else scored.labels)[where]
     metrics, weighted = METRICS, weighted_metrics
@@ -153,11 +150,11 @@ def _measure(
     """Measure every detector by every metric on one set.
 
     Args:
-      detectors: their scores of all rows.
-      chosen: `[n]` indices of the set's labelled rows, which may be none.
-      rows: what the rows are.
-      config: of the resamples, which all detectors share.
-      strata: `[n_rows]`, within which alone answers are compared; None compares all.
+      detectors: scores of all rows.
+      chosen: `[n]` indices of the set's labelled rows; may be empty.
+      rows: the questions and labels of the rows.
+      config: configuration of the resamples, which all detectors share.
+      strata: `[n_rows]`; answers are compared only within strata. None compares all.
     """
     of_set = rows.take(chosen)
     strata = None if strata is None else strata[chosen]
@@ -185,7 +182,7 @@ def _measure(
 
 
 def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
-    """Return the row of a paired difference and of its `[n_resamples]`."""
+    """Return the result row of a paired difference, given its `[n_resamples]` draws."""
     low, high = interval_of(draws)
     p = two_sided_p(draws)
     return ResultRow(**fields, value=value, ci_low=low, ci_high=high, p_value=p)
@@ -194,7 +191,7 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
     fields = _less(fields, ours.n_left_out)
     if ours.draws is None or rival.draws is None:
-        # The rival's first: it alone may have no score, which leaves ours without rows.
+        # The rival's reason first: a rival without scores leaves ours without rows.
         return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)
     row = difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
     case, other = ours.case, rival.case
@@ -219,11 +216,11 @@ def detection_rows(
     pairs: Mapping[str, Iterable[tuple[Subject | str, Subject | str]]] | None = None,
     strata: np.ndarray | None = None,
 ) -> list[ResultRow]:
-    """Return the rows of all detectors of one setting on all evaluated sets.
+    """Return the result rows of all detectors of a setting on all evaluated sets.
 
-    The same resamples serve every detector, so that intervals compare. Of each pair of
-    an experiment a row says how much more the first has than the second. Of `strata`
-    `[n_rows]` AUROC is measured within strata alone, see `stratified_auroc`.
+    All detectors share the same resamples, so that their intervals are comparable. For
+    each of `pairs`, by experiment, a row has the first's value minus the second's.
+    With `strata` `[n_rows]`, AUROC is that within strata, see `stratified_auroc`.
     """
     measure = partial(_measure, rows=rows, config=config, strata=strata)
     by_name = {scored.subject: scored for scored in detectors}
@@ -233,7 +230,7 @@ def detection_rows(
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
-        identity = chosen.tobytes()  # one set alone is all the in-domain sets
+        identity = chosen.tobytes()  # a single dataset equals all in-domain ones
         if identity not in measured_sets:
             measured_sets[identity] = measure(detectors, chosen)
         measured, shared = measured_sets[identity], rows.fields_of(dataset, split)
@@ -265,11 +262,11 @@ def detection_rows(
 def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     """Return labels `[n_rows]` permuted among the questions of each split.
 
-    Held-out sets apart, in-domain ones together: within each set, its share of right
-    answers would stay, and telling the sets apart would pass for a leak. Rows of one
-    question stay together: two wordings are not independent. Rows without a label take
-    no part. Training and evaluation labels are permuted, so that any AUROC away from
-    one half is a leak in the pipeline.
+    In-domain datasets are permuted together: if each kept its share of right answers,
+    telling datasets apart would look like a leak. Held-out datasets are permuted one by
+    one. Rows of a question stay together, because two wordings are not independent.
+    Rows without a label are left out. Training and evaluation labels are permuted, so
+    any AUROC away from one half is a leak in the pipeline.
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)
@@ -291,12 +288,12 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntervalConfig:
-    """The run's section `intervals`: resamples of every interval."""
+    """The section `intervals` of a run: the number of bootstrap resamples."""
 
     n_resamples: int = 10_000
 
     def bootstrap(self, seed: int) -> BootstrapConfig:
-        """Return how intervals are made, with the run's seed."""
+        """Return the bootstrap configuration, with the run's seed."""
         return BootstrapConfig(n_resamples=self.n_resamples, seed=seed)
 
 

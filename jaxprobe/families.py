@@ -1,27 +1,27 @@
-"""Families of signals, their subsets, and a batch of their tokens.
+"""Families of signals, their subsets, and batches of padded tokens.
 
 Subset number k reads family f exactly when bit f of k + 1 is set, whatever the number
-of families. So the order is that of a binary counter with the first family as its
-lowest bit. For the paper's four families: H, P, HP, R, HR, PR, HPR, A, HA, PA, HPA, RA,
+of families. The order is thus that of a binary counter whose lowest bit is the first
+family. For the paper's four families: H, P, HP, R, HR, PR, HPR, A, HA, PA, HPA, RA,
 HRA, PRA, HPRA.
 
-An example is two spans closed-book (question, answer) and three with context
-(context, question, answer); the answer is always the last one. Every span is padded to
-its own length, and a mask says which positions are real. At each position the families
-lie side by side in one vector, in the order of `FamilyDims`. A span that is left out is
-made empty in every example, and an empty span pools to zeros: no shape changes, so that
-every choice of spans trains in the executable of the full grid.
+An example has two spans closed-book (question, answer) and three with context (context,
+question, answer); the answer is always the last. Each span is padded to a length of its
+own, and a mask tells which positions are real. The vector at each position concatenates
+the families in the order of `FamilyDims`. A span that is left out is made empty in
+every example and then pools to zeros. Shapes do not change, so every choice of spans
+uses the executable compiled for the full grid.
 
-The order of axes changes four times between the store and a fusion head:
+The order of axes changes several times between the store and a fusion head:
 
 | array                     | axes                                  | why              |
 | ------------------------- | ------------------------------------- | ---------------- |
 | rows of a stored family   | n_tokens_total, channels              | ragged           |
 | `Features.tokens`         | n_examples, n_span_tokens, d_total    | padded spans     |
 | `FamilyTokens.tokens`     | n_tokens, n_examples, d_family        | one gather each  |
-| activations of an encoder | d, n_span_tokens, n_examples          | `encoder`        |
-| `MemberOutputs.pooled`    | n_members, n_examples, d_pooled       | rows of the disk |
-| `PoolOutputs.outputs`     | n_seeds, n_pool, d_output, n_examples | batches: slices  |
+| activations of an encoder | d, n_span_tokens, n_examples          | see `encoder`    |
+| `MemberOutputs.pooled`    | n_members, n_examples, d_pooled       | stored by row    |
+| `PoolOutputs.outputs`     | n_seeds, n_pool, d_output, n_examples | sliced batches   |
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ import numpy as np
 from beatrice.extract.records import Setting
 from beatrice.extract.store.spec import Dtype, Spans
 
-MOST_FAMILIES = 8  # 255 encoders a seed
+MOST_FAMILIES = 8  # 255 encoders per seed
 
 
 @functools.lru_cache
@@ -47,10 +47,10 @@ def subset_masks(n_families: int) -> np.ndarray:
 
 
 def letters_of(names: Sequence[str]) -> str:
-    """Return one letter a family, which names of subsets are made of.
+    """Return one letter per family, from which the names of subsets are built.
 
-    They are the initials as capitals, such as "HPRA" of the paper's families; where
-    these are not distinct letters, A, B, C and so on.
+    They are the capital initials, such as "HPRA" for the paper's families, or A, B, C
+    and so on if the initials are not distinct letters.
     """
     initials = "".join(name[:1].upper() for name in names)
     is_clear = set(initials) <= set(string.ascii_uppercase)
@@ -63,11 +63,11 @@ FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
 N_FAMILIES, LETTERS = len(FAMILIES), letters_of(FAMILIES)
 SUBSETS = subset_masks(N_FAMILIES)
 N_SUBSETS = len(SUBSETS)
-FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # their types, widened
+FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # types if held in float32
 
 
 def subset_names(letters: str) -> tuple[str, ...]:
-    """Name all subsets by their letters, as in "HPA", in order."""
+    """Return the names of all subsets, such as "HPA", in order."""
     masks = subset_masks(len(letters))
     return tuple("".join(itertools.compress(letters, mask)) for mask in masks)
 
@@ -76,19 +76,19 @@ SUBSET_NAMES = subset_names(LETTERS)
 
 
 def subset_index(name: str, letters: str = LETTERS) -> int:
-    """Return the number of a subset given its letters in any order."""
+    """Return the number of a subset, whose letters may be in any order."""
     if not name or len(set(name)) != len(name) or not set(name) <= set(letters):
         raise ValueError(
-            f"unknown subset {name!r}: expected distinct ones of {letters}"
+            f"unknown subset {name!r}: expected distinct letters out of {letters}"
         )
     return sum(1 << letters.index(letter) for letter in name) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDims:
-    """Families and their channels, in the order in which they lie in a token's vector.
+    """Families and their numbers of channels, in the order of a token's vector.
 
-    `spans` says of which each has signals: all, or the answer alone. Empty is all.
+    `spans` tells which spans a family has, all or only the answer; empty means all.
     """
 
     names: tuple[str, ...]
@@ -96,34 +96,34 @@ class FamilyDims:
     spans: tuple[Spans, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that the families are distinct, and that each has one of everything."""
+        """Check that names are distinct, and that each has a size and spans."""
         spans = self.spans or ("all",) * len(self.names)
         object.__setattr__(self, "spans", tuple(spans))
         n = len(self.names)
         if not 1 <= n <= MOST_FAMILIES or len(set(self.names)) != n:
             raise ValueError(
-                f"expected 1 to {MOST_FAMILIES} families of distinct names, got "
+                f"expected 1 to {MOST_FAMILIES} families with distinct names, got "
                 f"{', '.join(self.names) or 'none'}"
             )
         if len(self.sizes) != n or len(self.spans) != n:
             raise ValueError(
-                f"{n} families have {len(self.sizes)} sizes and {len(self.spans)} "
-                "choices of spans; give one of each a family"
+                "expected equally many families, sizes and choices of spans, got "
+                f"{n}, {len(self.sizes)} and {len(self.spans)}"
             )
 
     @property
     def n_families(self) -> int:
-        """How many families there are."""
+        """Number of families."""
         return len(self.names)
 
     @property
     def n_subsets(self) -> int:
-        """How many encoders a seed has."""
+        """Number of subsets, and so of encoders per seed."""
         return 2**self.n_families - 1
 
     @property
     def letters(self) -> str:
-        """One letter a family, see `letters_of`."""
+        """One letter per family, see `letters_of`."""
         return letters_of(self.names)
 
     @property
@@ -133,16 +133,16 @@ class FamilyDims:
 
     @property
     def subset_names(self) -> tuple[str, ...]:
-        """Names of all subsets, as in "HPA", in order."""
+        """Names of all subsets, such as "HPA", in order."""
         return subset_names(self.letters)
 
     def subset_index(self, name: str) -> int:
-        """Return the number of a subset given its letters in any order."""
+        """Return the number of a subset, whose letters may be in any order."""
         return subset_index(name, self.letters)
 
     @property
     def total(self) -> int:
-        """Channels of a whole token vector, `d_total`."""
+        """Number of channels of a token's vector, `d_total`."""
         return sum(self.sizes)
 
     @property
@@ -156,7 +156,7 @@ class FamilyDims:
 
     @property
     def of_answers(self) -> tuple[int, ...]:
-        """The families that have signals of the answer span alone, by place."""
+        """Indices of the families that have signals of the answer span only."""
         return tuple(f for f, spans in enumerate(self.spans) if spans == "answer")
 
 
@@ -167,7 +167,7 @@ def paper_dims(hidden_spans: Spans = "all", **sizes: int) -> FamilyDims:
     return FamilyDims(names=FAMILIES, sizes=ordered, spans=spans)
 
 
-SPAN_NAMES = ("context", "question", "answer")  # as they are stored
+SPAN_NAMES = ("context", "question", "answer")  # in the order of the store
 ANSWER = 2
 SPANS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (1, 2),
@@ -185,12 +185,12 @@ class Features(NamedTuple):
 
     @property
     def n_examples(self) -> int:
-        """How many answers there are."""
+        """Number of answers."""
         return self.masks[0].shape[0]
 
     @property
     def n_spans(self) -> int:
-        """Two closed-book, three with context; one where answers stand alone."""
+        """Number of spans: 2 closed-book, 3 with context, 1 for answers alone."""
         return len(self.masks)
 
     def take(self, rows: np.ndarray | slice) -> "Features":
@@ -205,11 +205,11 @@ class Standardizer(NamedTuple):
     """Per-channel affine map, fitted on the training tokens of all spans."""
 
     mean: Any  # `[d_total]` float32
-    std: Any  # `[d_total]` float32; 1 where the channel was constant
+    std: Any  # `[d_total]` float32; 1 for a channel that was constant
 
 
 def check_features(features: Features, dims: FamilyDims) -> None:
-    """Raise `ValueError` where spans, masks and widths do not fit together."""
+    """Raise `ValueError` if spans, masks and widths do not fit together."""
     if not 1 <= features.n_spans <= 3 or len(features.tokens) != features.n_spans:
         raise ValueError(
             "expected 1 to 3 spans (2 closed-book, 3 with context), each with a mask; "
@@ -223,14 +223,14 @@ def check_features(features: Features, dims: FamilyDims) -> None:
             )
 
 
-_LEAST_DEVIATION = 1e-30  # what is divided by it stays finite in float32
+_LEAST_DEVIATION = 1e-30  # dividing by it stays finite in float32
 
 
 def divisors_of(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """Return what to divide channels `[..., n_channels]` by: 1 where one is constant.
+    """Return divisors that standardise `[..., n_channels]`: 1 for constant channels.
 
-    A channel is constant if its deviation is a millionth of its mean, of one, or of the
-    largest deviation where that is below one: gradients of 1e-8 are signals.
+    A channel is constant if its deviation is at most a millionth of its mean, or of the
+    smaller of 1 and the largest deviation: gradients of 1e-8 are signals.
     """
     largest = std.max(axis=-1, keepdims=True, initial=0.0)
     least = 1e-6 * np.maximum(np.abs(mean), np.minimum(1.0, largest))
@@ -242,9 +242,9 @@ def standardizer_of(
 ) -> Standardizer:
     """Fit mean and deviation of every channel over the real tokens, in one pass.
 
-    Constant channels are told by family, see `divisors_of`.
+    Constant channels are found within each family, see `divisors_of`.
     """
-    # Here, since it takes a second to load, and most stages only look at rows.
+    # Imported here: it takes a second to load, and most stages do not need it.
     from sklearn.preprocessing import StandardScaler
 
     scaler = StandardScaler()
@@ -252,7 +252,7 @@ def standardizer_of(
         spans = zip(features.tokens, features.masks, strict=True)
         rows = np.concatenate([np.asarray(x)[np.asarray(mask)] for x, mask in spans])
         if len(rows):
-            # Double precision: channels vary a hundredth of their mean, or less.
+            # Double precision: channels may vary by a hundredth of their mean or less.
             scaler.partial_fit(rows.astype(np.float64))
     if not hasattr(scaler, "mean_"):
         raise ValueError("cannot standardise: no span has a real token")
@@ -269,9 +269,9 @@ def pad_span(
 
     Args:
       rows: `[n_rows, d_total]`.
-      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
+      starts: `[n_examples]`, the row where each example's token 0 is or would be.
       spans: `[n_examples, 2]`, `[start, stop)` inside the example.
-      n_tokens: padded length; no span is longer.
+      n_tokens: padded length, at least the longest span's.
 
     Returns:
       `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
@@ -287,7 +287,7 @@ def pad_span(
 
 
 def check_width(lengths: np.ndarray, n_tokens: int) -> None:
-    """Raise if a span is longer than it is padded to; nothing is cut."""
+    """Raise `ValueError` if a span is longer than its padded length."""
     if lengths.max(initial=0) > n_tokens:
         raise ValueError(
             f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
@@ -296,18 +296,19 @@ def check_width(lengths: np.ndarray, n_tokens: int) -> None:
 
 
 def used_spans(spans: np.ndarray) -> tuple[int, ...]:
-    """Return the spans of which some example has a token; the answer is always one.
+    """Return the spans that some example has; the answer is always one of them.
 
-    Of `[n_examples, 3, 2]` places among `SPAN_NAMES`: `SPANS` for answers of a model.
+    `spans` are `[n_examples, 3, 2]`. Returned are indices into `SPAN_NAMES`; for
+    answers of a model, those of `SPANS`.
     """
     is_used = np.any(spans[..., 1] > spans[..., 0], axis=0)
     return tuple(s for s in range(len(SPAN_NAMES)) if is_used[s] or s == ANSWER)
 
 
 def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
-    """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
+    """Return the lengths of the spans that are read, `[n_examples, n_spans]`.
 
-    Of spans `[n_examples, 3, 2]`; those that are read are places among `SPAN_NAMES`.
+    `spans` are `[n_examples, 3, 2]`, and `read` indices into `SPAN_NAMES`.
     """
     return np.diff(spans[:, list(read)])[..., 0]
 
@@ -319,11 +320,12 @@ def assemble(
     read: Sequence[int],
     n_tokens: Sequence[int] | None = None,
 ) -> Features:
-    """Lay the families, `[n_rows, ...]` in `FamilyDims`' order, side by side; pad.
+    """Concatenate the channels of families, and cut and pad their spans.
 
-    `starts` as in `pad_span`, `spans` `[n_examples, 3, 2]`, see the glossary in
-    `extract/store/store.py`, of which places among `SPAN_NAMES` are read, padded to
-    `n_tokens` or to the longest of each.
+    Families are `[n_rows, ...]` in the order of `FamilyDims`, `starts` as in
+    `pad_span`, `spans` `[n_examples, 3, 2]` (see the glossary in
+    `extract/store/store.py`), and `read` indices into `SPAN_NAMES`. Each span that is
+    read is padded to its entry of `n_tokens`, or to its longest without `n_tokens`.
     """
     channels = [
         np.asarray(values).reshape(len(values), -1).astype(np.float32)
@@ -339,24 +341,24 @@ def assemble(
     return Features(tokens, masks)
 
 
-_WORTH = 1.5  # padded tokens of one group, over those of several, from which they pay
-_MOST_GROUPS = 4  # each is a shape of its own, to be compiled
+_WORTH = 1.5  # least ratio of padded tokens, one group to several, that is worth it
+_MOST_GROUPS = 4  # each has a shape of its own, which has to be compiled
 
 
 def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
-    """Split rows by length, where that spares at least a third of the padded tokens.
+    """Split rows by length if that saves at least a third of the padded tokens.
 
-    The longest rows are a batch of their own, the next two batches, the next four; the
-    rest is one group, or joins the group before it where it fills no batch: a group
-    takes a step of its own however few its rows. Batches are then hardly ever padded.
+    The longest rows form a group of one batch, the next ones groups of two and of four
+    batches, and the rest one group. A rest smaller than a batch joins the group before
+    it, since any group takes at least one step. Batches then need hardly any padding.
 
     Args:
       lengths: `[n_rows, n_spans]` tokens.
       n_batch: rows of a batch.
 
     Returns:
-      Positions of rows, ascending within each group, shortest group first; all of them
-      in one group where the rows are alike.
+      Positions of rows, ascending within each group, group of the shortest rows first;
+      a single group if splitting does not pay.
     """
     n_rows = len(lengths)
     order = np.argsort(lengths.sum(axis=1), kind="stable")
@@ -371,11 +373,11 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
 
 
 def widths_of(lengths: np.ndarray) -> tuple[int, ...]:
-    """Return the padded length of each span of `[n_rows, n_spans]`, at least 1."""
+    """Return the padded length of each span, at least 1, of `[n_rows, n_spans]`."""
     longest: Sequence[int] = lengths.max(axis=0).tolist()
     return tuple(max(1, n) for n in longest)
 
 
 def _width(lengths: np.ndarray) -> int:
-    """Return the padded tokens of a row of a group."""
+    """Return the padded length of a row in a group."""
     return sum(widths_of(lengths))

@@ -1,13 +1,12 @@
-"""Fusion heads: from the outputs of several frozen encoders to one logit, and training.
+"""Fusion heads and their training: from outputs of several encoders to one logit.
 
-Paper, section 3.3 and appendix B. A head has a fixed number of slots, of which a set of
-encoders fills the first few in pool order; the rest is masked. So all sets share one
-compiled training run, and the result depends on (set, seed) only, not on the slots.
+Paper, section 3.3 and appendix B. A head has a fixed number of slots; a set of encoders
+fills the first few in pool order, and the others are masked. So all sets share one
+compiled training run, and results depend only on (set, seed), not on the slots.
 
-Heads are small, so what counts is what surrounds their products. The heads of a seed
-take the same batches, as its encoders do: an epoch permutes the whole pool once, and
-each head then reads contiguous slices instead of gathering rows of its own. A head that
-is done is skipped.
+Heads are small, so most of the cost is outside their matrix products. The heads of a
+seed share batches, as its encoders do: the pool is permuted once per epoch, and heads
+read contiguous slices instead of gathering their own rows. Finished heads are skipped.
 
 Arrays are `[d, n_examples]`, examples innermost, as in the encoders.
 """
@@ -40,9 +39,9 @@ from beatrice.jaxprobe.loop import (
 from beatrice.jaxprobe.metrics import auroc, is_gain, masked_auroc
 from beatrice.jaxprobe.random import HEADS, hashed_bits, stream_keys
 
-OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
-_SUREST = 1e-6  # a probability further from 1/2 counts as this one
-LARGEST = math.log((1 - _SUREST) / _SUREST)  # logit of an encoder that counts
+OUTPUT = ("out_kernel", "out_bias")  # if these are zero, a head is the mean logit
+_SUREST = 1e-6  # probabilities are clipped to [_SUREST, 1 - _SUREST]
+LARGEST = math.log((1 - _SUREST) / _SUREST)  # the largest logit that this allows
 
 
 @jax.custom_vjp
@@ -54,17 +53,17 @@ def slot_products(
     keep: jax.Array,
     n_filled: jax.Array,
 ) -> jax.Array:
-    """Sum over filled slots s of `kernel[s].T @ (pool[members[s]] * keep[s])`.
+    """Sum `kernel[s].T @ (pool[members[s]] * keep[s])` over the filled slots s.
 
-    Only `kernel` has a gradient: the outputs of a frozen encoder do not change.
+    Only `kernel` has a gradient, since the encoders are frozen.
 
     Args:
       kernel: `[n_slots, d_output, hidden]`.
       pool: `[n_pool, d_output, n_all]`.
       members: `[n_slots]` int32 positions in the pool, filled slots first.
-      start: int32, the first example; the batch is the `n_examples` from there.
+      start: int32, the first of the `n_examples` consecutive examples of the batch.
       keep: `[n_slots, n_examples]` float32 factors.
-      n_filled: int32, how many slots are filled.
+      n_filled: int32, number of filled slots.
 
     Returns:
       `[hidden, n_examples]`.
@@ -73,7 +72,7 @@ def slot_products(
 
 
 def _seen(pool, members, start, keep, slot) -> jax.Array:
-    """One slot's part of the batch, `[d_output, n_examples]`."""
+    """Return one slot's part of the batch, `[d_output, n_examples]`."""
     at = (members[slot], 0, start)
     outputs = jax.lax.dynamic_slice(pool, at, (1, pool.shape[1], keep.shape[1]))[0]
     return outputs * keep[slot][None]
@@ -113,24 +112,21 @@ class PoolOutputs(NamedTuple):
 
     @property
     def n_seeds(self) -> int:
-        """Training seeds."""
+        """Number of training seeds."""
         return self.outputs.shape[0]
 
     @property
     def n_pool(self) -> int:
-        """Encoders."""
+        """Number of encoders per seed."""
         return self.outputs.shape[1]
 
 
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the inputs of a head.
+    """Return a head's inputs `[..., d_pooled + 1, n_examples]`: pooled vectors and P.
 
     Args:
       pooled: `[..., n_examples, d_pooled]`.
       logits: `[..., n_examples]`.
-
-    Returns:
-      `[..., d_pooled + 1, n_examples]`: the pooled vector, and the probability.
     """
     p_correct = jax.nn.sigmoid(logits)[..., None, :]
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
@@ -142,12 +138,12 @@ def pool_outputs(
     labels: np.ndarray,
     questions: np.ndarray,
 ) -> PoolOutputs:
-    """Lay the seed-major grids of one or more passes side by side as one pool.
+    """Join the seed-major grids of one or more passes into one pool.
 
     Args:
       outputs: one per pass over the same examples, in pool order: with context, then
         closed-book. Each has `n_seeds * n_encoders` members.
-      n_seeds: of every grid.
+      n_seeds: number of seeds of every grid.
       labels: `[n_examples]` bool; every example counts once.
       questions: `[n_examples]` names or numbers.
     """
@@ -159,7 +155,7 @@ def pool_outputs(
 
 @partial(jax.jit, static_argnums=1)
 def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array:
-    """`PoolOutputs.outputs`, in one executable instead of one for every step."""
+    """Return `PoolOutputs.outputs`, compiled as a whole instead of step by step."""
     grids = [head_inputs(x.pooled, x.logits) for x in outputs]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     return jnp.concatenate(by_seed, axis=1)
@@ -168,16 +164,16 @@ def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array
 def keep_encoders(
     key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
-    """Draw which encoders an example sees in one training step.
+    """Draw which encoders each example sees in one training step (encoder dropout).
 
-    Each is hidden independently with probability `rate`. Where that would hide all of
+    Each is hidden independently with probability `rate`. If that would hide all of
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
 
     Args:
-      key: of the draw, see `jaxprobe.random`.
-      n_examples: in the batch.
-      slot_mask: `[n_slots]` bool, True where a slot is filled.
-      rate: probability of hiding.
+      key: key of the draw, see `jaxprobe.random`.
+      n_examples: size of the batch.
+      slot_mask: `[n_slots]` bool, True for filled slots.
+      rate: probability of hiding an encoder.
 
     Returns:
       `[n_slots, n_examples]` bool, False on empty slots.
@@ -187,14 +183,14 @@ def keep_encoders(
     draws = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     filled = slot_mask[:, None]
     keep = (draws >= rate) & filled
-    # Given that all draws are below the rate, the largest is equally likely anywhere.
+    # If all draws are below the rate, each slot is equally likely to have the largest.
     last = jnp.argmax(jnp.where(filled, draws, -1.0), axis=0)
     only = (jnp.arange(slot_mask.shape[0])[:, None] == last[None]) & filled
     return jnp.where(keep.any(axis=0)[None], keep, only)
 
 
 class FusionHead(nn.Module):
-    """Two-layer MLP over pooled vectors, scores, and their absolute differences."""
+    """Two-layer MLP over pooled vectors, scores and scores' absolute differences."""
 
     config: FusionConfig
 
@@ -209,27 +205,27 @@ class FusionHead(nn.Module):
     ) -> jax.Array:
         """Fuse a batch to `[n_examples]` logits.
 
-        Hidden encoders are zero and the others are not rescaled: the LayerNorm after
-        the first layer removes the change of scale. A difference needs both its slots.
+        Hidden encoders and their differences of scores are zero. The others are not
+        rescaled, since the LayerNorm after the first layer removes changes of scale.
 
         Args:
           pool: `[n_pool, d_pooled + 1, n_all]`, see `head_inputs`.
           members: `[n_slots]` int32 positions in the pool.
-          slot_mask: `[n_slots]` bool, True on the filled slots, which come first.
-          examples: the first one, and how many from there; None takes all.
-          key: of encoder dropout's draws; None outside training.
+          slot_mask: `[n_slots]` bool, True for filled slots, which come first.
+          examples: the first example and their number; None takes all.
+          key: key of encoder dropout; None outside training.
         """
         cfg, n_slots, d_output = self.config, len(members), pool.shape[1]
         start, n_examples = (0, pool.shape[2]) if examples is None else examples
         first, second = np.triu_indices(n_slots, 1)
         kernel = self.param("kernel", kernel_init, cfg.hidden, d_output, slot_mask)
-        # Disagreements start at zero: the head begins as one over the encoders.
+        # Weights of differences start at zero: a head begins on the encoders only.
         gap_kernel = self.param("gaps", nn.initializers.zeros, (len(first), cfg.hidden))
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
         keep = jnp.broadcast_to(slot_mask[:, None], (n_slots, n_examples))
         if key is not None:
             keep = keep_encoders(key, n_examples, slot_mask, cfg.encoder_dropout)
-        # Once per slot, not again for each of its channels.
+        # Computed once per slot, not once per channel.
         keep = materialize(keep.astype(jnp.float32), slot_mask.any())
         scores = jax.vmap(
             lambda member: jax.lax.dynamic_slice(
@@ -257,7 +253,7 @@ class FusionHead(nn.Module):
 def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
     """Return the mean logit `[n_examples]` of the encoders that are seen.
 
-    Of probabilities `[n_slots, n_examples]`; `keep` is 1 where one is seen, else 0.
+    Scores are probabilities `[n_slots, n_examples]`; `keep` is 1 for those seen, or 0.
     """
     p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
     logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
@@ -267,16 +263,16 @@ def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
 def kernel_init(
     key: jax.Array, hidden: int, d_output: int, slot_mask: jax.Array
 ) -> jax.Array:
-    """Draw the first layer, `[n_slots * d_output, hidden]`; zero on empty slots.
+    """Draw the first layer, `[n_slots * d_output, hidden]`; zero for empty slots.
 
-    Fan-in counts filled slots and their pairs. Each slot has a key of its own, so that
-    a head does not change with the number of slots.
+    The fan-in counts filled slots and their pairs. Each slot has its own key, so that a
+    head does not depend on the number of slots.
     """
 
     def draw(slot: jax.Array) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(key, slot), (d_output, hidden))
 
-    # Not by `vmap`: a draw of several keys takes a second to compile.
+    # Not with `vmap`, since drawing with several keys takes a second to compile.
     drawn = jax.lax.map(draw, jnp.arange(len(slot_mask)))
     filled = slot_mask.astype(jnp.float32)
     n = filled.sum()
@@ -294,31 +290,31 @@ def apply_head(
     *,
     head: FusionHead,
 ) -> jax.Array:
-    """Fused logits `[n_examples]` of one trained head."""
+    """Return the fused logits `[n_examples]` of one trained head."""
     return apply_module(head, params, outputs.outputs[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill slots with a set in pool order: positions `[n_slots]`, mask `[n_slots]`."""
+    """Return a set's pool positions by slot, `[n_slots]`, and the mask of its slots."""
     if len(members) > n_slots or len(set(members)) != len(members):
-        raise ValueError(f"a head of {n_slots} slots cannot hold the set {members}")
+        raise ValueError(f"expected at most {n_slots} distinct members, got {members}")
     slots = np.zeros(n_slots, np.int32)
     slots[: len(members)] = sorted(members)
     return slots, np.arange(n_slots) < len(members)
 
 
 class _Set(NamedTuple):
-    """What is fused: `[n_slots]` pool positions, and which slots they fill."""
+    """A set to fuse: pool positions `[n_slots]`, and the mask of filled slots."""
 
     members: Any
     slot_mask: Any
 
 
 def _head_keys(of_seed: jax.Array, fused: _Set, n_pool: int) -> jax.Array:
-    """Keys of a head's first weights and of its dropout, `[2]`, by that of its seed.
+    """Return keys `[2]` of a head's first weights and its dropout, from its seed's key.
 
-    The set counts as the bits of its positions, in words of 32, so no order and no
-    number of slots changes them. Bits of no set are the batches'.
+    Folded in are the bits of the set's positions in words of 32, so that neither order
+    nor number of slots matters. The bits of the empty set are for the batches.
     """
     n_words, position = -(-n_pool // 32), fused.members.astype(jnp.uint32)
     bits = jnp.where(fused.slot_mask, jnp.uint32(1) << (position % 32), jnp.uint32(0))
@@ -333,11 +329,11 @@ def _head_keys(of_seed: jax.Array, fused: _Set, n_pool: int) -> jax.Array:
 def _permuted(
     train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of a seed's pool, in batches of `size`.
+    """Return a seed's pool in the order of one epoch, in batches of `size`.
 
     Encoders that no head reads become zeros: `read` is `[n_pool]` bool. Returned are
-    outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
-    `[n_steps, size]`.
+    outputs `[n_pool, d_output, n_steps * size]`, batch after batch, and labels and
+    shares `[n_steps, size]`.
     """
     rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)
@@ -345,13 +341,13 @@ def _permuted(
     d_output = train.outputs.shape[2]
 
     def permute(encoder: jax.Array, channel: jax.Array) -> jax.Array:
-        # Checking bounds takes as long as reading, and no row is beyond them.
+        # Checking bounds would take as long as reading; all rows are within them.
         values = train.outputs[seed, encoder, channel]
         return values.at[order].get(mode="promise_in_bounds")
 
     def permute_encoder(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         encoder, is_read = pair
-        # A channel at a time: XLA would transpose an encoder to gather it at once.
+        # One channel at a time: XLA would transpose a whole encoder to gather it.
         each = partial(jax.lax.map, partial(permute, encoder), jnp.arange(d_output))
         zeros = jnp.zeros((d_output, len(order)), train.outputs.dtype)
         return jax.lax.cond(is_read, each, lambda: zeros)
@@ -361,7 +357,7 @@ def _permuted(
 
 
 def _kernel_and_rest(params: Params) -> tuple[Any, Callable[[Any], Params]]:
-    """Pack a head's weights; its kernel, nearly all of it, is not copied."""
+    """Pack a head's weights without copying the kernel, which is nearly all of them."""
     rest = dict(params["params"])
     kernel = rest.pop("kernel")
     flat, unravel = ravel_pytree(rest)
@@ -380,10 +376,10 @@ def start_heads(
     head: FusionHead,
     config: TrainConfig,
 ) -> FitState:
-    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`; keys by seed.
+    """Return states before the first epoch, leaves `[n_seeds, n_sets, ...]`.
 
-    They count as weights that may be kept: what training does not improve on the
-    validation rows stays the mean logit.
+    `keys` are `[n_seeds]`. The first weights may be kept, too: a head that training
+    does not improve on the validation rows stays the mean logit.
     """
 
     def start_head(seed: jax.Array, seed_key: jax.Array, fused: _Set) -> FitState:
@@ -394,7 +390,7 @@ def start_heads(
         first = masked_auroc(logits, valid.labels, valid.weights)
         info = state.info._replace(best_auroc=jnp.nan_to_num(first, nan=-1.0))
         state = state._replace(info=info)
-        # An empty set is done before it begins.
+        # An empty set has no training to do.
         since_best = jnp.where(fused.slot_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
 
@@ -415,7 +411,7 @@ def train_heads(
     head: FusionHead,
     config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
-    """Take an epoch's steps with every head that is not done; also the mean losses."""
+    """Train every unfinished head for an epoch; return states and mean losses."""
     size = config.batch_size
 
     def train_seed(args: tuple[jax.Array, jax.Array, FitState]):
@@ -457,8 +453,8 @@ def head_logits(
     head: FusionHead,
     config: TrainConfig,
 ) -> jax.Array:
-    """Logits `[n_seeds, n_sets, n_examples]`; zeros of heads that are done."""
-    # The pools of all seeds as one: a seed's own would be copied in every epoch.
+    """Return logits `[n_seeds, n_sets, n_examples]`; zeros for finished heads."""
+    # The pools of all seeds as one, since slicing a seed's would copy it every epoch.
     pool = valid.outputs.reshape(-1, *valid.outputs.shape[2:])
     zeros = jnp.zeros(pool.shape[-1], pool.dtype)
 
@@ -485,11 +481,11 @@ def fit_heads(
     head: FusionHead,
     config: TrainConfig,
 ) -> tuple[Params, FitInfo]:
-    """Train a head for every set and every seed; a head reads its own seed's encoders.
+    """Train a head for every set and seed, on the encoders of the same seed.
 
     Sets are `[n_sets, n_slots]` int32 positions in the pool, filled slots first; a row
-    of `slot_masks` that is False trains nothing. A batch is taken whole. Weights and
-    info are on the host, leaves `[n_sets, n_seeds, ...]`.
+    of `slot_masks` that is all False trains nothing. Batches are not split. Weights and
+    info are returned on the host, leaves `[n_sets, n_seeds, ...]`.
     """
     placed = jax.device_put(_Set(sets, slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
@@ -511,7 +507,7 @@ def fit_heads(
 def _fall_back_to_mean(
     state: FitState, logits: Callable[[FitState], jax.Array], valid: PoolOutputs
 ) -> FitState:
-    """Replace a head by the mean logit where what it gains on that may be chance."""
+    """Replace a head by the mean logit if its gain over that may be chance."""
     used, shape = np.asarray(valid.weights) > 0, state.epochs_since_best.shape
     labels = np.asarray(valid.labels)[used] > 0
     questions = np.asarray(valid.questions)[used]

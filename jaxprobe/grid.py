@@ -1,14 +1,13 @@
-"""Train every encoder of the grid: members are subset x seed.
+"""Train the grid of encoders: one member for each subset and seed.
 
-Members lie in blocks, each trained whole by `fit`. On a GPU a block is the whole grid,
-side by side by `vmap`. On a CPU it is half the subsets of a seed, which take each step
-in turn: a batch is gathered and its noise is drawn once for all of them, a member's
-activations stay in cache, and neither a member that is done nor a family that is not
-read costs anything. Over several devices the subsets of a block lie along one mesh
-axis; only what comes out is gathered.
+Members are grouped in blocks, and `fit` trains a block at a time. On a GPU a block is
+the whole grid, vectorised by `vmap`. On a CPU it is half the subsets of a seed, which
+take each step in turn: a batch is gathered, and its noise drawn, once for all of them;
+a member's activations stay in cache; and finished members and unread families cost
+nothing. Several devices split the subsets of a block; only results are gathered.
 
-Batches and input noise depend on the seed alone, so the members of a seed share them;
-initial weights and dropout depend on (subset, seed), never on the block.
+Batches and input noise depend only on the seed, so the members of a seed share them.
+Initial weights and dropout depend on (subset, seed), never on the block.
 """
 
 import threading
@@ -58,10 +57,11 @@ from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 AXIS = "members"  # of the mesh of devices
-# Networks on a linear part are dropped in the end unless they gain three standard
-# errors (`jaxprobe.linear`). What has not half of that after eight epochs is stopped.
+# Networks with a linear part are dropped in the end unless they gain three standard
+# errors (`jaxprobe.linear`). In protocols of `_LONG` epochs or more, those with less
+# than `LEAST_GAIN` of them after `_REVIEWED` epochs are stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
-_AT_ONCE = 256  # examples that a trained encoder reads together
+_AT_ONCE = 256  # examples that a trained encoder scores together
 _CORES = threading.BoundedSemaphore(n_cores())
 
 
@@ -73,28 +73,28 @@ class Member(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Members that train together: every subset with every seed."""
+    """Members that train together: every subset with every seed of the block."""
 
     subsets: tuple[int, ...]
     seeds: tuple[int, ...]
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Seed-major, as the leading axis of a trained block."""
+        """The members, seed-major as on the leading axis of a trained block."""
         return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
 
 
 def grid_members(n_seeds: int, n_subsets: int) -> tuple[Member, ...]:
-    """All subsets x seeds, seed-major: `s * n_subsets + k` is subset k of seed s."""
+    """Return all members, seed-major: subset k of seed s is at `s * n_subsets + k`."""
     return Block(tuple(range(n_subsets)), tuple(range(n_seeds))).members
 
 
 class BlockArrays(NamedTuple):
-    """A block for the device."""
+    """A block as arrays for the device."""
 
     family_masks: Any  # `[n_subsets, n_families]` bool
-    subsets: Any  # `[n_subsets]` int32 numbers of subsets, which decide the random keys
-    keys: Any  # `[n_seeds, 2]` keys of a seed's batches, and of its members
+    subsets: Any  # `[n_subsets]` int32 numbers of subsets, used in the random keys
+    keys: Any  # `[n_seeds, 2]` keys of a seed's batches and members
 
 
 def over_members(
@@ -105,11 +105,10 @@ def over_members(
     config: TrainConfig,
     mesh: Mesh | None,
 ) -> Any:
-    """Apply a function to every subset with every seed, in turn or side by side.
+    """Apply a function to every member of a block, in turn or vectorised.
 
-    `apply` takes `(family_mask, subset, keys)`, a member's states, and what all share.
-    States, like what it returns, have leaves `[n_seeds, n_subsets, ...]`. Over a mesh
-    of devices the subsets are split.
+    `apply` takes `(family_mask, subset, keys)`, the member's states, and the shared
+    arguments. States and results are `[n_seeds, n_subsets, ...]`; meshes split subsets.
     """
     if takes_turns(block, config, mesh):
         members = _members_of(block), jax.tree.map(lambda x: x[0], states)
@@ -118,14 +117,14 @@ def over_members(
 
     def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
         if len(block.subsets) * len(block.keys) == 1:
-            # No vmap: it would turn branches into selects.
+            # No vmap, which would turn branches into selects.
             member = tuple(x[0] for x in block)
             state = jax.tree.map(lambda x: x[0, 0], states)
             results = apply(member, state, *shared)
             return jax.tree.map(lambda x: x[None, None], results)
         rest = (None,) * len(shared)
         over_subsets = jax.vmap(apply, in_axes=((0, 0, None), 0, *rest))
-        if len(block.keys) == 1:  # one axis less to trace, and to compile
+        if len(block.keys) == 1:  # one axis less to trace and compile
             member = block._replace(keys=block.keys[0])
             state = jax.tree.map(lambda x: x[0], states)
             results = over_subsets(tuple(member), state, *shared)
@@ -143,7 +142,7 @@ def over_members(
         mesh=mesh,
         in_specs=(specs, by_subset, replicated),
         out_specs=by_subset,
-        check_vma=False,  # branches that not every device takes
+        check_vma=False,  # not every device takes the same branches
     )
     return split(block, states, shared)
 
@@ -157,11 +156,11 @@ def _members_of(block: BlockArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
 class Labelled(NamedTuple):
     """Features with their labels."""
 
-    features: FamilyTokens  # families apart, `n_examples` rows
+    features: FamilyTokens  # `n_examples` rows
     labels: Any  # `[n_examples]` float32, 1 where the answer is correct
     weights: Any  # `[n_examples]` float32, at least 0; 0 leaves a row out
-    # `[n_subsets, n_examples]` float32, the linear parts' logits, on which networks are
-    # trained; see `jaxprobe.linear`. Zeros where there are none.
+    # `[n_subsets, n_examples]` float32, the linear parts' logits, to which networks add
+    # theirs; see `jaxprobe.linear`. Zeros without linear parts.
     offsets: Any
     questions: Any  # `[n_examples]` int32, equal for rows of one question
 
@@ -181,14 +180,14 @@ def labelled(
     offsets: np.ndarray | None = None,
     questions: np.ndarray | None = None,
 ) -> Labelled:
-    """Put features and labels together, `[n_examples]` bool: one for every row."""
+    """Combine features with their labels, `[n_examples]` bool, on the device."""
     if weights is None:
         weights = np.ones(labels.shape)
     if offsets is None:
         offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
     if questions is None:
         questions = np.arange(len(labels))
-    # Converted on the host: for the device every shape would be compiled by itself.
+    # Converted on the host: on the device every shape would be compiled.
     on_host = [np.array(x, np.float32) for x in (labels, weights, offsets)]
     numbers = np.array(questions, np.int32)
     return Labelled(features, *jax.device_put([*on_host, numbers]))
@@ -197,7 +196,7 @@ def labelled(
 def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
-    """Apply to `n_chunk` examples at a time; results are `[n_examples, ...]`."""
+    """Apply a function to `n_chunk` examples at a time; return `[n_examples, ...]`."""
     n_rows = features.n_examples
     n_chunk = min(n_chunk, n_rows)
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
@@ -209,7 +208,7 @@ def in_chunks(
 
 
 def seed_keys(root_seed: int, seeds: Sequence[int]) -> jax.Array:
-    """Keys of seeds, `[n_seeds, 2]`: of their batches, and of their members."""
+    """Return the keys of seeds, `[n_seeds, 2]`: of their batches and members."""
     streams = BATCHES, MEMBERS
     return jnp.stack([stream_keys(root_seed, x, seeds) for x in streams], axis=1)
 
@@ -217,7 +216,7 @@ def seed_keys(root_seed: int, seeds: Sequence[int]) -> jax.Array:
 def member_keys(
     keys: jax.Array, subset: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of a member by those of its seed: of batches, first weights, and dropout."""
+    """Return a member's keys, for batches, first weights and dropout, by its seed's."""
     batches, members = keys
     return batches, *jax.random.split(jax.random.fold_in(members, subset))
 
@@ -234,13 +233,13 @@ def start_block(
     config: TrainConfig,
     mesh: Mesh | None = None,
 ) -> FitState:
-    """States before the first step, by the widths alone; what reads nothing is done."""
+    """Return states before the first step, by the shapes of `features` only."""
 
     def start(member, _, sample: FamilyTokens) -> FitState:
         family_mask, subset, keys = member
         _, init_key, _ = member_keys(keys, subset)
         state = start_fit(encoder.init(init_key, sample, family_mask), config)
-        # Of a type that a review leaves as it is, or training is compiled again.
+        # What reads nothing is done. int32 as after a review, else training recompiles.
         since_best = jnp.where(family_mask.any(), jnp.int32(0), config.patience)
         return state._replace(epochs_since_best=since_best)
 
@@ -259,7 +258,7 @@ def train_block(
     config: TrainConfig,
     mesh: Mesh | None = None,
 ) -> tuple[FitState, jax.Array]:
-    """Take the steps of every member on a group of rows; also their mean losses."""
+    """Take every member's steps on a group of rows; return states and mean losses."""
     if takes_turns(block, config, mesh):
         return _train_in_turn(states, number, block, train, encoder, config)
 
@@ -278,14 +277,14 @@ def train_block(
 
 
 def _group_keys(keys, subset, number):
-    """Keys of a member on a group: of its batches, their noise, and its dropout."""
+    """Return a member's keys on a group: of batches, their noise, and its dropout."""
     batch_key, _, dropout_key = member_keys(keys, subset)
     order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
     return order_key, noise_key, jax.random.fold_in(dropout_key, number)
 
 
 def _loss(encoder, train: Labelled, member, params, shares, draw: Draw) -> jax.Array:
-    """Loss of a member on the rows of a draw."""
+    """Return a member's loss on the rows of a draw."""
     family_mask, subset, _ = member
     logits, _ = encoder.apply(params, train.features, family_mask, draw)
     if encoder.config.is_linear_first:
@@ -295,7 +294,7 @@ def _loss(encoder, train: Labelled, member, params, shares, draw: Draw) -> jax.A
 
 
 def _train_in_turn(states, number, block, train, encoder, config):
-    """Take the steps of a seed's members, which share what is gathered and drawn."""
+    """Take the steps of a seed's members, which share gathered rows and noise."""
     members = _members_of(block)
     order_key, noise_key, _ = _group_keys(block.keys[0], 0, number)
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
@@ -343,7 +342,7 @@ def block_logits(
     config: TrainConfig,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
+    """Return every member's logits, `[n_seeds, n_subsets, n_examples]`."""
 
     def score(member, state: FitState, group: Labelled) -> jax.Array:
         logits = in_chunks(
@@ -361,49 +360,49 @@ def block_logits(
             state.is_active(config), lambda: score(member, state, group), lambda: zeros
         )
 
-    # Side by side a branch would copy the group for every member.
+    # Under `vmap` a branch would copy the group for every member.
     apply = score_active if takes_turns(block, config, mesh) else score
     return over_members(apply, block, states, (group,), config, mesh)
 
 
 def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
-    """Epochs after which networks without a gain are stopped; None without a review.
+    """Return the epoch after which networks without a gain are stopped, or None.
 
-    Short protocols have none: measured is what it spares of 24 epochs.
+    Short protocols have no review: its saving was measured on 24 epochs.
     """
     is_long = config.max_epochs >= _LONG
     return _REVIEWED if encoder.is_linear_first and is_long else None
 
 
 def n_stopped_by_review(info: FitInfo, n_epochs: int, config: TrainConfig) -> int:
-    """Count members that a review after `n_epochs` has stopped, with patience left."""
+    """Count the members that a review after `n_epochs` stopped with patience left."""
     is_last = np.asarray(info.n_epochs) == n_epochs
     waited = n_epochs - 1 - np.asarray(info.best_epoch)
     return int((is_last & (waited < config.patience)).sum())
 
 
 def is_in_turn(config: TrainConfig) -> bool:
-    """Whether members of a seed take their steps in turn: on a CPU, if not planned."""
+    """Return whether a seed's members step in turn: on a CPU, without a plan."""
     return jax.default_backend() == "cpu" and not isinstance(config, PlannedConfig)
 
 
 def takes_turns(block: BlockArrays, config: TrainConfig, mesh: Mesh | None) -> bool:
-    """Whether the members of a block take their steps in turn."""
+    """Return whether the members of a block take their steps in turn."""
     return is_in_turn(config) and mesh is None and len(block.keys) == 1
 
 
 def n_in_turn(n_subsets: int) -> int:
-    """Subsets of a block that take their steps in turn: half of them, at most eight."""
+    """Return how many subsets take their steps in turn: half, but at most eight."""
     return min(8, -(-n_subsets // 2))
 
 
 def filled_block(
     block: Block, encoder: Encoder, config: TrainConfig, mesh: Mesh | None = None
 ) -> BlockArrays:
-    """Put a block into arrays; subsets that read no family fill it up.
+    """Return a block's arrays, padded with subsets that read no family.
 
-    On a CPU all blocks then have one shape, and so one executable; over a mesh every
-    device has as many subsets.
+    On a CPU all blocks then have one shape, and so share an executable; on a mesh every
+    device has the same number of subsets.
     """
     subsets, n_excess = np.asarray(block.subsets, np.int32), 0
     if mesh is not None:
@@ -416,13 +415,13 @@ def filled_block(
 
 
 def _stopped_without_gain(state, block, groups, logits, patience) -> FitState:
-    """Stop members for good whose best weights gain too little on linear parts."""
+    """Stop the members whose best weights gain too little over their linear parts."""
     best, parts = state._replace(params=state.best_params), []
     for group in groups:
         used = np.asarray(group.weights) > 0
         of_rows = logits(best, group), group.offsets, group.labels, group.questions
         parts.append([np.asarray(x)[..., used] for x in of_rows])
-        del group  # before the next one is there
+        del group  # frees memory before the next one is read
     scores, offsets, labels, questions = (
         np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)
     )
@@ -443,7 +442,7 @@ def block_learner(
     config: TrainConfig,
     mesh: Mesh | None = None,
 ) -> Learner:
-    """Make what `fit` trains out of a block; `sample` is any row of features."""
+    """Return the learner of a block, for `fit`; `sample` is any row of features."""
     fixed = {"encoder": encoder, "config": config, "mesh": mesh}
 
     def logits(states: FitState, group: Labelled) -> jax.Array:
@@ -465,8 +464,8 @@ def block_learner(
 
 
 def trained_block(block: Block, state: FitState) -> Trained:
-    """Fetch the best weights of a block."""
-    n_subsets = len(block.subsets)  # of which a mesh may have trained more
+    """Fetch the best weights of a block from the device."""
+    n_subsets = len(block.subsets)  # without the padding of `filled_block`
 
     def fetch(x: np.ndarray) -> np.ndarray:
         trained = x[:, :n_subsets]
@@ -487,8 +486,8 @@ def fit_block(
 ) -> Trained:
     """Train a block's members, split over the devices of a mesh if one is given.
 
-    Where the subsets do not come out even, some devices train what reads no family, and
-    is left out of the result, which is on the host.
+    Devices with fewer subsets train members that read no family, which are left out of
+    the result. The result is on the host.
     """
     use_one_blas_thread()
     arrays = filled_block(block, encoder, config, mesh)
@@ -514,15 +513,14 @@ def fit_blocks(
     config: TrainConfig,
     n_threads: int | None = None,
 ) -> Iterator[Trained]:
-    """Train blocks and yield each as it is done, in whatever order that is.
+    """Train blocks and yield each as it finishes, in any order.
 
-    Rows come in groups of similar length, most often one; a batch is of one group.
-    To continue an interrupted run, pass the blocks that are still missing. Of several
-    devices all train a block, each some of its subsets, unless `n_threads` are given.
-    On a CPU as many blocks run at once as there are cores (or `n_threads`), each in a
-    thread of its own: one alone keeps all cores awake for little more than one core's
-    work. Calls that train side by side share the cores: with twice as many blocks as
-    cores, each in the others' caches, training takes longer.
+    Rows come in groups of similar length, most often one; a batch is drawn from one
+    group. To resume an interrupted run, pass the blocks that are still missing. Several
+    devices split the subsets of each block, unless `n_threads` is given. On a CPU as
+    many blocks run at once as there are cores (or `n_threads`), each in its own thread:
+    a single block occupies all cores for little more than one core's work. Concurrent
+    calls share the cores: with twice as many blocks as cores, training takes longer.
     """
     fixed = {"encoder": encoder, "config": config}
 
@@ -537,7 +535,7 @@ def fit_blocks(
         return
     use_one_blas_thread()
     if is_in_turn(config) and len(blocks) > 1:
-        # Compiled by members that read nothing, and are done before they begin.
+        # Compile with members that read nothing, and so are done before they begin.
         arrays = filled_block(blocks[0], encoder, config)
         nothing = arrays._replace(family_masks=arrays.family_masks & False)
         learner = block_learner(nothing, train[0].features, **fixed)
@@ -547,7 +545,7 @@ def fit_blocks(
         for group in valid:
             learner.logits(state, group)
     else:
-        for block in blocks[:1]:  # alone: the others use what it compiles
+        for block in blocks[:1]:  # the first alone: the others use what it compiles
             yield train_alone(block)
         blocks = blocks[1:]
     if n_threads is None:
@@ -562,7 +560,7 @@ def fit_blocks(
 
 
 def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
-    """Put trained blocks together in the order of `order`."""
+    """Join trained blocks, with members in the order of `order`."""
     position = {
         m: i for i, m in enumerate(m for block in blocks for m in block.members)
     }
@@ -578,7 +576,7 @@ def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
 def apply_member(
     params: Params, family_mask: jax.Array, features: FamilyTokens, *, encoder: Encoder
 ) -> tuple[jax.Array, jax.Array]:
-    """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
+    """Return one encoder's logits `[n_examples]` and pooled vectors (`Encoder`)."""
     return in_chunks(
         lambda batch: apply_module(encoder, params, batch, family_mask),
         features,
@@ -588,8 +586,8 @@ def apply_member(
 
 @jax.jit
 def _linear_logits(parts: dict[str, jax.Array], features: FamilyTokens) -> jax.Array:
-    """Logits `[n_members, n_examples]` of linear parts, leaves `[n_members, ...]`."""
-    pooled = pooled_signals(features)  # once for all
+    """Return `[n_members, n_examples]` logits of linear parts `[n_members, ...]`."""
+    pooled = pooled_signals(features)  # once for all members
     return jax.vmap(lambda linear: linear_logits(linear, pooled))(parts)
 
 
@@ -598,7 +596,7 @@ def _network(params: Params) -> Params:
 
 
 def is_linear_only(params: Params) -> bool:
-    """Return whether a member is its linear part, to which its network adds nothing."""
+    """Return whether a member is only its linear part: its network adds nothing."""
     last = jax.tree.leaves(params["params"]["mlp_out"])
     return COLLECTION in params and not any(np.any(x) for x in last)
 
@@ -609,10 +607,9 @@ def member_logits(
     *,
     encoder: Encoder,
 ) -> np.ndarray:
-    """Logits `[n_members, n_examples]`; a network that adds nothing is not run.
+    """Return logits `[n_members, n_examples]`; networks that add nothing are not run.
 
-    Of each member are given its weights, and `[n_families]` bool which families it
-    reads.
+    A member is given by its weights and its mask of families, `[n_families]` bool.
     """
     logits = np.zeros((len(members), features.n_examples), np.float32)
     for row, (params, mask) in zip(logits, members, strict=True):
@@ -629,12 +626,12 @@ def member_logits(
 def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder
 ) -> MemberOutputs:
-    """Apply every trained member to every example (see `MemberOutputs`)."""
+    """Apply every trained member to every example."""
     outputs, masks = [], encoder.dims.subset_masks
     n, d_pooled = features.n_examples, encoder.config.d_pooled
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
-        if not any(map(np.any, jax.tree.leaves(params))):  # it puts out zeros
+        if not any(map(np.any, jax.tree.leaves(params))):  # its outputs are zeros
             outputs.append(
                 (np.zeros(n, np.float32), np.zeros((n, d_pooled), np.float32))
             )

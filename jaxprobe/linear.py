@@ -1,13 +1,13 @@
 """Logistic regressions, and encoders that begin as one.
 
-A few thousand labelled answers are too few for a network to find all that a regression
-finds in the same signals. So the regression comes first, one for each subset of the
-families, and the network starts as zero and learns what it leaves. On training rows the
-regression has seen the labels, and would leave nothing there: in its place stand
-regressions that have not seen the row's question.
+From a few thousand labelled answers a network cannot learn all that a regression finds
+in the same signals. So a regression is fitted first, for each subset of the families,
+and the network starts at zero and learns the remainder. A regression has seen the
+labels of the training rows and would leave nothing there, so each training row instead
+has the logit of a regression that has not seen its question.
 
-A network that does not rank the validation answers better than the regression alone, by
-more than chance (`jaxprobe.metrics.is_gain`), is dropped.
+A network is dropped unless it ranks the validation answers better than the regression
+alone by more than chance explains (`jaxprobe.metrics.is_gain`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ from beatrice.jaxprobe.metrics import auroc, is_gain
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
-# Inverse strengths of the penalty, from which validation chooses; the paper gives none.
+# Candidate inverse penalties, chosen from on validation; the paper gives none.
 INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 
@@ -40,7 +40,7 @@ Folds = list[tuple[np.ndarray, np.ndarray]]  # each fold's seen and unseen rows
 
 
 def logistic_regression(inverse_penalty: float) -> LogisticRegression:
-    """Return a logistic regression to be fitted."""
+    """Return an unfitted logistic regression."""
     return LogisticRegression(C=inverse_penalty, max_iter=2000)
 
 
@@ -51,16 +51,16 @@ def fit_linear(
     valid_labels: Sequence[bool] | np.ndarray,
     regression_of: Callable[[float], Regression] = logistic_regression,
 ) -> Regression:
-    """Fit on training answers; validation AUROC chooses the penalty.
+    """Fit on training answers, with the penalty of the best validation AUROC.
 
-    Of equals, the strongest penalty.
+    Among equals it is the strongest penalty.
 
     Args:
       train: `[n_train, n_features]`.
       labels: `[n_train]`, True where the answer is correct.
       valid: `[n_validation, n_features]`.
       valid_labels: `[n_validation]`.
-      regression_of: the regression of an inverse penalty, to be fitted.
+      regression_of: returns an unfitted regression for an inverse penalty.
     """
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
@@ -79,9 +79,9 @@ Scale = tuple[np.ndarray, np.ndarray]
 def block_scale(train: np.ndarray) -> Scale:
     """Return what to subtract from a block of features, and what to divide by.
 
-    Features then have mean 0 and one variance on the training rows, and together
-    those of a row have variance 1, whatever the block's width: one range of penalties
-    serves ten features and ten thousand, and blocks can stand side by side.
+    On the training rows each scaled feature has mean 0 and variance 1 / width, so that
+    the variances of a block sum to 1. One range of penalties then serves ten features
+    and ten thousand, and blocks can be concatenated.
 
     Args:
       train: `[n_train, n_features]` of the training rows; a feature that is constant
@@ -90,8 +90,8 @@ def block_scale(train: np.ndarray) -> Scale:
     Returns:
       means and divisors, `[n_features]`, of the dtype of `train`.
     """
-    # Double precision: in single, the mean of equal values differs from them, and the
-    # difference would be the divisor.
+    # Double precision: in single precision the mean of equal values differs from them,
+    # and the divisor would be that difference.
     mean, std = (f(axis=0, dtype=np.float64) for f in (train.mean, train.std))
     scale = divisors_of(mean, std) * train.shape[1] ** 0.5
     return mean.astype(train.dtype), scale.astype(train.dtype)
@@ -103,11 +103,10 @@ def score_blocks(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> tuple[np.ndarray, float]:
-    """Fit on rows `train`, choose the penalty on rows `valid`, and score all.
+    """Fit on rows `train`, choose the penalty on rows `valid`, and score all rows.
 
-    Blocks `[n_rows, n_features]` stand side by side in one regression, each scaled by
-    itself, see `block_scale`. Returned are `[n_rows]` log-odds, and the inverse
-    penalty.
+    Blocks `[n_rows, n_features]` are scaled one by one (see `block_scale`) and
+    concatenated. Returns log-odds `[n_rows]` and the inverse penalty.
     """
     features = np.concatenate(blocks, axis=1)
     edges = np.cumsum([block.shape[1] for block in blocks])
@@ -120,15 +119,15 @@ def score_blocks(
 
 
 def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.ndarray:
-    """Return `n` labels of both classes as an array."""
+    """Return labels as an array, after checking that there are `n` of both classes."""
     is_correct = np.asarray(labels, dtype=bool)
     if is_correct.shape != (n,):
         raise ValueError(
-            f"labels have shape {is_correct.shape}, expected one per answer ({n})"
+            f"expected one label per answer ({n}), got shape {is_correct.shape}"
         )
     if is_correct.all() or not is_correct.any():
         raise ValueError(
-            f"the {n} {split} labels hold one class only; training and selection need "
+            f"all {n} {split} labels are of one class; training and selection need "
             "correct and incorrect answers"
         )
     return is_correct
@@ -142,15 +141,14 @@ _pooled = jax.jit(pooled_signals)
 class Pooled(NamedTuple):
     """Pooled signals of rows, see `jaxprobe.encoder`."""
 
-    # Per family `[n_rows, n_parts * d_family]` float32.
-    families: tuple[np.ndarray, ...]
+    families: tuple[np.ndarray, ...]  # each `[n_rows, n_parts * d_family]` float32
     labels: np.ndarray  # `[n_rows]` bool
 
     @classmethod
     def of(
         cls, groups: Iterable[tuple[np.ndarray, FamilyTokens]], labels: np.ndarray
     ) -> "Pooled":
-        """Pool rows that come in groups: indices, and tokens of at least as many."""
+        """Pool rows that come in groups of indices and at least as many examples."""
         indices, pooled = [], []
         for rows, tokens in groups:
             indices.append(rows)
@@ -163,14 +161,11 @@ class Pooled(NamedTuple):
 class LinearGrid(NamedTuple):
     """The linear parts of every subset, and their logits."""
 
-    # The variables of `jaxprobe.encoder.linear_logits` of every subset, leaves
-    # `[n_subsets, ...]` float32.
+    # Variables of `encoder.linear_logits`, leaves `[n_subsets, ...]` float32.
     parts: dict[str, np.ndarray]
-    # `[n_subsets]`, chosen by the validation rows; 0 where a subset was not fitted: its
-    # part is zero.
+    # `[n_subsets]`, chosen on validation; 0 for subsets not fitted (parts of zeros).
     inverse_penalty: np.ndarray
-    # `[n_subsets, n_train]` logits of training rows, each of a regression that has not
-    # seen the row's question.
+    # `[n_subsets, n_train]` logits of regressions that have not seen a row's question
     train: np.ndarray
     fitted: np.ndarray  # `[n_subsets, n_train]` logits of the regression in `parts`
     valid: np.ndarray  # `[n_subsets, n_validation]`
@@ -183,20 +178,19 @@ def _scaled(
 
 
 def _folds(labels: np.ndarray, questions: np.ndarray) -> Folds:
-    """Return folds of questions; the rarer class is spread."""
+    """Return folds of questions, such that each fold's seen rows have both classes."""
     names, question = np.unique(questions, return_inverse=True)
     right, wrong = (np.bincount(question, x) > 0 for x in (labels, ~labels))
     if min(right.sum(), wrong.sum()) < 2:
         raise ValueError(
-            f"{right.sum()} training questions have a right answer and {wrong.sum()} a "
-            "wrong one; regressions that leave questions out in turn need two of each: "
-            "take more questions"
+            "cross-fitting needs 2 training questions with a right answer and 2 with a "
+            f"wrong one, got {right.sum()} and {wrong.sum()}; take more questions"
         )
     n_folds = min(N_FOLDS, len(names))
     folds = list(GroupKFold(n_folds).split(questions, groups=questions))
     if all(0 < labels[seen].sum() < len(seen) for seen, _ in folds):
         return folds
-    order = np.argsort(1 * wrong - right, kind="stable")  # those of a class: neighbours
+    order = np.argsort(1 * wrong - right, kind="stable")  # spread classes over folds
     fold = np.argsort(order)[question] % n_folds
     return [
         (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(n_folds)
@@ -206,7 +200,7 @@ def _folds(labels: np.ndarray, questions: np.ndarray) -> Folds:
 def _unseen_logits(
     x: np.ndarray, labels: np.ndarray, folds: Folds, inverse_penalty: float
 ) -> np.ndarray:
-    """Return logits `[n_rows]`, each of a regression that has not seen its fold."""
+    """Return logits `[n_rows]`, each from a regression that has not seen its fold."""
     logits = np.zeros(len(x))
     for seen, unseen in folds:
         fold = logistic_regression(inverse_penalty).fit(x[seen], labels[seen])
@@ -221,9 +215,9 @@ def fit_linear_parts(
 
     Args:
       train: training rows.
-      valid: validation rows, which choose each regression's penalty.
-      questions: `[n_train]`; rows of one question are in one fold.
-      subsets: their numbers.
+      valid: validation rows, on which each regression's penalty is chosen.
+      questions: `[n_train]`; rows of one question share a fold.
+      subsets: numbers of the subsets.
     """
     scales = [block_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
@@ -262,7 +256,7 @@ def fit_linear_parts(
 def _linear_weights(
     regression: Any, scales: Mapping[int, Scale]
 ) -> dict[str, np.ndarray]:
-    """Return the part of an encoder that is a regression on scaled families."""
+    """Return the linear part that equals a regression on scaled families."""
     bias, start, kernels = np.asarray(regression.intercept_)[0], 0, {}
     for f, (mean, scale) in scales.items():
         weights = regression.coef_[0][start : start + len(mean)] / scale
@@ -274,13 +268,13 @@ def _linear_weights(
 def fit_ridge(
     train: Pooled, questions: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Fit one regression of all families; the penalty is chosen on training rows.
+    """Fit one regression on all families, with the penalty chosen on training rows.
 
-    Cross-fitted log loss chooses it, which looks at the scale of the logits as well as
-    at their order; validation rows are left for calibration. Taken is the strongest
-    penalty whose loss is within a standard error, by question, of the least. Beside the
-    linear part are `[n_train]` logits, each of a regression that has not seen its
-    question.
+    The criterion is cross-fitted log loss, which depends on the scale of the logits as
+    well as on their order; validation rows are left for calibration. Chosen is the
+    strongest penalty whose loss is within one standard error, by question, of the
+    least. Returns the linear part, and logits `[n_train]`, each from a regression that
+    has not seen the row's question.
     """
     scales = [block_scale(family) for family in train.families]
     x, labels = np.concatenate(_scaled(train.families, scales), axis=1), train.labels
@@ -300,7 +294,7 @@ def fit_ridge(
 
 
 def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
-    """Return trained members whose variables hold the linear parts of their subsets."""
+    """Return trained members with the linear parts of their subsets added."""
     subsets = [member.subset for member in trained.members]
     parts = {name: values[subsets] for name, values in grid.parts.items()}
     return trained._replace(params={**trained.params, COLLECTION: parts})
@@ -313,7 +307,7 @@ def drop_networks_without_gain(
     labels: np.ndarray,
     questions: np.ndarray,
 ) -> Trained:
-    """Zero the last layer of networks that gain nothing on their linear part.
+    """Zero the last layer of networks without a gain on their linear part (`is_gain`).
 
     Args:
       trained: members with their linear parts.
@@ -346,13 +340,13 @@ def n_networks_kept(trained: Trained) -> int:
 
 
 def save_linear(cache: Cache, grid: LinearGrid) -> None:
-    """Save the parts for a run that continues."""
+    """Save the linear parts, for resuming a run."""
     logits = {name: x for name, x in grid._asdict().items() if name != "parts"}
     cache.save("linear", {**grid.parts, **logits})
 
 
 def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
-    """Return the saved parts, or None where some of the subsets are missing."""
+    """Return the saved linear parts, or None if any of the subsets is missing."""
     arrays = cache.load("linear")
     if arrays is None or not arrays["inverse_penalty"][subsets].all():
         return None

@@ -1,9 +1,9 @@
 """The training loop, shared by encoders, fusion heads and layer probes.
 
-AdamW, the rate halved after some epochs without a validation gain, training stopped
-after some more, the best weights kept (paper, appendix B). Rows come in groups: one
-that is always the same where they are in memory, several an epoch where they are read
-from a store. What is compiled are the steps on one group; epochs are a Python loop.
+It uses AdamW, halves the learning rate after some epochs without a validation gain,
+stops after some more, and keeps the best weights (paper, appendix B). Rows come in
+groups: the same ones every epoch if they are in memory, or read from a store. The steps
+on one group are compiled; epochs are a Python loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,20 +24,18 @@ Params = Any
 
 
 class FitInfo(NamedTuple):
-    """What a person wants to know of one training run."""
+    """A summary of one training run."""
 
     valid_auroc: Any  # `[max_epochs]`, NaN after the last epoch
-    # `[max_epochs]`, NaN after the last epoch: the mean over the epoch's groups of rows
-    # of the mean over their steps.
-    train_loss: Any
-    best_auroc: Any  # validation AUROC of the weights that are kept; -1 where undefined
-    best_epoch: Any  # the epoch that gave them, from 0
-    n_epochs: Any  # epochs that were run
+    train_loss: Any  # `[max_epochs]`, likewise: mean over groups of means over steps
+    best_auroc: Any  # validation AUROC of the weights that are kept; -1 if undefined
+    best_epoch: Any  # epoch of these weights, from 0
+    n_epochs: Any  # number of epochs run
     learning_rate: Any  # at the end, after halvings
 
 
 class FitState(NamedTuple):
-    """What the next epoch needs."""
+    """The state of training between epochs."""
 
     params: Params
     opt_state: optax.OptState
@@ -46,12 +44,12 @@ class FitState(NamedTuple):
     info: FitInfo
 
     def is_active(self, config: TrainConfig) -> jax.Array:
-        """Whether training goes on."""
+        """Return whether training continues."""
         return self.epochs_since_best < config.patience
 
 
 class Keys(NamedTuple):
-    """Keys of the steps on a group: of the batch (input noise), and a member's own."""
+    """Random keys of the steps on a group: of the batch (input noise) and a member."""
 
     batch: Any
     member: Any
@@ -70,16 +68,16 @@ class Rows(Protocol):
 
 
 class Learner(NamedTuple):
-    """Members that train together; their states have two leading axes."""
+    """Members that train together; their states have two leading axes `[n, m]`."""
 
-    start: Callable[[], FitState]  # gives the state before the first epoch
+    start: Callable[[], FitState]  # returns the state before the first epoch
     # Takes the steps on a group, given the state and the number of groups before this
-    # one; returns the state and the mean loss, `[n, m]`.
+    # one; returns the state and the mean losses, `[n, m]`.
     train: Callable[[FitState, np.int32, Any], tuple[FitState, jax.Array]]
-    # Of the rows of a group, given the state; `[n, m, n_rows]`.
+    # Returns the logits `[n, m, n_rows]` of a group's rows, given the state.
     logits: Callable[[FitState, Any], jax.Array]
-    # Stops members after an epoch, given the state, the number of epochs, and the
-    # groups of validation rows.
+    # Optionally stops members after an epoch, given the state, the number of epochs
+    # run, and the groups of validation rows.
     review: Callable[[FitState, int, Iterable[Any]], FitState] | None = None
 
 
@@ -91,8 +89,8 @@ def fit(
 ) -> list[FitState]:
     """Train until validation AUROC stops rising; return every learner's last state.
 
-    All learners take their steps on a group before the next one is asked for; each
-    stops when the last of its members is done. `train` gives the groups of an epoch.
+    All learners take their steps on a group before the next group is fetched; each
+    stops when its last member is done. `train` returns the groups of an epoch.
     """
     states = [learner.start() for learner in learners]
     number = 0
@@ -110,7 +108,7 @@ def fit(
                 losses[i] += (loss,)
             jax.block_until_ready(losses)
             number += 1
-            del group  # before the next one is there
+            del group  # frees memory before the next one is read
         for group in valid():
             for i in active:
                 logits[i] += (learners[i].logits(states[i], group),)
@@ -126,19 +124,19 @@ def fit(
 
 
 def shuffled(groups: Sequence[Rows], config: TrainConfig, epoch: int) -> list[Rows]:
-    """Return groups in an epoch's order, the same for every member."""
+    """Return the groups in an epoch's random order, the same for every member."""
     order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order]
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which falls while training runs."""
+    """Return AdamW without its learning rate, which changes during training."""
     decay = optax.add_decayed_weights(config.weight_decay)
     return optax.chain(optax.scale_by_adam(), decay)
 
 
 def start_fit(params: Params, config: TrainConfig, pack=ravel_pytree) -> FitState:
-    """State of one member before its first epoch; see `take_steps` for `pack`."""
+    """Return a member's state before its first epoch; see `take_steps` for `pack`."""
     empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
     info = FitInfo(
         valid_auroc=empty,
@@ -158,13 +156,13 @@ def epoch_batches(
     """Shuffle rows into batches.
 
     Args:
-      key: of the order.
+      key: key of the order.
       weights: `[n_rows]` row weights.
       batch_size: rows per batch; the last one may hold fewer.
 
     Returns:
       row numbers `[n_steps, batch_size]`, and each row's share of its batch's loss,
-      `[n_steps, batch_size]`, which sum to 1 per batch and are 0 on the excess.
+      `[n_steps, batch_size]`; shares sum to 1 per batch and are 0 on padding.
     """
     n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
@@ -184,16 +182,16 @@ def take_steps(
     config: TrainConfig,
     pack: Callable[[Params], tuple[Any, Callable]] = ravel_pytree,
 ) -> tuple[FitState, jax.Array]:
-    """Take the steps of one member on a group; also the mean of their losses.
+    """Take one member's steps on a group; return its state and the mean loss.
 
     Args:
-      state: before them.
-      loss: of weights, the arrays of a microbatch, and its two keys.
+      state: state before the steps.
+      loss: takes weights, the arrays of a microbatch, and its two keys.
       batches: arrays `[n_steps, n_rows, ...]`.
-      keys: of the group.
-      config: the protocol.
-      pack: puts weights into few leaves, and gives what undoes it. Sixty leaves would
-        be sixty small loops in every step.
+      keys: keys of the group.
+      config: the training protocol.
+      pack: packs weights into few leaves, and returns them and the inverse function.
+        Sixty leaves would take sixty small loops in every step.
     """
     packed, unpack = pack(state.params)
     shape = (len(batches[0]), config.microbatches())
@@ -215,10 +213,10 @@ def take_steps(
 
 
 def _step(loss, carry, rate, batch, keys, config):
-    """Take a step; returns weights and moments, and the loss before it."""
+    """Take a step; return weights and moments, and the loss before it."""
     packed, opt_state = carry
     value, grads = _gradient(loss, packed, batch, keys, config)
-    # Optax raises an integer count to a power, which strict promotion refuses.
+    # Optax raises to an integer power, which strict dtype promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer(config).update(grads, opt_state, packed)
     packed = jax.tree.map(lambda x, update: x - rate * update, packed, updates)
@@ -234,22 +232,22 @@ def take_steps_in_turn(
     keys: Keys,
     config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
-    """Take the steps of several members on a group, every step of one after another's.
+    """Take several members' steps on a group: each step by one member after another.
 
-    What they share of a batch is computed once. A member that is done is skipped.
+    What members share of a batch is computed once. Finished members are skipped.
 
     Args:
-      states: before them, leaves `[n_members, ...]`.
-      members: what tells members apart, leaves `[n_members, ...]`.
-      loss: of a member, weights, the arrays of a microbatch, what is shared of it,
-        leaves `[1, ...]`, and its two keys.
+      states: states before the steps, leaves `[n_members, ...]`.
+      members: what distinguishes members, leaves `[n_members, ...]`.
+      loss: takes a member, weights, the arrays of a microbatch, the microbatch's shared
+        values (leaves `[1, ...]`), and its two keys.
       batches: arrays `[n_steps, n_rows, ...]`.
-      share: computes what is shared, of the first array of a microbatch and its key.
-      keys: of the group, and `[n_members]` of the members.
+      share: computes the shared values from a microbatch's first array and key.
+      keys: key of the group, and keys `[n_members]` of the members.
       config: the protocol; a microbatch is as large as the rows that draw together.
 
     Returns:
-      the states, and the means of the losses, `[n_members]`.
+      the states, and the mean losses `[n_members]`.
     """
     _, unpack = ravel_pytree(jax.tree.map(lambda x: x[0], states.params))
     packed = jax.vmap(lambda params: ravel_pytree(params)[0])(states.params)
@@ -296,7 +294,7 @@ def _gradient(
     keys: Keys,
     config: TrainConfig,
 ):
-    """Loss and gradient of a batch as the sum over its microbatches."""
+    """Return a batch's loss and gradient, summed over its microbatches."""
     gradient = jax.value_and_grad(loss)
     keys = _microbatch_keys(keys, config)
     n_microbatches = config.batch_size // config.rows_at_once()
@@ -315,7 +313,7 @@ def _gradient(
 
 
 def _microbatch_keys(keys: Keys, config: TrainConfig) -> Keys:
-    """Keys of the microbatches, from those of the pieces that draw together."""
+    """Return the keys of microbatches, from those of the rows that draw together."""
     size, n_rows = config.batch_size // config.microbatches(), config.rows_at_once()
     if n_rows == size:
         return keys
@@ -339,19 +337,19 @@ def end_epoch(
     *,
     config: TrainConfig,
 ) -> FitState:
-    """Keep the best weights, halve the rate, count the epoch; members done stand still.
+    """Keep the best weights, halve the rate and count the epoch of unfinished members.
 
-    `losses` are `[n, m]` of every training group; `logits` `[n, m, n_rows]` and
-    `truth`, labels and weights `[n_rows]`, of every validation group.
+    `losses` `[n, m]` are of every training group; `logits` `[n, m, n_rows]` and
+    `truth` (labels and weights, `[n_rows]`) of every validation group.
     """
     labels, weights = (jnp.concatenate(x) for x in zip(*truth, strict=True))
 
     def end_member(state: FitState, loss: jax.Array, logits: jax.Array) -> FitState:
         info, active = state.info, state.is_active(config)
         auroc = masked_auroc(logits, labels, weights)
-        better = active & (auroc > info.best_auroc)  # False for NaN: keep the first
+        better = active & (auroc > info.best_auroc)  # False for NaN: keeps the first
         since_best = jnp.where(better, 0, state.epochs_since_best + 1)
-        lr_patience = config.lr_patience or config.max_epochs + 1  # or never
+        lr_patience = config.lr_patience or config.max_epochs + 1  # None: never
         halve = (since_best > 0) & (since_best % lr_patience == 0)
         new = FitInfo(
             valid_auroc=info.valid_auroc.at[epoch].set(auroc),

@@ -1,11 +1,10 @@
 """What training needs: FLOPs of a step, and how many members fit a device's memory.
 
-The step of all members is compiled for arrays that do not exist, and halved until the
-compiler says that it fits: first the members side by side, then the rows at once.
-Results do not depend on it (`PlannedConfig`). Without an accelerator this machine's
-compiler stands for its own, given the module as it is lowered for accelerators: it
-fuses other loops, lays arrays out otherwise, and leaves no room for a library's
-scratch.
+The step of all members is compiled from shapes, without arrays, and halved until the
+compiler reports that it fits: rows down to 64, then members side by side, then rows.
+Results do not depend on this (`PlannedConfig`). Without an accelerator this machine's
+compiler estimates the memory, from the module lowered for accelerators: it fuses other
+loops, lays out arrays differently, and allows no scratch memory for libraries.
 """
 
 import dataclasses
@@ -48,11 +47,11 @@ from beatrice.jaxprobe.tokens import FamilyTokens
 def step_flops(
     config: EncoderConfig, dims: FamilyDims, widths: Sequence[int], member: Member
 ) -> int:
-    """Floating-point operations of one encoder's step, an example, from shapes.
+    """Return the floating-point operations per example of one encoder's training step.
 
-    Matrix products only, at the encoder's own widths, over all positions, padded ones
-    included. Forward plus backward is three products for one, and two for the first
-    projection, whose inputs need no gradient.
+    Only matrix products count, at the encoder's own widths, over all positions
+    including padding. Each counts three times for forward and backward together, but
+    the first projection twice, since its inputs need no gradient.
     """
     read = np.flatnonzero(dims.subset_masks[member.subset]).tolist()
     sizes = [dims.sizes[f] for f in read]
@@ -66,12 +65,13 @@ def step_flops(
     return sum(widths) * per_token + 3 * mlp
 
 
-KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
-# More members share what is read of a seed's hidden states, and more rows share the
-# sum of gradients, which is as large as a member's weights: at the paper's sizes it is
-# a twentieth of what a step of 64 rows moves. Members come first down to here.
+# Share of a device kept free for fragmentation, libraries, and errors of the estimate.
+KEPT_FREE = 0.15
+# More members share one reading of a seed's hidden states. More rows share one sum of
+# gradients, which is as large as a member's weights: at the paper's sizes a twentieth
+# of what a step of 64 rows moves. So members are not halved before rows are down to 64.
 _MANY_ROWS = 64
-# Code that is never run need not be good; what it needs of memory is the same.
+# This code is never run; optimising it would not change its memory.
 FOR_SIZES_ALONE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -81,24 +81,23 @@ FOR_SIZES_ALONE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is trained, in sizes."""
+    """The sizes that determine the memory of training."""
 
     encoder: EncoderConfig  # widths
     dims: FamilyDims  # channels of the families
     train: TrainConfig  # the protocol
-    widths: tuple[int, ...]  # tokens of the padded spans of the longest group of rows
+    widths: tuple[int, ...]  # padded span lengths of the longest group of training rows
     n_train: int  # rows of this group
-    # Of the longest group of validation rows, which are scored together: how many, and
-    # tokens of their padded spans.
+    # The same for validation rows, which are scored together.
     n_valid: int
     valid_widths: tuple[int, ...]
     device_dtypes: tuple[Dtype, ...]  # types of the families on the device
-    # Bytes that lie on the device beside a step's own arguments: other groups,
-    # validation rows, the group of a stream that is read ahead.
+    # Bytes on the device besides a step's own arguments: other groups, validation rows,
+    # and the group that a stream reads ahead.
     resident: int = 0
-    n_devices: int = 1  # over which a block's subsets are split
-    # Whether all blocks take their turns on a group, so that every member's weights and
-    # moments lie on the device at once.
+    n_devices: int = 1  # devices over which a block's subsets are split
+    # Whether all blocks take turns on each group, so that the weights and moments of
+    # every member are on the device at once.
     is_streamed: bool = False
 
     @classmethod
@@ -110,10 +109,10 @@ class Sizes:
         where: Sequence[np.ndarray],
         device_dtypes: tuple[Dtype, ...],
     ) -> "Sizes":
-        """Return the sizes of a setting's rows.
+        """Return the sizes for a setting.
 
-        `lengths` are `[n_rows, n_spans]` tokens of every row of the store, `where`
-        training rows and validation rows among them.
+        `lengths` `[n_rows, n_spans]` are the span lengths of every row of the store,
+        and `where` the indices of its training rows and its validation rows.
         """
         if config.stream is not None:
             widths = widths_of(lengths)
@@ -143,29 +142,28 @@ class Sizes:
         )
         resident = sum(rows_bytes(sizes, *group) for split in groups for group in split)
         if sizes.is_streamed:
-            # Two groups: one is read while one is used. Those of validation may be the
-            # larger ones.
+            # Two groups, as one is read while one is used; validation's may be larger.
             resident = 2 * rows_bytes(sizes, max(n_train, n_valid))
-        resident -= rows_bytes(sizes, n_train)  # a step's own argument
+        resident -= rows_bytes(sizes, n_train)  # counted in a step's arguments
         return dataclasses.replace(sizes, resident=resident)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """What a compiled step needs, in bytes."""
+    """The memory that a compiled step needs, in bytes."""
 
     arguments: int  # rows of the group, and the members' weights and moments
     outputs: int  # the members' new weights and moments
-    temporaries: int  # of a step, or of scoring if that needs more
+    temporaries: int  # of training, or of scoring if that needs more
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all three."""
         return self.arguments + self.outputs + self.temporaries
 
 
 def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None) -> int:
-    """Return the bytes of rows on the device, labels and offsets included."""
+    """Return the bytes of rows on the device, including labels and offsets."""
     leaves = jax.tree.leaves(_rows(sizes, n_rows, widths or sizes.widths))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
@@ -191,7 +189,7 @@ def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> Labelled:
 
 @functools.lru_cache
 def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> list[Any]:
-    """Return a block's training step and its scoring, traced for absent arrays."""
+    """Return a block's training step and scoring, traced from shapes."""
     config = PlannedConfig(**dataclasses.asdict(sizes.train), n_rows=n_rows)
     fixed = {"encoder": Encoder(sizes.encoder, sizes.dims), "config": config}
     shape = jax.ShapeDtypeStruct
@@ -218,14 +216,14 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
 def compiled_step(
     sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int
 ) -> tuple[StepBytes, dict[str, float]]:
-    """Compile a block's step; return its bytes, and XLA's own count of its work.
+    """Compile a block's step; return its memory, and XLA's cost analysis by name.
 
-    That count, by name, has the bodies of loops once: one microbatch of one batch.
+    The analysis counts the body of a loop once: one microbatch of one batch.
     """
     traced = traced_steps(sizes, n_subsets, n_seeds, n_rows)
     if jax.default_backend() == "cpu":
-        # A TPU's lowering leaves factorisations to the compiler, which any can
-        # translate; a GPU's calls a library that is not here.
+        # Lowering for TPUs leaves factorisations to the compiler, so that any compiler
+        # can translate it; lowering for GPUs calls a library that is missing here.
         lowered = [step.lower(lowering_platforms=("tpu",)) for step in traced]
         compiled = [step.compile(compiler_options=FOR_SIZES_ALONE) for step in lowered]
     else:
@@ -243,23 +241,22 @@ def compiled_step(
 class Plan:
     """How a setting's members are trained on a device."""
 
-    n_subsets: int  # of a seed side by side, on each device
-    n_seeds: int  # side by side
+    n_subsets: int  # subsets of a seed side by side, on each device
+    n_seeds: int  # seeds side by side
     n_devices: int = 1
-    # Of which a gradient is computed at once; None for the protocol's own.
-    n_rows: int | None = None
+    n_rows: int | None = None  # rows per gradient; None: the protocol's number
     limit: int | None = None  # bytes that may be used; None without a limit
-    resident: int = 0  # bytes beside those of a step
-    needed: StepBytes | None = None  # of a step, by the compiler; None without a limit
+    resident: int = 0  # bytes besides those of a step
+    needed: StepBytes | None = None  # by the compiler; None without a limit
 
     def config(self, config: TrainConfig) -> TrainConfig:
-        """Return the protocol as it is carried out."""
+        """Return the protocol with the planned number of rows."""
         if self.n_rows is None:
             return config
         return PlannedConfig(**dataclasses.asdict(config), n_rows=self.n_rows)
 
     def blocks(self, members: Sequence[Member]) -> tuple[Block, ...]:
-        """Put members into blocks, every subset of a block with every seed of it."""
+        """Split members into blocks, each of all combinations of subsets and seeds."""
         of_seed: dict[int, tuple[int, ...]] = {}
         for subset, seed in members:
             of_seed[seed] = (*of_seed.get(seed, ()), subset)
@@ -280,9 +277,9 @@ def _split(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def device_bytes() -> int | None:
-    """Return what programs may use of this machine's accelerator; None on a CPU.
+    """Return the bytes of this machine's accelerator that JAX may use; None on a CPU.
 
-    Of a GPU that is three quarters, or what XLA_PYTHON_CLIENT_MEM_FRACTION says.
+    For a GPU they are three quarters, or the share XLA_PYTHON_CLIENT_MEM_FRACTION.
     """
     if jax.default_backend() == "cpu":
         return None
@@ -291,17 +288,17 @@ def device_bytes() -> int | None:
 
 
 def host_bytes() -> int | None:
-    """Return what this machine has free for programs; None where Linux is not there."""
+    """Return the bytes of this machine's memory that are free; None except on Linux."""
     return proc_bytes("/proc/meminfo", "MemAvailable")
 
 
 def check_rows(
     sizes: Sizes, device_memory: int | None = None, host_memory: int | None = None
 ) -> None:
-    """Check that memory holds the rows of training, before any is read.
+    """Check that memory can hold the rows of training, before any is read.
 
-    Without an accelerator all of them lie in the host's memory; to an accelerator they
-    go through it a group at a time. Memory is this machine's where none is given.
+    Without an accelerator the host's memory holds all rows; with one it holds a group
+    at a time, on the way to the device. Memory sizes default to this machine's.
     """
     accelerator = device_bytes()
     group = rows_bytes(sizes, sizes.n_train)
@@ -311,25 +308,25 @@ def check_rows(
     _check_fits(in_host, "host", host_memory or host_bytes())
 
 
-_STREAMED = "GridConfig(stream=StreamConfig()) (of a verb, --set streamed=true)"
+_STREAMED = "GridConfig(stream=StreamConfig()) (in a command, --set streamed=true)"
 
 
 def _check_fits(rows: int, owner: str, memory: int | None) -> None:
     limit = int((1 - KEPT_FREE) * (memory or 0))
     if memory is not None and rows >= limit:
         raise ValueError(
-            f"the rows that training holds take {bytes_in_words(rows)}, and of the "
-            f"{owner}'s {bytes_in_words(memory)} {bytes_in_words(limit)} may be used; "
-            f"train with {_STREAMED}, or store fewer or narrower hidden states"
+            f"training would hold {bytes_in_words(rows)} of rows, but may use only "
+            f"{bytes_in_words(limit)} of the {owner}'s {bytes_in_words(memory)}; train "
+            f"with {_STREAMED}, or store fewer or narrower hidden states"
         )
 
 
 def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     """Choose blocks and microbatches for a device.
 
-    On a CPU a block's members take their steps in turn (`jaxprobe.grid`), unless a size
-    is given. Elsewhere all members and a whole batch are compiled first; what does not
-    fit is halved: rows down to 64, then seeds and subsets, then rows.
+    On a CPU a block's members take their steps in turn (`jaxprobe.grid`), unless
+    `device_memory` is given. Otherwise all members and a whole batch are compiled first
+    and halved until they fit: rows down to 64, then seeds, then subsets, then rows.
     """
     device_memory = device_memory or device_bytes()
     if device_memory is None:
@@ -364,14 +361,14 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     if sizes.is_streamed:
         others, advice = f" and {bytes_in_words(waiting)} of other members", ""
     raise ValueError(
-        f"one member's step on one row does not fit into {bytes_in_words(limit)} "
-        f"beside {bytes_in_words(rows)} of rows{others}; train {advice}with a smaller "
+        f"one member's step on one row does not fit in {bytes_in_words(limit)} next to "
+        f"{bytes_in_words(rows)} of rows{others}; train {advice}with a smaller "
         "`hidden` width, or on a device with more memory"
     )
 
 
 def _subsets_each(sizes: Sizes) -> int:
-    """Subsets of a seed on each device, where all of them are side by side."""
+    """Return the subsets of a seed on each device if all are trained at once."""
     return -(-sizes.dims.n_subsets // sizes.n_devices)
 
 

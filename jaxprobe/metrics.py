@@ -1,8 +1,7 @@
-"""AUROC within training, and AUROC, AUPRC and their intervals for evaluation.
+"""AUROC for training, and AUROC, AUPRC and their intervals for evaluation.
 
-Scores are oriented: higher means more likely correct. AUROC takes the correct answer as
-the positive class (the sign convention does not matter to it); AUPRC takes the
-incorrect one, ranked by the negated score.
+Higher scores mean more likely correct. AUROC takes the correct answers as positive (it
+is the same either way), and AUPRC the incorrect ones, ranked by the negated score.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from scipy.stats import t as student
 
 
 def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-    """AUROC with half credit for ties; compiled and `vmap`-able.
+    """Return AUROC with half credit for ties; can be compiled and `vmap`ped.
 
     Args:
       scores: `[n_examples]` float.
@@ -29,14 +28,14 @@ def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> ja
       weights: `[n_examples]` float32, at least 0; 0 leaves an example out.
 
     Returns:
-      Scalar float32 in [0, 1]; NaN where a class is missing, or a score that counts is
-      NaN: sorted, it would look like a tie.
+      Scalar float32 in [0, 1]; NaN if a class is missing, or if a score that counts is
+      NaN, which after sorting would look like a tie.
     """
     order = jnp.argsort(scores)
     ordered = scores[order]
     positive = (weights * labels)[order]
     negative = (weights * (1.0 - labels))[order]
-    # Negatives strictly below, and up to the end of, each group of equal scores.
+    # Weight of negatives strictly below each group of equal scores, and up to its end.
     starts = jnp.concatenate([jnp.ones(1, bool), ordered[1:] > ordered[:-1]])
     stops = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
     total = jnp.cumsum(negative)
@@ -48,7 +47,7 @@ def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> ja
 
 
 class Metric(NamedTuple):
-    """A value, or NaN and the reason why it is undefined."""
+    """A value, or NaN with the reason why it is undefined."""
 
     value: float
     reason: str | None = None
@@ -63,10 +62,10 @@ class BootstrapConfig:
 
 
 def _undefined(scores: np.ndarray, labels: np.ndarray) -> str | None:
-    """Say why no ranking metric exists for these scores, or None."""
+    """Return why ranking metrics are undefined for these scores, or None."""
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(
-            f"expected as many scores as labels, got {scores.shape} and {labels.shape}"
+            f"expected one score per label, got shapes {scores.shape}, {labels.shape}"
         )
     if not labels.size:
         return "no labelled example"
@@ -80,7 +79,7 @@ def _undefined(scores: np.ndarray, labels: np.ndarray) -> str | None:
 
 
 def auroc(scores: np.ndarray, labels: np.ndarray) -> Metric:
-    """Area under the ROC curve, `[n_examples]` scores against boolean labels."""
+    """Return the area under the ROC curve of scores `[n_examples]` and bool labels."""
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
@@ -90,12 +89,12 @@ def auroc(scores: np.ndarray, labels: np.ndarray) -> Metric:
 
 
 def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
-    """Average precision of finding the incorrect answers by their low scores."""
+    """Return the average precision of finding incorrect answers by low scores."""
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
     wrong, everything = np.sort(scores[~labels]), np.sort(scores)
-    # Up to each wrong answer: wrong ones, and all that score at most as much.
+    # Numbers of wrong and of all answers that score at most as much as each wrong one.
     n_wrong, n_flagged = (
         np.searchsorted(x, wrong, "right") for x in (wrong, everything)
     )
@@ -108,23 +107,21 @@ def auroc_gain(
     labels: np.ndarray,
     questions: np.ndarray | None = None,
 ) -> tuple[float, float]:
-    """AUROC of scores minus that of others on the same rows, and its standard error.
+    """Return the AUROC of scores minus that of others on the same rows, and its error.
 
-    Of scores with several seeds it is the mean AUROC.
-
-    By the placements of each row among those of the other class (DeLong, DeLong and
-    Clarke-Pearson, Biometrics 1988), summed over the rows of a question (Obuchowski,
-    Biometrics 1997).
+    With several seeds, AUROC is the mean over seeds. The standard error comes from the
+    placement of each row among the other class (DeLong, DeLong and Clarke-Pearson,
+    Biometrics 1988), summed over the rows of a question (Obuchowski, Biometrics 1997).
 
     Args:
       scores: `[n_examples]` or `[n_seeds, n_examples]`.
-      others: likewise.
-      labels: `[n_examples]` bool, both classes.
-      questions: `[n_examples]`, equal for rows of one question, which are no new
-        evidence; None where every row has its own.
+      others: like `scores`.
+      labels: `[n_examples]` bool, of both classes.
+      questions: `[n_examples]`, equal for rows of one question, which count as one
+        piece of evidence; None if every row has its own.
 
     Returns:
-      the gain, and its standard error; NaN if a class is of one question.
+      the gain, and its standard error: NaN if a class has only one question.
     """
     ours, theirs = (_placements(x, labels) for x in (scores, others))
     gain = ours - theirs
@@ -135,11 +132,11 @@ def auroc_gain(
 def auroc_gain_interval(
     scores: np.ndarray, others: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the 95 % interval of `auroc_gain`, and its two-sided p.
+    """Return the 95 % interval of `auroc_gain`, and its two-sided p-value.
 
-    By Student's t with a degree less than the rarer class has questions. Of 13 right
-    answers among 600 and true gains of zero, 6 % of bootstrap's p were at most .05 and
-    .6 % at most .0025; of the larger of both 3 and 0 %.
+    It uses Student's t, with one degree of freedom less than the rarer class has
+    questions. With 13 right answers among 600 and no true gain, 6 % of bootstrap
+    p-values were at most .05 and .6 % at most .0025; of the larger of both, 3 and 0 %.
     """
     gain, error = auroc_gain(scores, others, labels, questions)
     n_rarer = min(len(np.unique(questions[rows])) for rows in (labels, ~labels))
@@ -151,7 +148,7 @@ def auroc_gain_interval(
 
 
 def _numbered(questions: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
-    """Return the number of each row's question, `[n_examples]`."""
+    """Return a number for each row's question, `[n_examples]`."""
     if questions is None:
         return np.arange(len(labels))
     return np.unique(questions, return_inverse=True)[1]
@@ -160,7 +157,7 @@ def _numbered(questions: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
 def _placement_variance(
     placed: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> float:
-    """Return the variance of the mean of placements; NaN of a class of one question."""
+    """Return the variance of mean placements; NaN if a class has only one question."""
     deviations = np.zeros(len(labels))
     for rows in (labels, ~labels):
         n = len(np.unique(questions[rows]))
@@ -177,19 +174,20 @@ def auroc_interval(
     questions: np.ndarray | None = None,
     n_tried: int = 1,
 ) -> tuple[float, float]:
-    """Return a 95 % interval of AUROC that holds with few answers too.
+    """Return a 95 % interval of AUROC that is also valid for few answers.
 
-    The wider of two: every AUROC that lies within 1.96 of the standard errors which
-    Hanley and McNeil (1982) expect of it, both classes counted as their mean (Newcombe,
-    Statistics in Medicine 2006, method 5), and DeLong's on the logit scale, whose error
-    is zero where the few right answers lie on top.
+    It is the union of two intervals. One has every AUROC that is at most 1.96 of its
+    own standard errors (Hanley and McNeil 1982, with both classes of mean size) from
+    the observed one (Newcombe, Statistics in Medicine 2006, method 5). The other is
+    DeLong's on the logit scale, whose error is zero if the few right answers all rank
+    on top.
 
     Args:
       scores: `[n_examples]`, or `[n_seeds, n_examples]` for the mean AUROC.
-      labels: `[n_examples]` bool; of one class, the interval is (0, 1).
-      questions: `[n_examples]`, see `auroc_gain`; they are counted, not rows.
-      n_tried: how many scores were looked at, of which these were the best on these
-        answers; the interval is then of all of them together (Bonferroni).
+      labels: `[n_examples]` bool; for a single class the interval is (0, 1).
+      questions: `[n_examples]`, see `auroc_gain`; questions are counted, not rows.
+      n_tried: number of candidates of which these scores were the best on these
+        answers; the interval is simultaneous for all of them (Bonferroni).
     """
     numbers = _numbered(questions, labels)
     n_right, n_wrong = (len(np.unique(numbers[rows])) for rows in (labels, ~labels))
@@ -200,13 +198,13 @@ def auroc_interval(
     z = NormalDist().inv_cdf(1 - 0.025 / n_tried)
 
     def excess(expected: float) -> float:
-        """Return how much farther than the errors of an AUROC ours lies from it."""
+        """Return the squared distance from `expected`, minus z**2 variances of it."""
         pairs = expected / (2 - expected), 2 * expected**2 / (1 + expected)
         rest = ((n_right + n_wrong) / 2 - 1) * (sum(pairs) - 2 * expected**2)
         variance = (expected * (1 - expected) + rest) / n_pairs
         return (area - expected) ** 2 - z**2 * variance
 
-    inner = min(max(area, 1e-9), 1 - 1e-9)  # at 0 and 1 themselves there is no error
+    inner = min(max(area, 1e-9), 1 - 1e-9)  # at 0 and 1 the standard error is zero
     low, high = (
         x if x == area else float(cast("float", brentq(excess, x, inner)))
         for x in (0.0, 1.0)
@@ -223,21 +221,22 @@ def auroc_interval(
 def is_gain(
     scores: np.ndarray, others: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> bool:
-    """Tell whether scores rank rows better than others by more than chance.
+    """Return whether scores rank rows better than others by more than chance explains.
 
-    By three standard errors: what asks is one of dozens, on the same validation rows,
-    at the best of its epochs, and one-sided 5 % for 45 of them together is three. Of
-    two real models' networks those that gained one to three on regressions were worth
-    +.000 to +.004 of AUROC on test questions, and on another set −.015 to +.026.
+    The threshold is three standard errors: dozens of candidates are compared on the
+    same validation rows, each at its best epoch, and one-sided 5 % for 45 of them
+    together is three. For two real models, networks that gained one to three standard
+    errors on their regressions were worth +.000 to +.004 AUROC on test questions, and
+    −.015 to +.026 on another dataset.
     """
     gain, error = auroc_gain(scores, others, labels, questions)
     return bool(gain > 3.0 * error)
 
 
 def _placements(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Of a right row, the wrong ones below it, of a wrong one, the right ones above.
+    """Return the share of the other class that each row is ranked correctly against.
 
-    Of scores `[n_seeds, n_examples]` the mean over seeds, `[n_examples]`.
+    The result is `[n_examples]`; of scores `[n_seeds, n_examples]`, means over seeds.
     """
     if np.ndim(scores) == 2:
         return np.mean([_placements(x, labels) for x in scores], axis=0)
@@ -256,15 +255,15 @@ def _placements(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def stratified_auroc(
     scores: np.ndarray, labels: np.ndarray, strata: np.ndarray
 ) -> Metric:
-    """AUROC within strata: of right-wrong pairs of one stratum, the share in order.
+    """Return AUROC within strata: the share of right-wrong pairs that rank correctly.
 
-    Pairs of two strata do not count, so what only tells strata apart has one half. Each
-    pair counts once, ties half; a stratum of one class has no pair.
+    Only pairs within a stratum count, so scores that only distinguish strata have one
+    half. Each pair counts once, ties half; a stratum of one class has no pair.
 
     Args:
       scores: `[n_examples]`.
       labels: `[n_examples]` bool.
-      strata: `[n_examples]`, equal where examples are compared.
+      strata: `[n_examples]`, equal for examples that are compared.
     """
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
@@ -278,7 +277,7 @@ def stratified_auroc(
 
 
 def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of each stratum that has right and wrong answers."""
+    """Return the indices of each stratum that has both right and wrong answers."""
     strata_rows = (np.flatnonzero(strata == stratum) for stratum in np.unique(strata))
     return [rows for rows in strata_rows if 0 < labels[rows].sum() < len(rows)]
 
@@ -289,10 +288,10 @@ def _rising(
     weights: np.ndarray,
     among: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield the weights of the right and of the wrong answers at each rising score.
+    """Yield the weights of right and of wrong answers at each score, in rising order.
 
-    `[n_resamples]` each; None where only the other kind has this score. `among` are the
-    indices of the answers that count; None is all.
+    Weights are `[n_resamples]`, or None if no answer of that kind has the score.
+    `among` are the indices of the answers that count; None is all.
     """
     among = np.arange(len(scores)) if among is None else among
     order = among[np.argsort(scores[among], kind="stable")]
@@ -300,7 +299,7 @@ def _rising(
     for start, stop in itertools.pairwise(edges.tolist()):
         tied = order[start:stop]
         if stop - start == 1:
-            row = weights[tied[0]]  # a view: copying the row would cost as much again
+            row = weights[tied[0]]  # a view: a copy would cost as much again
             yield (row, None) if labels[tied[0]] else (None, row)
         else:
             is_right = labels[tied]
@@ -313,13 +312,12 @@ def _rising(
 def weighted_metrics(
     scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """AUROC and AUPRC under many weightings of the same examples, from one sort.
+    """Return AUROC and AUPRC of examples under many weightings, with a single sort.
 
-    One pass over the ranks; each step adds a number for each resample to sums that stay
+    In one pass over the ranks, each step adds a number per resample to sums that stay
     in the cache, some ten times as fast as running totals over `[n_examples,
-    n_resamples]`. Sums of counts are exact up to 2**24; other sums and quotients are
-    rounded to float32, AUPRC is off by about 1e-6, and what rounding alone would put
-    above one is one.
+    n_resamples]`. Sums of counts are exact up to 2**24. Other sums and quotients are
+    rounded to float32: AUPRC is off by about 1e-6, and values are clipped to one.
 
     Args:
       scores: `[n_examples]`, finite.
@@ -327,11 +325,11 @@ def weighted_metrics(
       weights: `[n_examples, n_resamples]` float32, such as the counts of `resamples`.
 
     Returns:
-      `[n_resamples]` float32 by the metric's name; NaN where a resample lacks a class.
+      `[n_resamples]` float32 by the metric's name; NaN if a resample lacks a class.
     """
     zeros = np.zeros((5, weights.shape[1]), np.float32)
     n_wrong, n_flagged, credit, precision, scratch = zeros
-    n_flagged += np.float32(1e-30)  # no division by zero, and gone with the first count
+    n_flagged += np.float32(1e-30)  # avoids 0 / 0; rounded away by the first count
     for right, wrong in _rising(scores, labels, weights):
         if right is not None:
             n_flagged += right
@@ -346,7 +344,7 @@ def weighted_metrics(
     with np.errstate(invalid="ignore"):
         return {
             "auroc": np.minimum(credit / (n_right * n_wrong), 1),
-            # As for AUROC, a resample without a right answer says nothing of ranking.
+            # As for AUROC, undefined for a resample without a right answer.
             "auprc": np.where(
                 n_right >= 1, np.minimum(precision / n_wrong, 1), np.float32(np.nan)
             ),
@@ -356,7 +354,7 @@ def weighted_metrics(
 def weighted_stratified(
     scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, strata: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """`stratified_auroc` by the weights of `weighted_metrics`; NaN without a pair."""
+    """Return `stratified_auroc` under many weightings; NaN for those without a pair."""
     credit, n_pairs, scratch = np.zeros((3, weights.shape[1]), np.float32)
     for rows in paired_strata(labels, strata):
         n_wrong, n_right = np.zeros((2, weights.shape[1]), np.float32)
@@ -385,10 +383,10 @@ def resamples(
     """Yield how often each example is drawn when whole clusters are resampled.
 
     Args:
-      clusters: `[n_examples]` question identifiers, at least one; the rows of one
-        question move together.
+      clusters: `[n_examples]` question identifiers, at least one; the rows of a
+        question are drawn together.
       config: number of resamples and seed.
-      n_weights: most counts in memory together, though of 256 resamples at least.
+      n_weights: most counts in memory at once, but at least those of 256 resamples.
 
     Yields:
       `[n_examples, n]` float32 counts of some resamples, in order.
@@ -406,7 +404,7 @@ def resamples(
 
 
 def interval_of(draws: np.ndarray) -> tuple[float, float]:
-    """95 % percentile interval of a metric's resamples; undefined ones are left out."""
+    """Return the 95 % percentile interval of a metric's resamples, NaN left out."""
     low, high = np.nanpercentile(draws, (2.5, 97.5))
     return float(low), float(high)
 
@@ -414,30 +412,30 @@ def interval_of(draws: np.ndarray) -> tuple[float, float]:
 def wider_interval(
     draws: np.ndarray, scores: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> tuple[float, float]:
-    """95 % interval of an AUROC: the wider of its resamples' and `auroc_interval`."""
+    """Return an AUROC's 95 % interval: the union of bootstrap and `auroc_interval`."""
     both = interval_of(draws), auroc_interval(scores, labels, questions)
     return min(low for low, _ in both), max(high for _, high in both)
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share of `n` (Wilson, JASA 1927): of none or all too, a width.
+    """Return the 95 % interval of a share of `n` (Wilson, JASA 1927), also for 0 or 1.
 
     Args:
-      share: in [0, 1], which may be a mean over seeds.
+      share: in [0, 1]; may be a mean over seeds.
       n: at least 1.
     """
     z2 = NormalDist().inv_cdf(0.975) ** 2 / n
     middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
     low, high = (middle - half) / (1 + z2), (middle + half) / (1 + z2)
-    # Of none or all an end is the share, beside which rounding would leave it.
+    # For shares of 0 and 1, rounding could leave the share outside.
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def two_sided_p(draws: np.ndarray) -> float:
-    """Two-sided p of a difference from its resamples, in (0, 1].
+    """Return the two-sided p-value of a difference from its resamples, in (0, 1].
 
-    Twice the share of the resamples, the sample itself among them, that lie on the
-    rarer side of zero or on it; so it is never 0. Undefined ones are left out.
+    It is twice the share of resamples on zero or on its rarer side. The sample itself
+    counts as one, so p is never 0. Undefined resamples are left out.
     """
     defined = draws[np.isfinite(draws)]
     rarer = min((defined <= 0).sum(), (defined >= 0).sum())

@@ -1,6 +1,6 @@
-"""What an encoder does with a family's tokens: gather a batch, add noise, project it.
+"""The first step of an encoder: gather a batch of a family, add noise and project it.
 
-None of the three is done for a family that is not read.
+None of this is done for a family that is not read.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,12 @@ def shared_branch(
     *,
     is_read: bool = True,
 ) -> jax.Array:
-    """`compute(operands)` where the gate is open; once for all members side by side.
+    """Return `compute(operands)` if the gate is open, computed once for all members.
 
-    By itself `vmap` over gates copies what the members share, a batch of hidden states,
-    for every member. Here what is computed is as shared as what it is computed from. It
-    has no gradient of its own; operands are not closed over, since `vmap` must see
-    them. Where `is_read` is False nobody looks at a closed gate's value, which is no
-    zeros then.
+    Plain `vmap` over gates would copy what the members share, such as a batch of hidden
+    states, for every member. Here `compute` runs once if all operands are shared. There
+    is no gradient. Operands must be passed rather than closed over, since `vmap` has to
+    see them. A closed gate gives zeros, or any value if `is_read` is False.
     """
     shape = jax.eval_shape(compute, operands)
 
@@ -66,20 +65,20 @@ def shared_branch(
     return branch(gate, operands)
 
 
-# Channels from which a batch is too large to be copied before it is projected, where
-# each member copies it, and where they share it; and from which padding is left out.
+# Numbers of channels: from `_WIDE` on a batch is not copied before it is projected if
+# each member would copy it, from `_GATHERED` on even if the members share the copy;
+# from `_BROAD` on a shared copy omits padding.
 _WIDE, _GATHERED, _BROAD = 1024, 2048, 256
 
 
 class SharedBatch(NamedTuple):
-    """A batch as all members of a seed read it, gathered and drawn once for them."""
+    """A batch shared by all members of a seed, gathered and drawn once for them."""
 
-    # Per family `[n_tokens, batch_size, d_family]`, with noise where that is drawn
-    # before the projection; the real ones alone of a broad family; None of a family
-    # that is read where it lies.
+    # Per family `[n_tokens, batch_size, d_family]`, with noise if that is added before
+    # the projection; `RealTokens` if broad; None if not copied before the projection.
     tokens: tuple[Any, ...]
-    # Per family `[d_projection, n_tokens, batch_size]` of variance 1, which is added
-    # behind the projection; None where there is none.
+    # Per family `[d_projection, n_tokens, batch_size]` of variance 1, to be added after
+    # the projection; None if there is none.
     noise: tuple[Any, ...]
 
 
@@ -87,9 +86,9 @@ class Draw(NamedTuple):
     """What training draws for one batch."""
 
     rows: jax.Array  # `[batch_size]` int32, rows of the features that form the batch
-    noise: jax.Array | RowKeys  # key of the input noise; the members of a seed share it
+    noise: jax.Array | RowKeys  # key of the input noise, shared by a seed's members
     dropout: jax.Array | RowKeys  # key of the dropout, a member's own
-    # The rows themselves and their noise, where members share them.
+    # The gathered rows and their noise, if members share them.
     batch: SharedBatch | None = None
 
 
@@ -105,8 +104,8 @@ def gather_batch(
 ) -> SharedBatch:
     """Gather a batch and draw its noise, as `project` would for each member.
 
-    Tokens are per family `[n_tokens, n_examples, d_family]`, of which `n_before` the
-    answer are left out; `real` is `[n_tokens, n_examples]` bool, `rows` `[batch_size]`.
+    Tokens are per family `[n_tokens, n_examples, d_family]`; the first `n_before` of a
+    family are left out. `real` is `[n_tokens, n_examples]` bool, `rows` `[batch_size]`.
     """
     gathered, drawn = [], []
     for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
@@ -140,9 +139,9 @@ def project(
     stream: int,
     matmul_dtype: MatmulDtype,
 ) -> jax.Array:
-    """Project a family's tokens, or zeros (and no work) where the gate is closed.
+    """Project a family's tokens; if the gate is closed, return zeros without work.
 
-    Without a batch axis on `gate` this is a real branch, forwards and backwards; under
+    Without a batch axis on `gate` this is a real branch, forward and backward; under
     `vmap` over gates it becomes a select with the same value.
 
     Args:
@@ -150,13 +149,13 @@ def project(
       tokens: `[n_tokens, n_examples, d_family]`, standardised or as stored.
       real: `[n_tokens, batch_size]` bool, the batch's mask.
       gate: scalar bool.
-      draw: None outside training: all examples, no noise.
+      draw: the batch; None outside training, for all examples without noise.
       deviation: standard deviation of the noise on each input channel.
-      stream: tells families apart in the noise.
+      stream: number of the family, which separates the noise of families.
       matmul_dtype: see `jaxprobe.stored`; the noise is not rounded.
 
     Returns:
-      `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
+      `[d_projection, n_tokens, batch_size]`. Padding has noise and must be masked.
     """
     d_projection, d_family = weight.shape
     n_tokens, n_examples, _ = tokens.shape
@@ -195,7 +194,7 @@ def project(
         noise = hashed_normal(key, stream, batch.shape, row_axis=1)
         return batch + deviation * noise
 
-    # Nobody reads a batch behind a closed gate: the product looks as well.
+    # The product checks the gate as well, so a closed gate's batch is never read.
     operands = tokens, draw.rows, draw.noise
     batch = shared_branch(gather, gate, operands, is_read=False)
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
@@ -204,7 +203,7 @@ def project(
 def _gated(
     compute: Callable[[], jax.Array], gate: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """`compute()` where the gate is open, zeros of the same shape elsewhere."""
+    """Return `compute()` if the gate is open, else zeros of the same shape."""
     return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
 
 
@@ -217,13 +216,13 @@ def _product(
 
 
 def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
-    """What Gaussian noise on every input channel adds to a product of that shape.
+    """Return what Gaussian noise on every input channel adds to the projection.
 
-    Noise `n` on the input adds `Wn` to the projection, Gaussian of covariance
-    `deviation**2 * WW'`. Drawn here, with the Cholesky factor of that covariance, it
-    takes `d_projection` draws a token instead of `d_family` (64 instead of 4096 at the
-    paper's widths); the expected gradient is the same, since the factor is
-    differentiated too.
+    Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
+    `deviation**2 * WW'`. Drawn after the projection, with the Cholesky factor of that
+    covariance, it takes `d_projection` draws per token instead of `d_family` (64
+    instead of 4096 at the paper's widths). The expected gradient is the same, since the
+    factor is differentiated too.
     """
     is_key = isinstance(source, RowKeys) or jnp.issubdtype(
         source.dtype, jax.dtypes.prng_key
@@ -234,7 +233,7 @@ def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
 
 
 def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.Array:
-    """`_product` of what would have Gaussian noise on every input channel."""
+    """Return `_product` as if every input channel had Gaussian noise."""
     y = _product(weight, batch, matmul_dtype)
     if deviation == 0.0:
         return y
@@ -243,7 +242,7 @@ def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.A
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
-    """`_noisy_product` behind a gate; only `weight` has a gradient."""
+    """Return `_noisy_product` if the gate is open; only `weight` has a gradient."""
     compute = partial(_noisy_product, deviation, stream, matmul_dtype)
     operands = weight, batch, key
     return shared_branch(lambda operands: compute(*operands), gate, operands)
@@ -270,14 +269,14 @@ _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
 
 
 def noise_factor(weight: jax.Array) -> jax.Array:
-    """Lower triangular `L` with `L L' = WW'`, `[d_projection, d_projection]`."""
+    """Return lower triangular `L` with `L L' = WW'`, `[d_projection, d_projection]`."""
     gram = weight @ weight.T
-    # Rounding may leave a projection that has died slightly indefinite.
+    # For a projection with dead rows, rounding may make the matrix indefinite.
     ridge = 1e-6 * jnp.trace(gram) / gram.shape[0] + 1e-12
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
 
 
-# Tokens at a time: at 4096 channels these are two megabytes.
+# Tokens per chunk: two megabytes at 4096 channels.
 _N_CHUNK = 128
 
 
@@ -288,7 +287,7 @@ class _Positions(NamedTuple):
     order: jax.Array  # `[n_padded]` int32, positions, the real ones first
     rank: jax.Array  # `[n]` int32, a real position's place in `order`
     real: jax.Array  # `[n]` bool
-    # int32, chunks of `order` that hold a real one; 0 behind a closed gate.
+    # int32, chunks of `order` with a real position; 0 if the gate is closed.
     n_chunks: jax.Array
 
 
@@ -301,7 +300,7 @@ def wide_product(
     real: jax.Array,
     gate: jax.Array,
 ) -> jax.Array:
-    """Gather a batch and project it; zeros on padding, or where the gate is closed.
+    """Gather a batch and project it; zeros on padding, or if the gate is closed.
 
     Only `weight` has a gradient.
 
@@ -309,7 +308,7 @@ def wide_product(
       matmul_dtype: see `jaxprobe.stored`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
-      rows: `[n_batch]` int32, all of them among the examples.
+      rows: `[n_batch]` int32 valid indices of examples.
       real: `[n_tokens, n_batch]` bool, the batch's mask.
       gate: scalar bool.
 
@@ -330,7 +329,7 @@ def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
 
 
 def _wide_backward(matmul_dtype, operands, dy):
-    # The tokens are gathered a second time, not kept.
+    # The tokens are not kept, but gathered a second time.
     d_weight = jax.lax.platform_dependent(
         dy,
         *operands,
@@ -351,10 +350,9 @@ def wide_reading(
     real: jax.Array,
     gate: jax.Array,
 ) -> jax.Array:
-    """`wide_product` of all examples, whose tokens have a gradient too.
+    """Return `wide_product` of all examples, with a gradient for the tokens too.
 
-    No training step asks for it: what a logit is made of does, and pays for it. Tokens
-    as they are stored have none.
+    Only attributions of a logit use that gradient. `StoredTokens` do not have it.
     """
     return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
 
@@ -384,7 +382,7 @@ wide_reading.defvjp(_reading_forward, _reading_backward)
 
 
 def _positions(tokens, rows, real, gate) -> _Positions:
-    """Sort the positions of a batch into real ones and padding."""
+    """Find the real positions of a batch."""
     real = real.reshape(-1)
     n_chunks = -(-real.size // _N_CHUNK)
     n_padded = n_chunks * _N_CHUNK
@@ -401,7 +399,7 @@ def _positions(tokens, rows, real, gate) -> _Positions:
 
 
 class AllTokens(NamedTuple):
-    """All tokens, of which a batch's are at some positions."""
+    """All tokens, with the positions of a batch's tokens among them."""
 
     tokens: Any  # `[n_tokens, n_examples, d_family]`, standardised or as stored
     positions: _Positions
@@ -414,19 +412,19 @@ class AllTokens(NamedTuple):
 
 
 class RealTokens(NamedTuple):
-    """The real tokens of a batch, one after another."""
+    """The real tokens of a batch, contiguous."""
 
     tokens: jax.Array  # `[n_padded, d_family]`
     positions: _Positions
 
     def chunk(self, number: jax.Array) -> jax.Array:
-        """Return a chunk of them, `[_N_CHUNK, d_family]`."""
+        """Return a chunk of the real tokens, `[_N_CHUNK, d_family]`."""
         shape = _N_CHUNK, self.tokens.shape[1]
         return jax.lax.dynamic_slice(self.tokens, (number * _N_CHUNK, 0), shape)
 
 
 def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
-    """Gather the real tokens of a batch, a chunk at a time."""
+    """Gather the real tokens of a batch, one chunk at a time."""
     positions = _positions(tokens, rows, real, jnp.array(True))
     every = AllTokens(tokens, positions)
 
@@ -443,7 +441,7 @@ def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
 def shared_product(
     matmul_dtype: MatmulDtype, weight: jax.Array, batch: RealTokens, gate: jax.Array
 ) -> jax.Array:
-    """Project real tokens that members share; as `[d_projection, n]`."""
+    """Project real tokens that members share, to `[d_projection, n]`."""
     return _shared_forward(matmul_dtype, weight, batch, gate)[0]
 
 
@@ -460,7 +458,7 @@ shared_product.defvjp(_shared_forward, _shared_backward)
 
 
 def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
-    """Project the chunks of a batch that hold a real token, `[d_projection, n]`."""
+    """Project the chunks of a batch that have a real token, `[d_projection, n]`."""
     positions = batch.positions
 
     def put(chunk, projected):
@@ -476,7 +474,7 @@ def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
 
 
 def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
-    """Gradient of `weight`."""
+    """Return the gradient of `weight`."""
     positions = batch.positions
     n_padded = len(positions.order)
 
@@ -497,25 +495,25 @@ def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
 
 
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
-    """`wide_product` on a CPU: in chunks that stay in its cache."""
+    """Compute `wide_product` on a CPU, in chunks that stay in its cache."""
     batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
     y = _project_chunks(matmul_dtype, weight, batch, gate)
     return y.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
-    """Gradient of `weight` on a CPU."""
+    """Return the gradient of `weight` on a CPU."""
     batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
     return _chunks_vjp(matmul_dtype, dy, weight, batch, gate)
 
 
 def _batch(tokens, rows) -> jax.Array:
-    """All positions of a batch, `[n, d_family]`."""
+    """Return the tokens at all positions of a batch, `[n, d_family]`."""
     return take_rows(tokens, rows_of_tokens(tokens, rows).reshape(-1))
 
 
 def project_on_accelerator(matmul_dtype, weight, tokens, rows, real, gate):
-    """`wide_product` on an accelerator: one product."""
+    """Compute `wide_product` on an accelerator, as one product."""
 
     def project(operands):
         weight, tokens, rows, real = operands
@@ -527,7 +525,7 @@ def project_on_accelerator(matmul_dtype, weight, tokens, rows, real, gate):
 
 
 def accelerator_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
-    """Gradient of `weight` on an accelerator."""
+    """Return the gradient of `weight` on an accelerator."""
 
     def vjp(operands):
         dy, tokens, rows, real = operands

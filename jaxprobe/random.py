@@ -1,10 +1,10 @@
-"""Random numbers of training: a member of the grid draws what it draws alone.
+"""Random numbers of training: a grid member draws the same as if it trained alone.
 
 Keys are folded from the root seed, a stream and what identifies the member, never from
 its place in a block. Noise and dropout within a step are hashes of the step's key and
-of an element's position, which fuse into the loop that reads them and are recomputed in
-the backward pass: with Threefry instead an epoch at the demo's widths took 1.45 times
-as long for all families and 1.2 times for one (one core of a CPU).
+an element's position. Hashes fuse into the loop that uses them and are recomputed in
+the backward pass; with Threefry an epoch at the demo's widths took 1.45 times as long
+for all families and 1.2 times as long for one (one CPU core).
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Streams of a run: what a key is for, behind its root seed.
+# Streams of a run: folded into a key after the root seed, they tell what it is for.
 BATCHES, MEMBERS, HEADS, PROBES = range(4)
 
 
 def stream_keys(root_seed: int, stream: int, seeds: Sequence[int]) -> jax.Array:
-    """Keys of a stream's seeds, `[n_seeds]`."""
+    """Return a stream's key for each seed, `[n_seeds]`."""
     key = jax.random.fold_in(jax.random.key(root_seed), stream)
     return jax.vmap(partial(jax.random.fold_in, key))(jnp.asarray(seeds))
 
@@ -28,15 +28,14 @@ def stream_keys(root_seed: int, stream: int, seeds: Sequence[int]) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowKeys:
-    """Keys of rows, which draw as in their whole group whatever is computed."""
+    """Keys by which rows draw the same in a part of their group as in all of it."""
 
-    # `[]` where the rows lie in one group, or `[n_groups]` of whole ones.
-    keys: jax.Array
+    keys: jax.Array  # `[]` for rows of one group, or `[n_groups]` for whole groups
     first: jax.Array | int  # int32, place of the first row in its group
-    n_rows: int = dataclasses.field(metadata={"static": True})  # of a group
+    n_rows: int = dataclasses.field(metadata={"static": True})  # rows in a group
 
     def split(self, n_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Return the words `[2]` or `[2, n_rows]`, and the rows' places in a group."""
+        """Return key words `[2]` or `[2, n_rows]`, and the rows' places in a group."""
         words = jax.random.key_data(self.keys).T
         rows = jnp.arange(n_rows, dtype=jnp.int32)
         if words.ndim == 1:
@@ -47,7 +46,7 @@ class RowKeys:
 def hashed_bits(
     key: jax.Array | RowKeys, stream: int, shape: tuple[int, ...], row_axis: int = -1
 ) -> jax.Array:
-    """Counter-based random bits: a keyed multiply-xorshift hash of stream and index."""
+    """Return random bits: a keyed multiply-xorshift hash of stream and index."""
     if isinstance(key, RowKeys):
         words, index = _row_index(key, shape, row_axis % len(shape))
     else:
@@ -62,7 +61,7 @@ def hashed_bits(
 
 
 def _row_index(key: RowKeys, shape: tuple[int, ...], axis: int):
-    """Words that broadcast to `shape`, and each element's index in its group."""
+    """Return words that broadcast to `shape`, and each element's index in its group."""
     words, row_numbers = key.split(shape[axis])
     sizes = [*shape[:axis], key.n_rows, *shape[axis + 1 :]]
     along = (1,) * axis + (-1,) + (1,) * (len(shape) - axis - 1)
@@ -78,10 +77,10 @@ def _row_index(key: RowKeys, shape: tuple[int, ...], axis: int):
 def hashed_normal(
     key: jax.Array | RowKeys, stream: int, shape: tuple[int, ...], row_axis: int = -1
 ) -> jax.Array:
-    """Nearly normal float32 of mean 0 and variance 1: four random bytes, summed.
+    """Return nearly normal float32 of mean 0, variance 1: sums of four random bytes.
 
-    As regularising noise it does what an exact normal does (kurtosis 2.7 instead of 3)
-    at a sixth of the cost, which per token was a fifth of a training step.
+    As regularising noise they work like exact normal numbers (kurtosis 2.7 instead of
+    3) at a sixth of the cost, which per token was a fifth of a training step.
     """
     bits = hashed_bits(key, stream, shape, row_axis)
     total = sum(((bits >> shift) & 0xFF for shift in (8, 16, 24)), bits & 0xFF)
@@ -92,7 +91,7 @@ def hashed_normal(
 def dropout(
     x: jax.Array, rate: float, key: jax.Array | RowKeys | None, stream: int
 ) -> jax.Array:
-    """Zero elements with probability `rate` and rescale; the identity without key."""
+    """Zero elements with probability `rate` and rescale; without a key return `x`."""
     if key is None or rate == 0.0:
         return x
     keep = hashed_bits(key, stream, x.shape) >= jnp.uint32(rate * 2**32)

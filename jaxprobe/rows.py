@@ -1,6 +1,6 @@
-"""Which stored row is which question, and the rows that encoders are trained on.
+"""The question behind each stored row, and the rows that encoders are trained on.
 
-Training rows lie on the device, or stay in the store and are read while encoders train.
+Training rows are kept on the device, or streamed from the store during training.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from beatrice.jaxprobe.tokens import (
     zero_span,
 )
 
-_MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
-# Of rows of the store, `[n]`, in the padded widths of all spans, or in given widths.
+_MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # limits for encoding rows together
+# Maps store indices `[n]`, and optionally padded widths of the spans, to tokens.
 ReadRows = Callable[..., FamilyTokens]
 
 
 class Bucket(NamedTuple):
     """Rows of similar length on the device."""
 
-    indices: np.ndarray  # `[n]` of the training or the validation rows
-    tokens: FamilyTokens  # their tokens, `n` examples
+    indices: np.ndarray  # `[n]` indices into the training or the validation rows
+    tokens: FamilyTokens  # tokens of these rows, `n` examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,13 +47,12 @@ class Rows:
     """The rows of one setting's feature store, in its order."""
 
     setting: Setting
-    # `[n_rows]` example ids; an original and a rewritten context share one.
-    ids: np.ndarray
+    ids: np.ndarray  # `[n_rows]` example ids, shared by original and rewritten contexts
     datasets: np.ndarray  # `[n_rows]`
     splits: np.ndarray  # `[n_rows]`
     variants: np.ndarray  # `[n_rows]`
-    labels: np.ndarray  # `[n_rows]` bool; False where `is_labelled` is False
-    is_labelled: np.ndarray  # `[n_rows]` bool; False where the judges disagreed
+    labels: np.ndarray  # `[n_rows]` bool; False if `is_labelled` is False
+    is_labelled: np.ndarray  # `[n_rows]` bool; False if the judges disagreed
 
     def _chosen(self, split: str, dataset: str) -> np.ndarray:
         is_split = self.splits == split
@@ -62,14 +61,14 @@ class Rows:
         )
 
     def where(self, split: str, dataset: str = IN_DOMAIN) -> np.ndarray:
-        """Return the indices of the labelled rows of a split, of all its sets or one.
+        """Return the indices of a split's labelled rows, in one dataset or in all.
 
-        With context these are the rows of both wordings, as in the paper.
+        With context, rows of both wordings are included, as in the paper.
         """
         return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
 
     def take(self, where: np.ndarray) -> "Rows":
-        """Return some of the rows, `[n]` indices."""
+        """Select rows by indices, `[n]`."""
         arrays = {
             field.name: getattr(self, field.name)[where]
             for field in dataclasses.fields(self)
@@ -78,7 +77,7 @@ class Rows:
         return dataclasses.replace(self, **arrays)
 
     def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
-        """Return the fields that all result rows on an evaluated set have in common."""
+        """Return the fields shared by all result rows on an evaluated set."""
         chosen = self._chosen(split, dataset)
         return {
             "setting": self.setting,
@@ -91,7 +90,7 @@ class Rows:
     def evaluated_sets(self) -> list[tuple[str, str]]:
         """Return the evaluated (dataset, split) pairs, in-domain first.
 
-        Before the single sets come those of a split together, except the held-out ones.
+        A split's datasets together come before single ones, except for held-out ones.
         """
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
         single = [(str(d), str(s)) for d, s in pairs if s != "train"]
@@ -102,7 +101,7 @@ class Rows:
 def rows_of(
     store: FeatureStore, examples: Iterable[Example], labels: Iterable[Label]
 ) -> Rows:
-    """Return which question each row of a store is, and whether its answer is right."""
+    """Return the question of each row of a store, and whether its answer is right."""
     by_id = {example.id: example for example in examples}
     by_key: dict[tuple[str, ...], Label] = {
         (x.example_id, x.setting, x.variant): x for x in labels
@@ -110,13 +109,13 @@ def rows_of(
     keys = store.spec.keys
     if unknown := [key[0] for key in keys if key[0] not in by_id]:
         raise ValueError(
-            f"{store.url} has signals of the question {unknown[0]!r}, which is not "
-            "among the questions; delete the store and run `beatrice extract` again"
+            f"{store.url} has signals for question {unknown[0]!r}, which is not among "
+            "the questions; delete the store and run `beatrice extract` again"
         )
     if unlabelled := [key for key in keys if key not in by_key]:
         raise ValueError(
-            f"the labels have none for {unlabelled[0]}, of which {store.url} has "
-            "signals; run `beatrice label` again"
+            f"{store.url} has signals for {unlabelled[0]}, which has no label; run "
+            "`beatrice label` again"
         )
     verdicts = [by_key[key].label for key in keys]
     return Rows(
@@ -131,26 +130,25 @@ def rows_of(
 
 
 def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
-    """Check that no group is in two splits: what is learned of it would be tested.
+    """Check that no group is in two splits, and so both trained on and tested.
 
-    Of each answer are given its group's name, such as a question, and its split; that
-    is empty where it is left out.
+    Each answer has the name of its group, such as a question, and its split, which is
+    empty if the answer is left out.
     """
     split_of: dict[str, str] = {}
     for name, split in zip(groups.tolist(), splits.tolist(), strict=True):
         if split and split_of.setdefault(name, split) != split:
             raise ValueError(
                 f"splits: the answers of {name!r} are in {split_of[name]!r} and in "
-                f"{split!r}; put all answers of a question into one group, and of a "
-                "group into one split"
+                f"{split!r}; put all answers to a question into one group, and all "
+                "answers of a group into one split"
             )
 
 
 def without_number(example_id: str, known: Collection[str]) -> str:
-    """Return the id of a question as it was asked first.
+    """Return the id under which a question was first asked.
 
-    A question that is asked again has its first one's id, which is among `known`, and
-    a number.
+    A repeated question has the first id, which is in `known`, plus a number.
     """
     first, _, number = example_id.rpartition("-")
     return first if first in known and number.isdigit() else example_id
@@ -159,9 +157,9 @@ def without_number(example_id: str, known: Collection[str]) -> str:
 def partner_ids(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
-    """Return the id of each question's closed-book answer, or its own where none is.
+    """Return the id of each question's closed-book answer, or its own if there is none.
 
-    That of the same id, or else the first to the same question.
+    It is the answer of the same id, or else the first to the same question.
     """
     known, answered = {*ids, *closed_book}, {*closed_book}
     first: dict[str, str] = {}
@@ -176,13 +174,13 @@ def partner_ids(
 def partners(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
-    """Return the closed-book row of the same question for every row, `[n_rows]`."""
+    """Return each row's closed-book row of the same question, `[n_rows]`."""
     index = {example_id: i for i, example_id in enumerate(closed_book)}
     ids = partner_ids(ids, closed_book)
     if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
-            f"question {str(missing[0])!r} has no closed-book answer; answer and "
-            "extract both settings"
+            f"question {str(missing[0])!r} has no closed-book answer; answer it "
+            "closed-book too, and extract the signals"
         )
     return np.array([index[example_id] for example_id in ids], dtype=np.int64)
 
@@ -198,42 +196,38 @@ class LayerCurve(Record, frozen=True, kw_only=True):
 
 
 class LayerSweep(Record, frozen=True, kw_only=True):
-    """The result of the sweep; `layer` serves all settings."""
+    """The result of the layer sweep; `layer` is used for all settings."""
 
     layer: int
     settings: dict[Setting, LayerCurve]
 
 
 def read_sweep(path: Path) -> LayerSweep:
-    """Return what a layer sweep has written to a file."""
+    """Read the file of a layer sweep."""
     return read_json(path, LayerSweep, "run `beatrice sweep` again")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingSet:
-    """A setting's rows as encoders read them, with those they are trained on."""
+    """A setting's rows as encoders read them, and which of them are trained on."""
 
-    rows: Rows  # what the rows are
+    rows: Rows  # the questions and labels of the rows
     # Entry of the resid axis for the hidden family (0 is the embedding).
     layer: int | None
     dims: FamilyDims  # widths of the families
     standardizer: Standardizer  # fitted on the training rows
     device_dtypes: tuple[Dtype, ...]  # types of the families on the device
-    n_batch: int  # rows of a training batch, by which rows are grouped by length
-    # Reads tokens of rows of the store, in one padded width, or in the widths that are
-    # its second argument.
+    n_batch: int  # rows in a training batch, used to group rows by length
+    # Reads tokens of store rows, padded to the longest spans or to given widths.
     read: ReadRows
-    read_train: ReadRows  # the same for the rows that are trained on
-    # `[n_rows, n_spans]` tokens of the spans of every row of the store.
-    lengths: np.ndarray
-    # Training rows and validation rows, indices into the store.
-    where: tuple[np.ndarray, np.ndarray]
-    # Their tokens on the device, by groups of similar length; None where they are
-    # streamed.
+    read_train: ReadRows  # the same for training rows
+    lengths: np.ndarray  # `[n_rows, n_spans]` span lengths of all rows of the store
+    where: tuple[np.ndarray, np.ndarray]  # store indices: training and validation rows
+    # Tokens of these rows on the device, in groups of similar length; None if streamed.
     in_memory: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] | None
 
     def splits(self) -> list[Iterable[tuple[np.ndarray, FamilyTokens]]]:
-        """Return training and validation rows, in their groups or as `batches`."""
+        """Return training and validation rows, each in groups or as `batches`."""
         if self.in_memory is not None:
             return list(self.in_memory)
         return list(map(self.batches, self.where, (self.read_train, self.read)))
@@ -241,11 +235,11 @@ class TrainingSet:
     def batches(
         self, where: np.ndarray, read: ReadRows | None = None, n_copies: int = 1
     ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
-        """Yield rows a few at a time, those of similar length together.
+        """Yield batches of rows of similar length.
 
-        All batches of rows of similar length have one shape, so that one executable
-        serves them; the last batch repeats its last row. `n_copies` is how many arrays
-        as large as the tokens the work on them takes.
+        All batches of a length group have one shape, so that one executable serves
+        them; the last batch repeats its last row. `n_copies` is the memory that the
+        work on a batch takes, in multiples of its tokens.
 
         Yields:
           Indices into `where`, `[n]`, and the tokens of at least `n` examples.
@@ -260,7 +254,7 @@ class TrainingSet:
                 yield indices, read(where[padded], widths)
 
     def without(self, span: int) -> "TrainingSet":
-        """Return the same rows with a span left out; see `empty_span`."""
+        """Return a copy with a span left out; see `empty_span`."""
 
         def emptied(read: ReadRows) -> ReadRows:
             return lambda *where: empty_span(read(*where), span)
@@ -277,7 +271,7 @@ class TrainingSet:
         )
 
     def with_zeroed(self, span: int) -> "TrainingSet":
-        """Return the same with a span's signals zero while training, and only then."""
+        """Return a copy with a span's signals set to zero, but only in training."""
 
         def read_train(where: np.ndarray, *widths: Any) -> FamilyTokens:
             return zero_span(self.read_train(where, *widths), span)
@@ -299,19 +293,18 @@ def training_set(
     streamed: bool = False,
     device_dtypes: tuple[Dtype, ...] | None = None,
 ) -> TrainingSet:
-    """Fit the standardisation on the training rows, and read them unless streamed.
+    """Fit the standardisation on the training rows, and read the rows unless streamed.
 
     `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
-    None where no family is stored by layer. Rows are grouped by length, by batches of
-    `n_batch`. Families lie on the device as stored, or as `device_dtypes` says, see
-    `read_tokens`.
+    or None if no family is stored by layer. Rows are grouped by length for batches of
+    `n_batch`. `device_dtypes` (see `read_tokens`) default to the stored types.
     """
     dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")
     check_classes(rows, where)
     longest = widths_of(lengths)
     groups = [width_groups(lengths[split], n_batch) for split in where]
-    # Widened they take many times what they take as stored: a few at a time.
+    # In float32 rows take many times their stored size, so read a few at a time.
     n_at_once = rows_at_once(longest, dims)
     shards = [x for group in groups[0] for x in _split(where[0][group], n_at_once)]
     standardizer = fit_standardizer(
@@ -369,27 +362,27 @@ def _written(start: int, rows: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
-    """Check that the training and the validation rows `where` are of both classes."""
+    """Check that training and validation rows (`where`) each have both classes."""
     for split, indices in zip(("training", "validation"), where, strict=True):
         if not len(indices):
             raise ValueError(
                 f"{rows.setting}: there are no labelled {split} answers; label answers "
-                "of more questions, or of that split"
+                "to more questions, or of that split"
             )
         n_right = int(rows.labels[indices].sum())
         if n_right in (0, len(indices)):
             raise ValueError(
                 f"{rows.setting}: {n_right} of {len(indices)} labelled {split} answers "
-                "are correct, and one class alone teaches nothing; look at the answers "
-                "beside their golds, take more questions or another prompt, or leave "
-                "this setting out (of a run, --settings)"
+                "are correct, but both classes are needed; compare the answers with "
+                "their golds, use more questions or another prompt, or leave this "
+                "setting out (for a run, with --settings)"
             )
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
-    """Return how many examples are encoded together, a power of two.
+    """Return how many examples to encode together, a power of two.
 
-    `widths` are the tokens of the padded spans. The paper's takes eight megabytes each.
+    `widths` are padded span lengths. At the paper's sizes each takes eight megabytes.
     """
     fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
     return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)

@@ -1,9 +1,9 @@
-"""What a detector has seen, and from which probability on an answer is trusted.
+"""What a detector has seen in training, and the P at which it trusts an answer.
 
-A probability learned on one kind of question says little about another kind. So the
-detector keeps where its signals lay, in which scripts its texts were written, and its P
-of validation answers: these certify, for any precision that is asked for, from which P
-on an answer is trusted and up to which it is distrusted.
+A probability learned on one kind of question says little about another kind. So a
+detector keeps the ranges of its training signals, the scripts of its training texts,
+and its P of validation answers. From the last it certifies, for any precision, the P
+from which on answers are trusted and the P up to which they are distrusted.
 """
 
 import bisect
@@ -19,27 +19,26 @@ import numpy as np
 
 from beatrice.jaxprobe.families import FamilyDims, Features
 
-QUANTILES = (0.001, 0.999)  # of a channel over training tokens: its range
+QUANTILES = (0.001, 0.999)  # range of a channel over training tokens
 FLAGGED = 0.001  # share of validation answers that a family's limit would flag
-# Read for the ranges, 16 of which lie beyond either end; and read at once.
+# Most tokens to find ranges on (16 of them lie beyond either end), or to read at once.
 MOST_TOKENS = 1 << 14
-_CHANNELS_AT_ONCE = 512  # sorted together, to bound memory
-_LEAST_SHARE = 0.001  # of the letters; a script with fewer was not learned
+_CHANNELS_AT_ONCE = 512  # channels sorted together, to bound memory
+_LEAST_SHARE = 0.001  # least share of letters for a script to count as learned
 
 
 class Scope(NamedTuple):
-    """Where the signals of one pass lay in training."""
+    """The ranges of one pass's signals in training."""
 
-    # `[d_total]` float32, the 0.1 % quantile of each channel over training tokens.
-    low: np.ndarray
+    low: np.ndarray  # `[d_total]` float32, 0.1 % quantile over training tokens
     high: np.ndarray  # `[d_total]` float32, the 99.9 % quantile
-    # `[n_families]` float32: one validation answer in a thousand had a larger share of
-    # a family's values beyond `low` and `high`.
+    # `[n_families]` float32: the share of a family's values outside `low` and `high`
+    # that one validation answer in a thousand exceeds.
     limits: np.ndarray
 
 
 def _is_read(dims: FamilyDims, span: int, n_spans: int) -> np.ndarray:
-    """Channels of a span that are signals, `[d_total]`; others are zeros of a store."""
+    """Return which channels of a span are signals, not a store's zeros, `[d_total]`."""
     mask = np.ones(dims.total, bool)
     for f in dims.of_answers if span < n_spans - 1 else ():
         mask[dims.slices[f]] = False
@@ -49,11 +48,11 @@ def _is_read(dims: FamilyDims, span: int, n_spans: int) -> np.ndarray:
 def share_outside(
     features: Features, dims: FamilyDims, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """Return which share of each family's values lies beyond its channels' ranges.
+    """Return the share of each family's values outside its channels' ranges.
 
-    Features are as read, not standardised, `low` and `high` `[d_total]`. Returned are
-    `[n_examples, n_families]` in [0, 1]; a value that is no number lies outside, and an
-    answer without tokens has none there.
+    Features are as read, not standardised; `low` and `high` are `[d_total]`. Shares are
+    `[n_examples, n_families]` in [0, 1]. NaN counts as outside, and an answer without
+    tokens has share 0.
     """
     n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
@@ -68,7 +67,7 @@ def share_outside(
 
 
 def _some(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Take rows at even distances, of at most `MOST_TOKENS` tokens; at least one."""
+    """Return evenly spaced rows of about `MOST_TOKENS` tokens at most; at least one."""
     mean = max(1.0, float(lengths[rows].mean()))
     n = max(1, min(len(rows), int(MOST_TOKENS / mean)))
     return rows[np.linspace(0, len(rows) - 1, n).astype(np.int64)]
@@ -81,11 +80,11 @@ def fit_scope(
     train: np.ndarray,
     validation: np.ndarray,
 ) -> Scope:
-    """Find the ranges on training answers, and the limits on validation answers.
+    """Fit the ranges on training answers, and the limits on validation answers.
 
-    The ranges are found on answers at even distances, of some 16,000 tokens; the limits
-    on all of validation, of which as many are in memory at once. `lengths` `[n_rows]`
-    are the tokens that are read; of both kinds of rows there is at least one.
+    The ranges use evenly spaced answers with some 16,000 tokens in all; the limits use
+    all validation answers, about as many tokens at a time. `lengths` `[n_rows]` are the
+    numbers of tokens read. There must be at least one row of each split.
     """
     features = read(_some(train, lengths))
     low, high = np.zeros((2, dims.total), np.float32)
@@ -110,49 +109,48 @@ def fit_scope(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _script(letter: str) -> str:
-    """The script in a letter's Unicode name, as in "FULLWIDTH LATIN SMALL LETTER A"."""
+    """Return the script in a Unicode name, as in "FULLWIDTH LATIN SMALL LETTER A"."""
     words = unicodedata.name(letter, "UNNAMED").split(" ")
     return words[words[0] in ("FULLWIDTH", "HALFWIDTH")]
 
 
 def count_scripts(text: str) -> collections.Counter[str]:
-    """Return how many letters of each script (which is no language) a text has."""
+    """Count a text's letters by script (not by language)."""
     if text.isascii():
         return collections.Counter({"LATIN": sum(map(str.isalpha, text))})
     return collections.Counter(_script(letter) for letter in text if letter.isalpha())
 
 
 def scripts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the scripts of at least one in a thousand letters, in order of names."""
+    """Return the scripts of at least one letter in a thousand, sorted by name."""
     counts = sum(map(count_scripts, texts), collections.Counter())
     least = _LEAST_SHARE * counts.total()
     return tuple(sorted(s for s, n in counts.items() if n and n >= least))
 
 
-LEAST_ANSWERS = 10  # right, and wrong, in training and in validation
+LEAST_ANSWERS = 10  # least right, and least wrong, answers in each split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """On how many answers a head rests, and how sure it is that it can tell."""
+    """How many answers a head was fitted on, and how surely it beats chance."""
 
-    # Right and wrong answers that it was trained on, one a question each.
-    train: tuple[int, int]
-    validation: tuple[int, int]  # likewise those that it was calibrated on
-    # 95 % interval of its validation AUROC (`metrics.auroc_interval`), of a head that
-    # validation chose an interval of all that it was chosen among.
+    train: tuple[int, int]  # questions with a right, and with a wrong, training answer
+    validation: tuple[int, int]  # likewise of the answers that calibrated the head
+    # 95 % interval of its validation AUROC (`metrics.auroc_interval`); for a head that
+    # was chosen on validation, simultaneous over all candidates.
     auroc: tuple[float, float]
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Say why its P is not to be trusted; empty where it may be.
+        """Reasons not to trust the head's P; empty if there are none.
 
         The best of fifteen encoders that know nothing has a median AUROC of .85 on 2
         right and 98 wrong answers, and of .67 on 10 and 90 (simulated).
         """
         doubts = [
-            f"too few to trust: {n_right} right and {n_wrong} wrong {split} answers, "
-            f"and {LEAST_ANSWERS} of each would do"
+            f"too few to trust: {n_right} right and {n_wrong} wrong {split} answers; "
+            f"at least {LEAST_ANSWERS} of each are needed"
             for split, (n_right, n_wrong) in (
                 ("training", self.train),
                 ("validation", self.validation),
@@ -174,21 +172,20 @@ def n_of_classes(labels: np.ndarray, questions: np.ndarray) -> tuple[int, int]:
     return right, wrong
 
 
-CONFIDENCE = 0.9  # with which a threshold holds its precision
-PRECISIONS = (0.7, 0.8, 0.9, 0.95)  # that cards and tables show
-# Errors allowed where the sequence starts, if that is within the surer half of what can
-# be decided; else fewer. In simulations two decide most: one error would end a shorter
-# start, and a longer one begins beyond what can be certified.
+CONFIDENCE = 0.9  # that a threshold holds its precision
+PRECISIONS = (0.7, 0.8, 0.9, 0.95)  # shown on cards and in tables
+# Errors allowed in the first test of the sequence: the first of these with which it has
+# at most half of the answers that may be decided. In simulations two decide most: with
+# fewer, one error may end the sequence; with more, it begins past what is certifiable.
 _ERRORS_AT_START = (2, 1, 0)
-_N_STEPS = 40  # of the sequence
+_N_STEPS = 40  # steps of the sequence
 Decision = Literal["trust", "distrust", "unknown"]
 
 
 class Validation(NamedTuple):
-    """The P of the answers that a head was calibrated on, one a question.
+    """P of the answers that a head was calibrated on, one per question.
 
-    They lie in order of the raw scores, lowest first: a map with steps gives many of
-    them one P.
+    Answers are in ascending order of raw scores; steps in a map give many the same P.
     """
 
     p_correct: np.ndarray  # `[n]` float64, calibrated
@@ -202,10 +199,10 @@ class Validation(NamedTuple):
         labels: np.ndarray,
         questions: np.ndarray,
     ) -> "Validation":
-        """Keep an answer to each question, drawn: others are no new evidence.
+        """Keep one random answer per question, as further ones are no new evidence.
 
-        The first would not do. Files often hold the right answer before the wrong ones.
-        So equal scores lie in random order.
+        Not the first one: files often hold the right answer before the wrong ones.
+        Answers of equal score are in random order, for the same reason.
         """
         drawn = np.random.default_rng(0).permutation(len(questions))
         kept = drawn[np.sort(np.unique(questions[drawn], return_index=True)[1])]
@@ -213,10 +210,10 @@ class Validation(NamedTuple):
         return cls(np.asarray(p_correct, np.float64)[kept], labels[kept])
 
     def with_ties_against(self) -> "Validation":
-        """Order answers by P, and those of one P so that least is certified.
+        """Sort answers by P, and those of equal P so that the least is certified.
 
-        For answers without their raw scores: no order of these would certify less. Of
-        one P the wrong come last, where `certify` begins to trust, and the right first.
+        For answers without raw scores. Among equal P wrong answers come last, where
+        `certify` begins to trust, and right ones first, where it begins to distrust.
         """
         order = np.lexsort((~self.labels, self.p_correct))
         return Validation(self.p_correct[order], self.labels[order])
@@ -224,41 +221,39 @@ class Validation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """The P(correct) where a decision begins that is right as often as was asked.
+    """The P(correct) at which a decision begins, with a certified precision.
 
-    Answers from there on are trusted, or up to there distrusted. Of answers like those
-    of validation, one a question, at least `wanted` are then decided rightly, with a
-    confidence of 90 %: in nine of ten draws of the validation answers that is true. No
-    answer is trusted that is more likely wrong than right, nor the other way round.
+    Answers of at least this P are trusted, or of at most this P distrusted. Among
+    answers like those of validation, one per question, a share of at least `wanted` of
+    these decisions is right, with 90 % confidence: in nine of ten draws of validation
+    answers. No answer is trusted that is more likely wrong than right, nor the reverse.
     """
 
-    decision: Literal["trust", "distrust"]  # which begins there
-    # Share of the trusted answers that shall be right, or of the distrusted that shall
-    # be wrong.
+    decision: Literal["trust", "distrust"]  # what the threshold decides
+    # Share of trusted answers to be right, or of distrusted answers to be wrong.
     wanted: float
-    # Least P of a trusted, greatest of a distrusted answer; None where no threshold
-    # holds the wanted share.
+    # Least P to trust, or greatest to distrust; None if none holds the wanted share.
     p_correct: float | None
-    # Validation answers beyond it; those of the test that failed where none holds.
+    # Validation answers that it decides or, if `p_correct` is None, of the failed test.
     n_decided: int
-    n_errors: int  # of them, decided falsely
-    low: float  # exact lower bound of the share, with the same confidence
-    n: int  # validation answers that count, one a question
+    n_errors: int  # wrong decisions among them
+    low: float  # exact lower bound of the share of right decisions, 90 % confidence
+    n: int  # validation answers that count, one per question
     # Why none is certified whatever validation shows, see `Evidence.doubts`.
     doubt: str | None = None
 
     @property
     def precision(self) -> float:
-        """Share of the validation answers beyond it decided rightly; NaN of none."""
+        """Share of right decisions on validation answers; NaN if none is decided."""
         return 1 - self.n_errors / self.n_decided if self.n_decided else float("nan")
 
     @property
     def coverage(self) -> float:
-        """Share of the validation answers that it decides."""
+        """Share of the validation answers that are decided."""
         return self.n_decided / self.n if self.p_correct is not None else 0.0
 
     def holds(self, p_correct: float) -> bool:
-        """Return whether an answer of this P lies beyond it."""
+        """Return whether the threshold decides an answer with this P."""
         if self.p_correct is None:
             return False
         if self.decision == "trust":
@@ -266,67 +261,69 @@ class Threshold:
         return p_correct <= self.p_correct
 
     def in_words(self) -> str:
-        """Say what it is, in a sentence's part."""
+        """Describe the threshold in a phrase."""
         if self.doubt is not None:
-            return f"no P to {self.decision}: {self.doubt}"
+            return f"no threshold to {self.decision}: {self.doubt}"
         trusts = self.decision == "trust"
-        share = f"{self.wanted:g} are {'right' if trusts else 'wrong'}"
-        promise = f"at least {share} with {CONFIDENCE:.0%} confidence"
+        share = f"{self.wanted:g} is {'right' if trusts else 'wrong'}"
+        promise = f"a share of at least {share} with {CONFIDENCE:.0%} confidence"
         if self.wanted >= 1:
-            return f"no P to {self.decision}, where {promise}: no number would show it"
+            return f"no threshold to {self.decision}: no data can show that {promise}"
         if self.p_correct is None:
             side = "above" if trusts else "below"
-            seen = f"fewer of the {self.n} have a P {side} one half"
+            seen = f"fewer of the {self.n} have P {side} one half"
             if self.n_decided:
                 which = (
                     "most probable are wrong" if trusts else "least probable are right"
                 )
                 seen = f"{self.n_errors} of the {self.n_decided} {which}"
             return (
-                f"no P to {self.decision}, where {promise}: "
+                f"no threshold to {self.decision} at which {promise}: "
                 f"{fewest_decided(self.wanted)} validation answers without an error "
-                f"would show it, and {seen}"
+                f"would show that, but {seen}"
             )
         return (
-            f"{self.decision} P {'>=' if trusts else '<='} {self.p_correct:.4f}, where "
-            f"{promise}: {self.n_errors} of {self.n_decided} such validation answers "
-            f"are {'wrong' if trusts else 'right'} (precision {self.precision:.3f}, at "
-            f"least {self.low:.3f}), at coverage {self.coverage:.3f} of {self.n}"
+            f"{self.decision} at P {'>=' if trusts else '<='} {self.p_correct:.4f}, "
+            f"where {promise}: in validation {self.n_errors} of {self.n_decided} such "
+            f"answers are {'wrong' if trusts else 'right'} (precision "
+            f"{self.precision:.3f}, lower bound {self.low:.3f}; coverage "
+            f"{self.coverage:.3f} of {self.n})"
         )
 
 
 class Thresholds(NamedTuple):
-    """From which P on answers are trusted, and up to which they are distrusted."""
+    """The P from which on answers are trusted, and up to which they are distrusted."""
 
     trust: Threshold
     distrust: Threshold
 
     def decide(self, p_correct: float) -> tuple[Decision, str | None]:
-        """Return what to do with an answer, and why it is not trusted."""
+        """Return the decision on an answer, and the reason if it is not "trust"."""
         if self.trust.holds(p_correct):
             return "trust", None
         if self.distrust.holds(p_correct):
             return "distrust", (
-                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}; of all "
-                f"answers up to there {self.distrust.wanted:g} are wrong"
+                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}, the "
+                f"threshold up to which at least {self.distrust.wanted:g} of all "
+                "answers are wrong"
             )
         above, below = self.trust.p_correct, self.distrust.p_correct
         if above is None:
             return "unknown", self.trust.doubt or self.trust.in_words()
         if below is None:
             return "unknown", (
-                f"P {p_correct:.4f} is below {above:.4f}, from where "
-                f"{self.trust.wanted:g} are right; {self.distrust.in_words()}"
+                f"P {p_correct:.4f} is below {above:.4f}, the threshold from which at "
+                f"least {self.trust.wanted:g} are right; {self.distrust.in_words()}"
             )
         return "unknown", (
-            f"P {p_correct:.4f} lies between {below:.4f}, up to where "
-            f"{self.distrust.wanted:g} are wrong, and {above:.4f}, from where as many "
-            "are right"
+            f"P {p_correct:.4f} lies between {below:.4f}, up to which at least "
+            f"{self.distrust.wanted:g} of all answers are wrong, and {above:.4f}, from "
+            "which at least as many are right"
         )
 
 
 def _at_most(n_errors: int, n: int, share: float) -> float:
-    """Return the binomial probability of at most `n_errors` of `n`, each of a share."""
+    """Return the binomial probability of at most `n_errors` in `n`, at rate `share`."""
     if share <= 0:
         return 1.0
     logs = math.log(share), math.log1p(-share)
@@ -341,7 +338,7 @@ def _at_most(n_errors: int, n: int, share: float) -> float:
 
 
 def fewest_decided(wanted: float, n_errors: int = 0) -> int:
-    """Return how many decided answers certify a precision below 1 with some errors."""
+    """Return the fewest decisions that certify a precision below 1 with some errors."""
 
     def shows(n: int) -> bool:
         return _at_most(n_errors, n, 1 - wanted) <= 1 - CONFIDENCE
@@ -353,8 +350,8 @@ def fewest_decided(wanted: float, n_errors: int = 0) -> int:
 
 
 def _lower_bound(n_errors: int, n: int) -> float:
-    """Return the least share of right ones that is not refuted (Clopper-Pearson)."""
-    low, high = 0.0, 1.0  # of the share of errors
+    """Return the lower bound of the share of right decisions (Clopper-Pearson)."""
+    low, high = 0.0, 1.0  # bounds of the share of errors
     if n_errors == n:
         return 0.0
     for _ in range(60):
@@ -369,19 +366,19 @@ def _lower_bound(n_errors: int, n: int) -> float:
 def certify(
     validation: Validation, wanted: float, decision: Literal["trust", "distrust"]
 ) -> Threshold:
-    """Certify the threshold that decides most answers at a wanted precision.
+    """Certify the threshold that decides the most answers at a wanted precision.
 
-    Fixed-sequence testing (Learn then Test, arXiv 2110.01052) of the 52, 67, ... most
-    probable answers, the counts fixed beforehand: each is tested at the full level by
-    the exact binomial bound (Clopper and Pearson), the first that fails ends the
-    sequence, and the last that passed is the threshold. It lies just above the next
-    answer, so that the trusted ones are a free draw of what lies beyond it. Answers of
-    one P are tested in order of their raw scores: the labels have chosen where steps of
-    an isotonic map end, and tests there would often pass by chance. To distrust is to
-    trust that an answer is wrong, whose probability is 1 - P. Only answers beyond one
-    half take part. A precision of 1 is never certified.
+    This is fixed-sequence testing (Learn then Test, arXiv 2110.01052) on growing sets,
+    of sizes fixed beforehand, such as the 52, 67, ... most probable answers. Each set
+    is tested at the full level by the exact binomial bound (Clopper and Pearson); the
+    first to fail ends the sequence, and the last to pass gives the threshold. That lies
+    just above the next answer, so that the trusted answers are a random draw of those
+    beyond it. Answers of equal P are tested in order of raw score: labels chose where
+    the steps of an isotonic map end, and tests there would often pass by chance. To
+    distrust an answer is to trust, with probability 1 - P, that it is wrong. Only
+    answers beyond one half take part. A precision of 1 is never certified.
     """
-    sign = 1 if decision == "trust" else -1  # of P: the surest decision comes first
+    sign = 1 if decision == "trust" else -1  # of P, so that the surest come first
     least = 0.5 if decision == "trust" else np.nextafter(-0.5, 0)
     p, errors = sign * validation.p_correct, validation.labels == (sign < 0)
     n, n_beyond = len(p), int((p >= least).sum())
@@ -397,7 +394,7 @@ def certify(
             if threshold is None:
                 m = tested = count
             break
-        # Equal probabilities are decided together, or not at all.
+        # Answers of equal P are decided together or not at all.
         n_above = int(np.searchsorted(-p[:-1], -p[count]))
         if n_above >= start:
             threshold = sign * float(max(np.nextafter(p[count], 1), least))
@@ -414,7 +411,7 @@ def certify(
 
 
 def certified(validation: Validation, wanted: float) -> Thresholds:
-    """Certify both thresholds at a wanted precision, see `certify`."""
+    """Certify both thresholds at a wanted precision; see `certify`."""
     return Thresholds(
         certify(validation, wanted, "trust"), certify(validation, wanted, "distrust")
     )

@@ -1,13 +1,13 @@
-"""Tokens in the width in which they are stored, and products in one or mixed precision.
+"""Tokens in the type in which they are stored, and float32 or mixed-precision products.
 
-Hidden states are most of what training holds, and lie on disk in bfloat16 or int8. In
-float32 they would take two or four times as much of a device, and of the way there. A
-batch of them is widened and standardised in the loop that gathers it.
+Hidden states are most of what training holds, and are stored in bfloat16 or int8. In
+float32 they would take two or four times the device memory and transfer. A batch is
+widened and standardised in the loop that gathers it.
 
-Mixed products: operands are rounded to bfloat16, forwards and backwards, and what is
-saved for the backward pass is the rounded copy (of a convolution's input its rounded
-windows on an accelerator, and the input itself on a CPU); sums are float32, and so is
-everything that is no product (weights, moments, normalisation, pooling, the loss).
+Mixed products round their operands to bfloat16, forward and backward, and save the
+rounded copy for the backward pass (for a convolution's input, its rounded windows on an
+accelerator, and the input itself on a CPU). Sums are float32, and so is everything that
+is not a product: weights, moments, normalisation, pooling and the loss.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,13 @@ from beatrice.jaxprobe.config import MatmulDtype
 
 
 class StoredTokens(NamedTuple):
-    """A family's tokens as they are stored; their values are standardised float32."""
+    """A family's tokens as they are stored; `values_of` standardises them."""
 
-    # `[n_tokens, n_examples, d_family]`, of the stored type; finite on padding.
-    codes: Any
-    # `[n_tokens, n_examples]` float32, factors of int8 codes; otherwise None.
-    scales: Any
+    codes: Any  # `[n_tokens, n_examples, d_family]`, stored type; finite on padding
+    scales: Any  # `[n_tokens, n_examples]` float32, factors of int8 codes; else None
     mean: Any  # `[d_family]` float32
     std: Any  # `[d_family]` float32
-    # `[n_tokens]` bool; values are zero where it is False. None keeps all.
-    is_kept: Any = None
+    is_kept: Any = None  # `[n_tokens]` bool, False: values are zero; None keeps all
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,7 +38,7 @@ class StoredTokens(NamedTuple):
     def of_examples(
         self, change: Callable[..., Any], *others: "StoredTokens"
     ) -> "StoredTokens":
-        """Change the arrays that have an axis of examples, along with others'."""
+        """Apply `change` to each array of examples, with those of `others`."""
         scales = None
         if self.scales is not None:
             scales = change(self.scales, *(other.scales for other in others))
@@ -50,7 +47,7 @@ class StoredTokens(NamedTuple):
 
 
 def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
-    """Return standardised values, `[n_tokens, n_examples, d_family]` float32."""
+    """Return the standardised values, `[n_tokens, n_examples, d_family]` float32."""
     if not isinstance(tokens, StoredTokens):
         return tokens
     is_kept = None if tokens.is_kept is None else tokens.is_kept[:, None]
@@ -58,11 +55,11 @@ def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
 
 
 def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
-    """Take rows of tokens as one matrix.
+    """Take rows out of tokens that are seen as one matrix.
 
     Args:
       tokens: `[n_tokens, n_examples, d_family]`.
-      at: of any shape, see `rows_of_tokens`.
+      at: row numbers of any shape, see `rows_of_tokens`.
 
     Returns:
       Standardised values, `[*at.shape, d_family]` float32.
@@ -79,10 +76,10 @@ def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
 
 
 def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return `take(x)` where `take` does nothing but move values.
+    """Return `take(x)` for a `take` that only moves values.
 
-    Numbers of two bytes move as integers: a CPU's compiler widens an array of bfloat16,
-    all of it, before it gathers from it.
+    Two-byte numbers are moved as integers, since XLA's CPU compiler would widen a whole
+    bfloat16 array before gathering from it.
     """
     if x.dtype.itemsize != 2:
         return take(x)
@@ -91,14 +88,14 @@ def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def rows_of_tokens(tokens: jax.Array | StoredTokens, rows: jax.Array) -> jax.Array:
-    """Where the tokens of some examples lie.
+    """Return the rows of some examples' tokens in `tokens` seen as one matrix.
 
     Args:
       tokens: `[n_tokens, n_examples, d]`.
-      rows: `[n]` int32, all of them among the examples.
+      rows: `[n]` int32 valid indices of examples.
 
     Returns:
-      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
+      `[n_tokens, n]` int32 row numbers.
     """
     n_tokens, n_examples, _ = tokens.shape
     return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
@@ -121,13 +118,13 @@ def _standardized(
 
 
 def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
-    """`a @ b`, float32.
+    """Return `a @ b` in float32.
 
     Args:
       a: `[m, k]` float32.
       b: `[k, n]` float32.
-      matmul_dtype: type to which both are rounded. "float32" is not: but JAX's default
-        on NVIDIA's GPUs is TF32, which keeps ten bits (`jax_default_matmul_precision`).
+      matmul_dtype: type to which both are rounded. "float32" does not round, but JAX's
+        default on NVIDIA GPUs is TF32 of ten bits (`jax_default_matmul_precision`).
     """
     return a @ b if matmul_dtype == "float32" else _mixed(a, b)
 
@@ -135,7 +132,7 @@ def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
 def contract(
     a: jax.Array, b: jax.Array, axis: int, matmul_dtype: MatmulDtype
 ) -> jax.Array:
-    """Product of two matrices over the same axis of both; no gradient if mixed."""
+    """Contract the same axis of two matrices; without a gradient if mixed."""
     contraction = ((axis,), (axis,)), ((), ())
     rounded = a.astype(matmul_dtype), b.astype(matmul_dtype)
     dot = partial(jax.lax.dot_general, dimension_numbers=contraction)
@@ -144,7 +141,7 @@ def contract(
 
 @jax.custom_vjp
 def _mixed(a, b):
-    """Product of rounded operands; autodiff would leave the incoming gradient wide."""
+    """Multiply rounded operands; autodiff would not round the incoming gradient."""
     return _mixed_forward(a, b)[0]
 
 
@@ -163,24 +160,24 @@ _mixed.defvjp(_mixed_forward, _mixed_backward)
 
 
 def _summed(a, b):
-    """Sum in float32."""
+    """Multiply with sums in float32."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def use_one_blas_thread() -> None:
-    """Let linear algebra run in the thread that calls it, from now on.
+    """Limit BLAS to the calling thread, for the rest of the process.
 
     On a CPU, JAX hands a Cholesky factor and its triangular solves to SciPy's OpenBLAS,
     which spreads 64 x 64 numbers over every core and then lets its threads spin for
     some milliseconds: at the paper's widths a training step took 1.3 times as long.
 
-    For the whole process, and not undone: several trainings may run side by side.
-    Without effect where another living thread has set limits through `threadpoolctl`,
-    and on accelerators, which factor on the device.
+    The limit is never undone, since several trainings may run side by side. It has no
+    effect if another living thread has set limits through `threadpoolctl`, or on
+    accelerators, which factor on the device.
     """
     if jax.default_backend() != "cpu":
         return
-    # The library that JAX will call: a limit reaches only what is loaded.
+    # Load the library that JAX will call: limits apply only to loaded libraries.
     import scipy.linalg  # noqa: F401
 
     threadpool_limits(1, user_api="blas")

@@ -1,7 +1,7 @@
-"""From token rows to padded spans: what the encoders read, out of the store.
+"""Read stored signals as the padded spans that encoders take.
 
-Signals lie on disk as ragged rows; an encoder reads every span padded to one length.
-Closed-book there are two spans, with context three; the answer is the last.
+Signals are stored as ragged rows; an encoder reads every span padded to one length.
+There are two spans closed-book and three with context; the answer is the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,25 +30,25 @@ from beatrice.jaxprobe.stored import StoredTokens, moved
 
 
 class FamilyTokens(NamedTuple):
-    """The same signals with the families apart, as the encoders read them.
+    """Signals as encoders read them: one array per family.
 
-    The spans lie one after another, so that a family is gathered and projected in one
-    piece; tokens come before examples (see `jaxprobe.encoder` for the reason).
+    The spans are concatenated, so that a family is gathered and projected in one piece;
+    tokens come before examples (see `jaxprobe.encoder` for the reason).
     """
 
     # Per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum of the
-    # spans' widths: float32, standardised, or as they are stored.
+    # spans' widths: standardised float32, or `StoredTokens`.
     tokens: tuple[Any, ...]
     masks: tuple[Any, ...]  # per span `[n_span_tokens, n_examples]` bool
 
     @property
     def n_examples(self) -> int:
-        """How many answers there are."""
+        """Number of answers."""
         return self.masks[0].shape[1]
 
     @property
     def span_slices(self) -> tuple[slice, ...]:
-        """Where each span lies among the `n_tokens` positions."""
+        """The slice of each span within the `n_tokens` positions."""
         stops = np.cumsum([mask.shape[0] for mask in self.masks]).tolist()
         return tuple(
             slice(stop - mask.shape[0], stop)
@@ -58,7 +58,7 @@ class FamilyTokens(NamedTuple):
     def of_examples(
         self, change: Callable[..., Any], *others: "FamilyTokens"
     ) -> "FamilyTokens":
-        """Change all arrays, whose axis 1 is that of examples, along with others'."""
+        """Apply `change` to each array (axis 1 is examples), with those of `others`."""
 
         def change_family(x: Any, *rest: Any) -> Any:
             if isinstance(x, StoredTokens):
@@ -79,16 +79,16 @@ class FamilyTokens(NamedTuple):
 def split_families(
     features: Features, dims: FamilyDims, standardizer: Standardizer
 ) -> FamilyTokens:
-    """Standardise and lay the families apart, one contiguous array for each.
+    """Standardise signals and split them into one contiguous array per family.
 
-    Apart, an encoder that does not read a family neither gathers nor multiplies it.
-    Padding becomes exactly zero, and so do signals of a span that is not read: a store
-    of the answer span alone and a live pass, which has all spans, give the same.
+    An encoder that does not read a family then neither gathers nor multiplies it.
+    Padding becomes exactly zero. So do, for a family of the answer only, the other
+    spans: a store without them and a live pass, which has them, give the same.
     """
     mean, std = (jnp.asarray(x)[None, None] for x in standardizer)
     spans = []
     for span, mask in zip(features.tokens, features.masks, strict=True):
-        # The compiler divides by what many rows share in this way; `_standardized` too.
+        # Compilers divide by what rows share in this way; so does `_standardized`.
         values = (span.astype(jnp.float32) - mean) * (1.0 / std)
         values = jnp.where(mask[..., None], values, 0.0)
         for f in dims.of_answers if len(spans) < features.n_spans - 1 else ():
@@ -102,14 +102,14 @@ def split_families(
 
 
 def empty_span(features: FamilyTokens, span: int) -> FamilyTokens:
-    """Leave out one span: the same signals, none of whose tokens there is real."""
+    """Leave out one span: return the signals with all of its tokens masked."""
     masks = list(features.masks)
     masks[span] = jnp.zeros_like(masks[span])
     return FamilyTokens(features.tokens, tuple(masks))
 
 
 def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
-    """Set one span's signals to zero; unlike `empty_span` its tokens stay."""
+    """Set one span's signals to zero; unlike in `empty_span` its tokens stay real."""
     at = features.span_slices[span]
 
     def zero(x: Any) -> Any:
@@ -122,14 +122,14 @@ def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
 
 
 def stored_signals(store: FeatureStore) -> dict[str, Family]:
-    """Return the families of a store without those of the scales of int8 codes."""
+    """Return a store's families, without those that hold scales of int8 codes."""
     families = store.spec.families
     scales = set(map(scale_name, families))
     return {name: x for name, x in families.items() if name not in scales}
 
 
 def family_dims(store: FeatureStore) -> FamilyDims:
-    """Return what an encoder reads of a store; of families by layer, one layer."""
+    """Return the families that an encoder reads; of families by layer, one layer."""
     families = stored_signals(store)
     shapes = (x.shape[1:] if x.by_layer else x.shape for x in families.values())
     return FamilyDims(
@@ -140,12 +140,12 @@ def family_dims(store: FeatureStore) -> FamilyDims:
 
 
 def stored_dtypes(store: FeatureStore) -> tuple[Dtype, ...]:
-    """Return the types in which the families are stored, in their order."""
+    """Return the stored types of the families, in their order."""
     return tuple(x.dtype for x in stored_signals(store).values())
 
 
 def stored_lengths(store: FeatureStore) -> np.ndarray:
-    """Return the tokens of the spans that a store has, `[n_rows, n_spans]`."""
+    """Return the span lengths of stored answers, `[n_rows, n_spans]`."""
     spans = store.spec.spans
     return span_lengths(spans, used_spans(spans))
 
@@ -153,11 +153,10 @@ def stored_lengths(store: FeatureStore) -> np.ndarray:
 def fit_standardizer(
     batches: Callable[[], Iterator[Features]], dims: FamilyDims
 ) -> Standardizer:
-    """Fit the standardisation on examples that memory need not hold together.
+    """Fit the standardisation on batches that need not fit in memory together.
 
-    Families that a store keeps of the answer span alone are fitted on that span, in a
-    second reading: the zeros that stand for the others would shrink the mean and widen
-    the spread.
+    Families stored only for the answer span are fitted on that span, in a second pass:
+    the zeros in place of the other spans would shrink the mean and widen the spread.
     """
     standardizer = standardizer_of(batches(), dims.slices)
     if not dims.of_answers:
@@ -177,16 +176,16 @@ def read_families(
     *,
     is_decoded: bool = True,
 ) -> dict[str, Ragged]:
-    """Read all families of stored examples at once.
+    """Read all families of stored examples, each in a thread of its own.
 
-    Each in a thread of its own: reading holds no lock, and where chunks are small one
-    core alone cannot copy as fast as a disk delivers.
+    Reading holds no lock, and with small chunks a single core cannot copy as fast as a
+    disk delivers.
 
     Args:
       store: an extracted setting.
-      layer: entry of the resid axis, of families that are stored by layer.
+      layer: entry of the resid axis, for families that are stored by layer.
       examples: `[n]` indices into the store, or None for all.
-      is_decoded: False for int8 codes, and the families of their scales beside them.
+      is_decoded: False for int8 codes as they are, with the families of their scales.
     """
     stored = store.spec.families
     names = list(stored_signals(store) if is_decoded else stored)
@@ -208,22 +207,22 @@ def read_tokens(
     standardizer: Standardizer,
     device_dtypes: Sequence[Dtype],
 ) -> FamilyTokens:
-    """Read the signals of stored examples as they lie on a device.
+    """Read the signals of stored examples in the layout of the device.
 
     Their values are those of `split_families` after `read_features`.
 
     Args:
       store: an extracted setting.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None if
+        no family is stored by layer.
       examples: `[n]` indices into the store.
       n_tokens: padded length per span.
       standardizer: fitted on training tokens.
-      device_dtypes: of each family `float32`, standardised here, or the type in
-        which it is stored, for `StoredTokens`.
+      device_dtypes: for each family `float32`, to standardise it here, or its stored
+        type, for `StoredTokens`.
 
     Returns:
-      Arrays of the host.
+      Arrays on the host.
     """
     families = read_families(store, layer, examples, is_decoded=False)
     spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
@@ -261,7 +260,7 @@ def read_tokens(
 
 
 def _padded(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Lay values out where the mask is True, in its order, and zeros elsewhere."""
+    """Fill an array with `values` in order where the mask is True, else with zeros."""
     padded = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
     padded[mask] = values
     return padded
@@ -270,7 +269,7 @@ def _padded(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _standardized(
     codes: np.ndarray, scales: np.ndarray | None, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Widen and standardise, bit by bit as `split_families`."""
+    """Widen and standardise with exactly the result of `split_families`."""
     values = codes.astype(np.float32) if scales is None else decode(codes, scales)
     values -= mean
     values *= 1.0 / std
@@ -284,20 +283,20 @@ def read_features(
     n_tokens: Sequence[int] | None = None,
     read: Sequence[int] | None = None,
 ) -> Features:
-    """Read the signals of stored examples as the encoders read them.
+    """Read the signals of stored examples as padded spans.
 
     Args:
       store: an extracted setting.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None
-        where no family is stored by layer.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None if
+        no family is stored by layer.
       examples: `[n]` indices into the store, or None for all.
-      n_tokens: padded length per span; None takes the longest of each.
-      read: the spans, places among `SPAN_NAMES`; None takes those that the store has.
+      n_tokens: padded length per span; None for the longest of each.
+      read: spans to read, indices into `SPAN_NAMES`; None for those the store has.
     """
     spec, families = store.spec, read_families(store, layer, examples)
     chosen = slice(None) if examples is None else examples
     lengths = spec.n_read[chosen]
-    # The row of each example's token 0, or where it would be.
+    # The row where each example's token 0 is or would be.
     starts = np.cumsum(lengths) - lengths - spec.first_rows[chosen]
     rows = {
         name: _spread(ragged, starts, int(lengths.sum()))
@@ -310,7 +309,7 @@ def read_features(
 
 
 def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
-    """Return rows of answers at their tokens, among zeros, which no encoder sees."""
+    """Put rows of answers at their tokens; no encoder reads the zeros elsewhere."""
     values, lengths = answers.values, answers.lengths
     spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)
     within = np.arange(len(values)) - np.repeat(answers.starts, lengths)
@@ -324,15 +323,15 @@ SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 def answer_log_prob(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
     """Return the mean log-probability of an answer's tokens, in nats; at most 0.
 
-    Of the prob family of one example, `[n_tokens, 5]`: the logarithm of the inverse
-    perplexity, so higher means more likely correct. A row is of the token behind it, so
-    that the span begins at the last prompt token; an empty one is read there.
+    This is the log of the inverse perplexity: higher means more likely correct. A row
+    of the prob family `[n_tokens, 5]` of one example describes the token after it, so
+    the span begins at the last prompt token; for an empty span that row is used.
     """
     start, stop = answer_span
     if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
         raise ValueError(
-            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
-            "this example"
+            f"answer span [{start}, {stop}) must lie within the {len(prob_rows)} "
+            "tokens of the example"
         )
     start = min(start, stop - 1)
     surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
@@ -343,26 +342,26 @@ def answer_log_probs(store: FeatureStore) -> np.ndarray:
     """Return the mean log-probability of every stored answer, `[n_rows]` nats."""
     ragged = read_family(store, "prob")
     spans = store.spec.spans[:, ANSWER] - ragged.first_tokens[:, None]
-    spans[:, 0] -= first_step(store)  # a row is of the token behind it
+    spans[:, 0] -= first_step(store)  # a row describes the token after it
     return np.array(
         [answer_log_prob(ragged.example(i), (a, b)) for i, (a, b) in enumerate(spans)]
     )
 
 
 def first_step(store: FeatureStore) -> int:
-    """Return the step of the answer span's first row; 1 where the span is literal."""
+    """Return the step of the answer span's first row; 1 if the span is literal."""
     return int(store.spec.fingerprint.get("answer_span") == "literal")
 
 
 def mean_log_eigenvalue(states: np.ndarray, ridge: float = 1e-3) -> float:
-    """Return (1/k) ln det(Z J Z' + ridge I) of `[k, d]`, high where they lie apart.
+    """Return (1/k) ln det(Z J Z' + ridge I) of states Z `[k, d]`, high if they differ.
 
     J centres each state over its own dimensions; the products are not divided by their
-    number. Of INSIDE (eq. 6, where the ridge is alpha) and of SeaKR.
+    number. From INSIDE (eq. 6, where the ridge is alpha) and SeaKR.
     """
     wide = np.asarray(states, np.float64)
     centred = wide - wide.mean(axis=1, keepdims=True)
-    # By the log-determinant, which is positive with a ridge.
+    # With a ridge the determinant is positive.
     gram = centred @ centred.T + ridge * np.eye(len(wide))
     return float(np.linalg.slogdet(gram)[1] / len(wide))
 
@@ -372,7 +371,7 @@ def mean_answer_states(
 ) -> np.ndarray:
     """Return the mean hidden state over the answer span, for the layer sweep.
 
-    Only rows of answer spans are read, once, a few examples at a time.
+    Only rows of answer spans are read, each once, a few examples at a time.
 
     Args:
       store: an extracted setting.

@@ -1,14 +1,14 @@
-"""Train every encoder of a setting, and apply it to every row; the stage `train`.
+"""Train every encoder of a setting and apply it to every row: the stage `train`.
 
-Several processes may train one grid, each its share of the members: each saves its
-finished members, and whoever finds that none is missing joins them as one process
+Several processes may train one grid, each a share of the members. Each saves its
+finished members, and the process that finds none missing joins them as a single process
 would. Rows are not split over processes: a setting has 48 members, six for each of
-eight GPUs, and gradients of parts of the rows would meet in every step.
+eight GPUs, and splitting rows would synchronise gradients in every step.
 
-Of a store that is larger than memory, a group of chunks of rows is what fits there.
-While the encoders train on one group the next is read. Every encoder of a call takes
-its steps on a group before the next one comes: the store is read once per epoch. On one
-group that holds everything the result is that of `jaxprobe.grid`.
+A store that is larger than memory is streamed in groups of chunks of rows. While the
+encoders train on one group, the next is read. All encoders of a call take their steps
+on a group before the next one, so the store is read once per epoch. With a single group
+of all rows the result is that of `jaxprobe.grid`.
 """
 
 import dataclasses
@@ -106,18 +106,18 @@ EVERY_FAMILY = subset_index("HPRA")
 
 
 def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
-    """Open a setting's store and say what its rows are."""
+    """Open a setting's store; return it and its rows."""
     store = open_store(run.features(setting))
     return store, rows_of(store, read_examples(run), read_labels(run).values())
 
 
 def chosen_layer(run: RunDir) -> int:
-    """Return the layer that the hidden family of a run is read from."""
+    """Return the layer from which a run reads the hidden family."""
     return read_sweep(run.sweep).layer
 
 
 def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of the run's settings."""
+    """Return the paths of the encoder checkpoints of a run's settings."""
     return [run.encoders(setting) for setting in settings_of(run)]
 
 
@@ -133,18 +133,18 @@ def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
 
 
 def check_protocol(run: RunDir, what: str) -> None:
-    """Check that a run's encoders are trained as this version trains others."""
+    """Check that a run's encoders were trained by this version's protocol."""
     record = run.stage_record("train")
     if record is None or record.inputs.get("protocol") != str(PROTOCOL):
         raise ValueError(
-            f"{what} are compared with encoders that are trained alike, and another "
-            f"version trained those of {run.path}: run `beatrice train` again, and "
-            "the verbs behind it"
+            f"{what} must be compared with encoders trained in the same way, but "
+            f"another version trained those of {run.path}; run `beatrice train` again, "
+            "and then the later stages"
         )
 
 
 def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
-    """Check labels and memory by shapes alone, before a row of the store is read."""
+    """Check labels and memory from shapes only, before any row is read."""
     where = rows.where("train"), rows.where("validation")
     check_classes(rows, where)
     shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
@@ -152,7 +152,7 @@ def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
 
 
 def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
-    """Return a setting's rows as a configuration trains encoders on them."""
+    """Return a setting's training set, as a configuration reads it."""
     store, rows = open_rows(run, setting)
     check_plan(store, rows, config)
     return training_set(
@@ -167,20 +167,19 @@ def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> Train
 class Group(NamedTuple):
     """Examples that are in memory together."""
 
-    # `[n_rows]` indices into the store; all groups of an epoch have one length, and
-    # what is missing repeats the group's last example.
+    # `[n_rows]` indices into the store; all groups of an epoch have one length, padded
+    # by repeating the group's last example.
     where: np.ndarray
-    is_real: np.ndarray  # `[n_rows]` bool, False on repetitions
+    is_real: np.ndarray  # `[n_rows]` bool, False for padding
 
 
 def epoch_groups(
     examples: np.ndarray, config: StreamConfig, seed: Sequence[int]
 ) -> list[Group]:
-    """Split the examples into groups, every example once.
+    """Split examples `[n]`, ascending indices into the store, into groups.
 
-    Chunks are spread at random and evenly, so that the last group is not small. Of
-    examples `[n]`, ascending indices into the store; the seed of the order of the
-    chunks is such as (root seed, epoch).
+    Chunks are distributed at random and evenly, so that the last group is not small.
+    `seed` determines their order; it is a sequence such as (root seed, epoch).
     """
     n_rows, n_chunk = config.group_rows(len(examples)), config.n_chunk
     chunks = np.split(examples, range(n_chunk, len(examples), n_chunk))
@@ -194,10 +193,10 @@ def epoch_groups(
 
 
 def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """Yield `read(item)` of each, in order, with the next one being read meanwhile.
+    """Yield `read(item)` for each item in order, reading one ahead in the background.
 
-    One thread asks and assembles; TensorStore's own threads read and decode. Neither
-    holds the interpreter's lock while it works, nor does a training step.
+    One thread requests and assembles; TensorStore's own threads read and decode. None
+    of them holds the interpreter's lock while it works, nor does a training step.
     """
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(read, item) for item in items[:1]]
@@ -205,7 +204,7 @@ def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
             value = pending.pop().result()
             pending = [pool.submit(read, item) for item in items[number + 1 :][:1]]
             yield value
-            del value  # or it would live until the next one is there
+            del value  # else it would stay alive until the next one is read
 
 
 Read = Callable[[np.ndarray], FamilyTokens]
@@ -213,19 +212,19 @@ Read = Callable[[np.ndarray], FamilyTokens]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Streamed:
-    """Rows of a store with their labels."""
+    """Rows of a store with their labels, to be streamed."""
 
     where: np.ndarray  # `[n]` indices into the store, ascending
     labels: np.ndarray  # `[n]` bool
-    read: Read  # standardised tokens of indices, in one padded width
+    read: Read  # returns standardised tokens of indices, in one padded width
     config: StreamConfig  # how the rows are split into groups
     # `[n_subsets, n]`, see `Labelled`; None for zeros.
     offsets: np.ndarray | None = None
-    # `[n]` numbers, equal for rows of one question; None where each row has its own.
+    # `[n]` numbers, equal for rows of one question; None if each row has its own.
     questions: np.ndarray | None = None
 
     def groups(self, *seed: int) -> Iterator[Labelled]:
-        """Yield an epoch's groups with their signals, read one ahead."""
+        """Yield an epoch's groups with their signals, reading one ahead."""
 
         def fetch(group: Group) -> Labelled:
             features = self.read(self.where[group.where])
@@ -249,7 +248,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> Trained:
-    """Train from a store as `jaxprobe.grid` does on a device; best weights by block."""
+    """Train blocks from a store as `jaxprobe.grid` does from memory."""
     use_one_blas_thread()
     sample = train.read(train.where[:1])
     learners = [
@@ -281,20 +280,20 @@ def train_encoders(
     """Train encoders on the rows of a setting, and apply them to all of its rows.
 
     Args:
-      data: the rows; their labels are learned.
+      data: the rows, with the labels to learn.
       config: widths, protocol, and how rows are streamed.
-      subsets: numbers of those that are trained, each with every seed; None trains all.
-      cache: where finished members are saved, and those of an earlier or another
-        process found; its key names the data, the configuration and nothing else.
-        Streamed members are all finished at once.
+      subsets: numbers of the subsets to train, each with every seed; None trains all.
+      cache: saves finished members, and has those of earlier runs and other processes;
+        its key must identify the data and the configuration, and nothing else. Streamed
+        members are all finished at once.
       share: which of the members this process trains.
-      on_part: called once a member that is trained, by whomever.
+      on_part: called once per member: as it finishes, or at the start for other shares.
 
     Returns:
-      All members, seed-major, the subsets of a seed in their order; and their
-      outputs on every row of the store. A training row's logit has in it the linear
-      part that has not seen its question: fusion heads are trained on these. None for
-      a share, whose members are in the cache.
+      All members, seed-major with the subsets of a seed in order, and their outputs on
+      every row of the store. A training row's logit contains the linear part that has
+      not seen its question, for training fusion heads. None for a partial share, whose
+      members are in the cache.
     """
     subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
     linear = _linear_parts(data, config, subsets, cache)
@@ -328,7 +327,7 @@ def train_encoders(
     return trained, outputs
 
 
-# Of encoders that are regressions alone: their networks are the smallest, all zeros.
+# Shape of encoders that are only regressions: the smallest networks, of all zeros.
 LINEAR_ONLY = EncoderConfig(
     projection=1, hidden=1, n_blocks=1, n_groups=1, is_linear_first=True
 )
@@ -336,18 +335,18 @@ LINEAR_ONLY = EncoderConfig(
 
 @usual_jax()
 def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
-    """Fit a regression of all families as an encoder whose network is zero.
+    """Fit a regression on all families as an encoder whose network is zero.
 
-    Validation rows are not looked at; see `jaxprobe.linear.fit_ridge`. Returned are one
-    member, of the shape `LINEAR_ONLY`, and its outputs on every row of the store; a
-    training row's logit is of a regression that has not seen its question.
+    Validation rows are not used; see `jaxprobe.linear.fit_ridge`. Returns one member,
+    of the shape `LINEAR_ONLY`, and its outputs on every row of the store; a training
+    row's logit is from a regression that has not seen its question.
     """
     train = data.where[0]
     pooled = Pooled.of(data.splits()[0], data.rows.labels[train])
     regression, unseen = fit_ridge(pooled, data.rows.ids[train])
     every = data.dims.n_subsets - 1
     mask = jnp.asarray(data.dims.subset_masks[every])
-    # Shapes alone: to draw weights would compile the network, operation by operation.
+    # Only shapes: drawing weights would compile the network operation by operation.
     init = Encoder(LINEAR_ONLY, data.dims).init
     shapes = jax.eval_shape(init, jax.random.key(0), data.read_train(train[:1]), mask)
     params = {
@@ -373,8 +372,8 @@ def members_of_share(
 ) -> list[Member]:
     """Return the members of a share, in their order; all shares cost about the same.
 
-    The seeds of a subset stay together, as they train side by side; where there are
-    more processes than subsets, single members are split.
+    The seeds of a subset stay together, since they train side by side, unless there are
+    more processes than subsets.
     """
     subsets = dict.fromkeys(member.subset for member in members)
     groups = [[m for m in members if m.subset == k] for k in subsets]
@@ -385,7 +384,7 @@ def members_of_share(
 
 
 def _name(member: Member) -> str:
-    """Return the name of a member's part, whatever the block and the process."""
+    """Return the name of a member's part in the cache."""
     return f"{member.subset}-{member.seed}"
 
 
@@ -398,7 +397,7 @@ def _load(cache: Cache, member: Member) -> Trained | None:
 
 
 def _save(cache: Cache, trained: Trained) -> None:
-    """Save every member of a block as a part of its own."""
+    """Save every member of a block as a separate part."""
     for i, member in enumerate(trained.members):
         params, info = jax.tree.map(
             lambda x, i=i: x[i : i + 1], (trained.params, trained.info)
@@ -415,7 +414,7 @@ def _trained(
     linear: LinearGrid | None,
     cache: Cache,
 ) -> Iterator[Trained]:
-    """Yield members, those that are saved first; save the others as they are done."""
+    """Yield members: first the saved ones, then others, saved as they finish."""
     missing = []
     for member in members:
         if (trained := _load(cache, member)) is None:
@@ -433,7 +432,7 @@ def _fit(
     members: Sequence[Member],
     linear: LinearGrid | None,
 ) -> Iterator[Trained]:
-    """Train members; streamed ones all in one pass over the store per epoch."""
+    """Train members; streamed ones all share one pass over the store per epoch."""
     sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.device_dtypes)
     plan = choose(sizes, config.device_memory)
     blocks = plan.blocks(members)
@@ -468,7 +467,7 @@ def _fit(
 def _linear_parts(
     data: TrainingSet, config: GridConfig, subsets: Sequence[int], cache: Cache
 ) -> LinearGrid | None:
-    """Fit the linear parts, or load those of an earlier, interrupted call."""
+    """Fit the linear parts, or load those that an interrupted call has saved."""
     if not config.encoder.is_linear_first:
         return None
     saved = load_linear(cache, subsets)
@@ -487,7 +486,7 @@ def _linear_parts(
 def _outputs(
     data: TrainingSet, config: GridConfig, trained: Trained, where: np.ndarray
 ) -> MemberOutputs:
-    """Return every member's outputs on rows of the store, a few at a time."""
+    """Return every member's outputs on rows of the store, computed in batches."""
     encoder = Encoder(config.encoder, data.dims)
     indices, outputs = [], []
     for rows, tokens in data.batches(where):
@@ -501,18 +500,18 @@ def _outputs(
 
 
 def settings_at_once(config: GridConfig) -> int:
-    """Return how many settings are trained side by side.
+    """Return how many settings are trained at once.
 
-    Both, where memory holds them: each compiles on one core for as long as the other
-    does. Streamed, one: memory holds one's groups. On an accelerator, or where memory
-    is given, one: it is planned to be full.
+    All if memory holds the rows, since compiling a setting uses only one core. One if
+    rows are streamed, since memory holds the groups of one setting, and one on an
+    accelerator or with a given memory size, since training is planned to fill it.
     """
     is_planned = config.device_memory is not None or jax.default_backend() != "cpu"
     return 1 if is_planned or config.stream is not None else len(SETTINGS)
 
 
 def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
-    """Return the identity of all that a setting's members depend on."""
+    """Return the identity of everything that a setting's members depend on."""
     sources = (*question_files(run), run.labels, run.sweep)
     config = dataclasses.replace(config, device_memory=None)  # changes no result
     text = json.dumps([PROTOCOL, dataclasses.asdict(config)])
@@ -525,14 +524,14 @@ def _members_folder(run: RunDir, setting: Setting) -> Path:
 
 
 def _caches(run: RunDir, config: GridConfig, setting: Setting) -> tuple[Cache, Cache]:
-    """Return where the members of a setting's grid are saved, and of its control."""
+    """Return the caches of a setting's grid and of its permuted-label control."""
     key = _key(run, config, open_store(run.features(setting)).id)
     folder = _members_folder(run, setting)
     return Cache(folder / "grid", key), Cache(folder / "permuted", key)
 
 
 def _n_missing(run: RunDir, config: GridConfig, setting: Setting) -> int:
-    """Return how many members of a setting no process has trained yet."""
+    """Return how many members of a setting have not been trained by any process."""
     grid, control = _caches(run, config, setting)
     if checkpoint.is_saved(run.encoders(setting), grid.key):
         return 0
@@ -549,7 +548,7 @@ def _train_setting(
     setting: Setting,
     tick: Callable[[], None],
 ) -> None:
-    """Train this process's share of a setting, and its control of permuted labels."""
+    """Train this process's share of a setting and of its permuted-label control."""
     caches = _caches(run, config, setting)
     if checkpoint.is_saved(run.encoders(setting), caches[0].key):
         return
@@ -568,17 +567,17 @@ def _train_setting(
     if config.encoder.is_linear_first:
         counts = f"{n_networks_kept(trained)} of {len(trained.members)}"
         note(
-            f"train: {setting}: {counts} networks add to the logistic regression of "
-            "their signals; the others are that regression"
+            f"train: {setting}: {counts} networks improve on the logistic regression "
+            "of their signals; the others were dropped for that regression"
         )
         n_epochs = reviewed_after(config.encoder, config.train)
         if n_epochs is not None and (
             n_stopped := n_stopped_by_review(trained.info, n_epochs, config.train)
         ):
             note(
-                f"train: {setting}: {n_stopped} networks had gained less than "
-                f"{LEAST_GAIN} standard errors after {n_epochs} epochs, and were "
-                "stopped there"
+                f"train: {setting}: {n_stopped} networks were stopped after "
+                f"{n_epochs} epochs, because they had gained less than {LEAST_GAIN} "
+                "standard errors over their regressions"
             )
     checkpoint.save(
         run.encoders(setting),
@@ -595,19 +594,19 @@ def _train_setting(
             "dims": dataclasses.asdict(data.dims),
         },
     )
-    shutil.rmtree(_members_folder(run, setting), ignore_errors=True)  # no longer needed
+    shutil.rmtree(_members_folder(run, setting), ignore_errors=True)
 
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
-    """Train a share of the members; returns how many of others are missing."""
+    """Train a share of the members; return how many of other shares are missing."""
     gpu = None if run.share.is_whole else own_gpu()
-    if gpu is not None:  # before JAX looks
+    if gpu is not None:  # before JAX looks for GPUs
         jax.config.update("jax_cuda_visible_devices", str(gpu))
     set_compiler(run.preset)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.cuda.empty_cache()  # what stages before this one held of a GPU
+        torch.cuda.empty_cache()  # GPU memory that earlier stages held
     config, settings = config.seeded(run.seed), settings_of(run)
-    for setting in settings:  # rather than after hours of another
+    for setting in settings:  # check before hours are spent on another setting
         if _n_missing(run, config, setting):
             check_plan(*open_rows(run, setting), config)
 
@@ -618,8 +617,8 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     side_by_side(work, settings, update, total, at_once=settings_at_once(config))
     if run.share.is_whole:
         return 0
-    # Counted behind the last setting: of two processes one may be ahead in the first,
-    # the other in the second, and each would have left it to the other to join them.
+    # Count after the last setting: one process may be ahead in the first setting and
+    # another in the second, so that each would leave the joining to the other.
     return sum(_n_missing(run, config, setting) for setting in settings)
 
 

@@ -158,7 +158,7 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
     (run / "sweep.json").write_text(json.dumps({"layer": 1, "settings": {}}))
     done = beatrice("train", run, code=1)
     # Both settings are trained at once, and either may be the first to find out.
-    assert "labelled training answers are correct, and one class" in done.stderr
+    assert "labelled training answers are correct, but both" in done.stderr
 
 
 def test_more_than_the_gold_is_right_by_containment_alone(tmp_path, examples):

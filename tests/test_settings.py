@@ -151,7 +151,7 @@ def test_sizes_of_a_grid_change_by_themselves(preset):
     assert (longer.train.max_epochs, longer.train.learning_rate) == (90, 0.5)
     assert longer.train.lr_patience == config.train.lr_patience
     assert config.resized() == config
-    with pytest.raises(ValueError, match="n_seeds must be at least 1"):
+    with pytest.raises(ValueError, match="n_seeds must be .* at least 1"):
         config.resized(seeds=0)
 
 
@@ -190,7 +190,7 @@ def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
     refusal = r"hidden=4; you asked for .*hidden=6.*, or delete .*encoders/closed_book"
     with pytest.raises(ValueError, match=refusal):
         TRAIN.settle(run, lambda config: config.resized(width=6))
-    with pytest.raises(ValueError, match="n_seeds must be at least 1") as refused:
+    with pytest.raises(ValueError, match="n_seeds must be .* at least 1") as refused:
         TRAIN.settle(run, lambda config: config.resized(seeds=0))
     assert "delete" not in str(refused.value)
     # No result depends on the memory for which it is planned.

@@ -225,7 +225,7 @@ def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
     assert 80 <= probe.rows[0]["n"] <= 140
     with pytest.raises(ValueError, match="there are no labelled training answers"):
         beatrice.fit(signals, labels, groups=["a"] * 400, progress=False)
-    with pytest.raises(ValueError, match="another prompt, .*of a run, --set"):
+    with pytest.raises(ValueError, match="another prompt, .*for a run, with --set"):
         beatrice.fit(signals, labels | True, groups=groups, progress=False)
 
 

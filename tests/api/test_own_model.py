@@ -211,5 +211,5 @@ def test_a_group_and_a_question_are_the_same_in_both_settings():
     with pytest.raises(ValueError, match="answers of '0' are in 'train'"):
         beatrice.fit(passes, labels, groups=numbers, splits=parts, progress=False)
     numbers["with_context"] += 100
-    with pytest.raises(ValueError, match="put all answers of a question"):
+    with pytest.raises(ValueError, match="put all answers to a question"):
         beatrice.fit(passes, labels, groups=numbers, progress=False)

@@ -187,7 +187,7 @@ def test_arrays_whose_names_make_no_tree_are_refused(folder, names):
     arrays = {name: np.zeros(1, "float32") for name in names}
     save_file(arrays, folder / "probe.safetensors")
     write_checksums(folder)
-    with pytest.raises(ValueError, match="is no detector of this version"):
+    with pytest.raises(ValueError, match="is not a detector of this version"):
         beatrice.load(folder)
 
 
@@ -195,7 +195,7 @@ def test_a_head_of_more_slots_than_memory_has_pairs_is_refused(folder):
     text = re.sub(r'"n_slots": \d+', '"n_slots": 60000', (folder / CONFIG).read_text())
     (folder / CONFIG).write_text(text)
     write_checksums(folder)
-    with pytest.raises(ValueError, match="n_slots: expected at most"):
+    with pytest.raises(ValueError, match="n_slots must be at most"):
         beatrice.load(folder)
 
 
@@ -284,7 +284,7 @@ def test_another_format_and_an_edited_config_are_refused(folder):
     with pytest.raises(ValueError, match=r"config\.json does not match its SHA-256"):
         beatrice.load(folder)
     write_checksums(folder)
-    with pytest.raises(ValueError, match=f"{folder}.*newer.*format 99.*install that"):
+    with pytest.raises(ValueError, match=f"{folder}.*format 99 of a newer.*; install"):
         beatrice.load(folder)
     (folder / "config.json").write_text(json.dumps({**config, "format": 7}))
     write_checksums(folder)
@@ -327,7 +327,7 @@ def test_fields_of_another_version_are_named_in_order(folder, at):
     fields |= dict.fromkeys("gfedcba", 1)
     file.write_text(json.dumps(config))
     write_checksums(folder)
-    with pytest.raises(ValueError, match="that are unknown.*a, b, c, d, e, f, g"):
+    with pytest.raises(ValueError, match="unknown.*fields: a, b, c, d, e, f, g"):
         beatrice.load(folder)
 
 

@@ -59,7 +59,7 @@ def test_chance_explains_the_error_of_a_probability_that_is_right_and_no_other()
 
 def test_calibration_refuses_nothing_and_nan():
     for scores in (np.array([]), np.array([np.nan])):
-        with pytest.raises(ValueError, match="finite scores"):
+        with pytest.raises(ValueError, match="all finite"):
             fit_calibrator(scores, np.zeros(len(scores), bool))
 
 

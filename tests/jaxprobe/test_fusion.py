@@ -195,7 +195,7 @@ def test_an_empty_set_trains_nothing_and_those_that_do_not_fit_are_refused():
     _, info = train([(), (), (1,)])
     assert not info.n_epochs[:2].any() and info.n_epochs[2].all()
     for members, n_slots in (((0, 1, 2), 2), ((1, 1), 4)):
-        with pytest.raises(ValueError, match="cannot hold"):
+        with pytest.raises(ValueError, match="distinct members"):
             fusion.slots_of(members, n_slots)
 
 

@@ -144,7 +144,7 @@ SMALLEST = dataclasses.replace(
 
 def test_rows_or_one_row_of_one_member_that_do_not_fit_are_named_in_a_sentence():
     with pytest.raises(
-        ValueError, match="that training holds .*StreamConfig.*streamed=true"
+        ValueError, match="training would hold .*StreamConfig.*streamed=true"
     ):
         memory.choose(SIZES, memory.rows_bytes(SIZES, 2048))
     rows = SIZES.resident + memory.rows_bytes(SIZES, 2048)

@@ -205,7 +205,7 @@ def test_a_decision_says_between_which_thresholds_an_answer_lies():
     nothing = certified(Validation(p, np.arange(1000) % 2 == 0), 0.9)
     assert nothing.decide(0.9) == ("unknown", nothing.trust.in_words())
     below = certified(Validation(p, np.arange(1000) < 990), 0.9)
-    assert "no P to distrust" in below.decide(0.01)[1]
+    assert "no threshold to distrust" in below.decide(0.01)[1]
 
 
 def lowest_at_precision(p, labels, wanted):
@@ -311,5 +311,5 @@ def test_another_precision_calibrates_again_and_the_same_does_not(tmp_path):
         assert not run.stage_done("calibrate")
         assert run.settle("calibrate", CALIBRATE_PRESETS).precision == 0.8
     for no_share in (0.0, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="expected a share above 0"):
+        with pytest.raises(ValueError, match="expected a share in"):
             CalibrateConfig(precision=no_share)

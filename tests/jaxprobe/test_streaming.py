@@ -201,7 +201,7 @@ def test_a_plan_that_memory_does_not_hold_is_refused_before_a_row_is_read():
     store = store_like("memory://unread/", {"a": Family(shape=(4096,))}, spans)
     unread = dataclasses.replace(store, arrays={})  # nothing can be read of it
     small = GridConfig(device_memory=1 << 20)
-    with pytest.raises(ValueError, match="the device's 1.0 MiB .*streamed=true"):
+    with pytest.raises(ValueError, match="the device's 1.0 MiB; .*streamed=true"):
         check_plan(unread, rows, small)
     check_plan(unread, rows, dataclasses.replace(small, device_memory=1 << 30))
 

@@ -623,7 +623,7 @@ def test_an_answer_is_trusted_from_one_threshold_on_and_distrusted_up_to_another
 ):
     for p, decision, reason in (
         (0.9, "trust", None),
-        (0.1, "distrust", "of all answers up to there 0.9 are wrong"),
+        (0.1, "distrust", "up to which at least 0.9 of all answers are wrong"),
         (0.5, "unknown", "lies between"),
     ):
         score = judged(probed, p)
@@ -635,7 +635,7 @@ def test_decisions_are_as_sure_as_the_caller_asks(probed):
     assert judged(probed, 0.6).decision == "unknown"
     assert judged(probed, 0.6, precision=0.6).decision == "trust"
     never = judged(probed, 0.99, precision=0.99)
-    assert never.decision == "unknown" and "no P to trust" in never.reason
+    assert never.decision == "unknown" and "no threshold to trust" in never.reason
     with pytest.raises(ValueError, match="precision: expected"):
         judged(probed, 0.6, precision=60)
 

@@ -135,7 +135,7 @@ def test_words_are_read_in_any_script(learned, new, right, wrong):
 
 
 def test_labels_of_other_answers_are_refused():
-    with pytest.raises(ValueError, match="one per answer"):
+    with pytest.raises(ValueError, match="one label per answer"):
         by_words(["a"], [True, False], [])
 
 
@@ -155,7 +155,7 @@ def test_the_log_probability_of_an_answer_is_that_of_its_tokens_only(span, count
 
 @pytest.mark.parametrize("span", [(0, 0), (0, 3), (-1, 1), (2, 1)])
 def test_an_answer_span_outside_the_tokens_is_refused(span):
-    with pytest.raises(ValueError, match="outside the 2 tokens"):
+    with pytest.raises(ValueError, match="within the 2 tokens"):
         answer_log_prob(prob_rows(0.5, 0.5), span)
 
 

@@ -474,7 +474,7 @@ def test_a_head_with_doubts_decides_nothing_and_its_rows_and_words_say_why():
     assert headline(results_of(measured), []) == []
     thresholds = head.thresholds()
     words = [threshold.in_words() for threshold in thresholds]
-    assert words == [f"no P to trust: {doubt}", f"no P to distrust: {doubt}"]
+    assert words == [f"no threshold to {x}: {doubt}" for x in ("trust", "distrust")]
     assert {thresholds.decide(x) for x in p} == {("unknown", doubt)}
 
 
