@@ -7,8 +7,8 @@
     probe = beatrice.fit(model.read(answers), labels)
     probe.score("Who wrote Dracula?", "Bram Stoker").p_correct
 
-The names below load when they are first used, so that `import beatrice` is instant and
-a user of one side never loads the other's framework.
+The public names load on first use, so that `import beatrice` is instant and loads
+neither Torch nor JAX before they are needed.
 """
 
 import importlib
@@ -57,7 +57,7 @@ _PLACES = {
     "read_questions": "beatrice.extract.datasets.loading",
 }
 if not all(map(importlib.util.find_spec, ("flax", "jax", "tensorstore"))):
-    # `help` and a star load all names that are listed, and would end at these.
+    # `help` and a star import load every listed name, and would fail on these.
     __all__[:] = [x for x in __all__ if x not in ("FitConfig", "Signals", "fit")]
 
 
@@ -70,6 +70,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, and the rooms that are loaded."""
+    """List the public names and the loaded subpackages."""
     rooms = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
     return sorted({*__all__, *rooms, *(name for name in globals() if "__" in name)})

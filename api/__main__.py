@@ -1,4 +1,4 @@
-"""`python -m beatrice`: the command line, as a launcher such as torchrun starts it."""
+"""`python -m beatrice`: the command line for launchers such as torchrun."""
 
 from beatrice.cli import main
 

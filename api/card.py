@@ -1,4 +1,4 @@
-"""The card of a probe: what people and the Hub read of it, its `README.md`."""
+"""The card of a probe: its `README.md`, written for people and for the Hub."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ _METRICS = {
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
 _UNNAMED = "an unnamed model"
-# By what a head judges, the data set and the split: rows of a report by metric.
+# Key: what a head judges, data set, split. Value: the report's rows by metric.
 _Groups = dict[tuple[str, str, str], dict[str, Mapping[str, Any]]]
 
 
 def answers_of(detector: Detector, head: HeadName) -> str:
-    """Say what a head judges; two that read the same encoders are one in words."""
+    """Describe what a head judges; heads that read the same passes share a text."""
     if head == "closed_book":
         return "closed-book answers"
     reads = detector.heads[head].reads if head in detector.heads else ()
@@ -43,9 +43,9 @@ def _groups(detector: Detector, report: Sequence[Mapping[str, Any]]) -> _Groups:
 
 
 def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
-    """Return a probe's `README.md`: front matter of the Hub, use, numbers, limits.
+    """Return a probe's `README.md`: the Hub's front matter, use, metrics, limits.
 
-    The report is rows of what it is worth, as `Probe.report` has them.
+    `report` holds metric rows as in `Probe.report`.
     """
     groups, model = _groups(detector, report), _name_of(detector) or _UNNAMED
     return "\n".join(
@@ -53,9 +53,9 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             _front_matter(detector, groups),
             f"# P(correct) of answers of {model}",
             "",
-            "A probe of beatrice (`pip install .` in a checkout of it): it reads the "
-            f"internal signals of {model} in the pass that writes an answer, and "
-            "returns a calibrated probability that the answer is correct.",
+            f"A probe for {model}, made with beatrice (`pip install .` in a checkout): "
+            "it reads the model's internal signals in the pass that writes an answer, "
+            "and returns a calibrated probability that the answer is correct.",
             "",
             "```python",
             "import beatrice",
@@ -63,14 +63,14 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
             *_example(detector),
             "```",
             "",
-            "## What it is worth",
+            "## Metrics",
             "",
             *_table(groups),
             "",
             "AUROC: higher is better, .5 is chance. AUPRC, whose positive class is a "
-            "wrong answer: higher is better, the share of wrong answers is chance. ECE "
+            "wrong answer: higher is better, chance is the share of wrong answers. ECE "
             "and Brier: lower is better. Intervals are 95 %. Rows of the split "
-            "`validation` flatter, since it chose encoders and maps.",
+            "`validation` are optimistic, since it chose encoders and calibration.",
             "",
             *_decisions(detector),
             "## Scope and limits",
@@ -82,22 +82,22 @@ def card(detector: Detector, report: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _name_of(detector: Detector) -> str | None:
-    """Return the name by which the model is loaded; None of arrays and in memory."""
+    """Return the name that loads the model; None for arrays or a model in memory."""
     trained = detector.provenance
     return None if trained is None or trained.model == IN_MEMORY else trained.model
 
 
 def _example(detector: Detector) -> list[str]:
-    """Return the lines of Python that load the folder and judge answers."""
+    """Return the lines of Python that load the folder and score answers."""
     if detector.provenance is None:
         return [
             'probe = beatrice.load("this folder")',
-            "probe.predict(signals)  # `beatrice.Signals` read as those of the fit",
+            "probe.predict(signals)  # `beatrice.Signals`, read as for the fit",
         ]
     lines = ['probe = beatrice.load("this folder")']
     if _name_of(detector) is None:
         lines = [
-            "# Of Transformers: the model and the tokenizer that it was fitted on.",
+            "# The Transformers model and tokenizer that it was fitted on:",
             "model = beatrice.LanguageModel(model, tokenizer)",
             'probe = beatrice.load("this folder", model=model)',
         ]
@@ -105,16 +105,16 @@ def _example(detector: Detector) -> list[str]:
     context = "" if "closed_book" in detector.heads else context
     return [
         *lines,
-        f'probe.answer("who wrote Dracula?"{context})  # answers, and says P(correct)',
+        f'probe.answer("who wrote Dracula?"{context})  # answers and scores',
         f'probe.score("who wrote Dracula?", "Bram Stoker"{context})',
     ]
 
 
 def _front_matter(detector: Detector, groups: _Groups) -> str:
-    """Return the block that the Hub reads; JSON values are YAML."""
+    """Return the front matter that the Hub reads; JSON values are valid YAML."""
     datasets = sorted({dataset for _, dataset, _ in groups if dataset})
     model, trained = _name_of(detector), detector.provenance
-    # Any other name may be that of somebody else's model on the Hub.
+    # Without a commit, the name may be someone else's model on the Hub.
     is_of_hub = trained is not None and trained.commit is not None
     base = {"base_model": model, "base_model_relation": "adapter"} if is_of_hub else {}
     fields: dict[str, Any] = {
@@ -147,9 +147,9 @@ def _front_matter(detector: Detector, groups: _Groups) -> str:
 
 
 def _table(groups: _Groups) -> list[str]:
-    """Return the report as a table: a line for every head, set and split."""
+    """Return the report as a table with a line for every head, set and split."""
     if not groups:
-        return ["Nobody has measured it on answers that did not choose it."]
+        return ["It has not been measured on held-out answers."]
     names = [n for n in _METRICS if any(n in rows for rows in groups.values())]
     lines = [
         f"| answers | set | split | n | {' | '.join(_METRICS[n] for n in names)} |",
@@ -163,7 +163,7 @@ def _table(groups: _Groups) -> list[str]:
 
 
 def cell_of(row: Mapping[str, Any] | None) -> str:
-    """Return a row's number and its interval; – where there is none."""
+    """Return a row's value and interval as text, or – if it has no value."""
     if row is None or row["value"] is None:
         return "–"
     text = f"{row['value']:.3f}"
@@ -173,7 +173,7 @@ def cell_of(row: Mapping[str, Any] | None) -> str:
 
 
 def _decisions(detector: Detector) -> list[str]:
-    """Return from which P on answers are trusted, for several precisions."""
+    """Return the section on decisions: the thresholds on P at several precisions."""
     lines = []
     for name, head in sorted(detector.heads.items()):
         for precision in PRECISIONS:
@@ -188,10 +188,10 @@ def _decisions(detector: Detector) -> list[str]:
     return [
         "## Decisions",
         "",
-        'With `load(…, precision=0.8)` a score says "trust" from the P on where .8 of '
-        'the answers are right, "distrust" up to the P where .8 are wrong, each with '
-        f'{CONFIDENCE:.0%} confidence, and else "unknown". In brackets stands the '
-        "share of the validation answers that is decided so; – where no P holds it.",
+        'With `load(…, precision=0.8)`, a decision is "trust" from a P above which '
+        '.8 of the answers are right, and "distrust" up to a P below which .8 are '
+        f'wrong, each with {CONFIDENCE:.0%} confidence; otherwise it is "unknown". '
+        "In brackets: the share of validation answers decided so; –: no such P.",
         "",
         "| answers | precision | trusted from | distrusted up to |",
         "|---|---|---|---|",
@@ -201,7 +201,7 @@ def _decisions(detector: Detector) -> list[str]:
 
 
 def _scope(detector: Detector) -> list[str]:
-    """Say which model, prompts and answers the numbers hold for."""
+    """Return which model, prompts and answers the numbers hold for."""
     lines = [f"* **{doubt}**" for doubt in detector.doubts]
     trained = detector.provenance
     if trained is not None:
@@ -211,15 +211,15 @@ def _scope(detector: Detector) -> list[str]:
         words = vars(prompt.template) if prompt.template_name == "own" else {}
         lines += [
             f"* It belongs to {_name_of(detector) or _UNNAMED}, revision "
-            f"`{trained.revision}`, in {trained.dtype}, and is refused for any other.",
-            f"* Hidden states are those behind block {trained.layer} (0: the "
+            f"`{trained.revision}`, in {trained.dtype}, and refuses any other.",
+            f"* It reads the hidden states after block {trained.layer} (0: the "
             f"embedding). Prompts: template {prompt.template_name!r}, {chat}, "
             f"{n_shots} worked examples; other prompts give a warning.",
             *(f"* Its {name}: `{json.dumps(text)}`" for name, text in words.items()),
         ]
     lines += [
-        "* P holds for questions like those of the fit. On other kinds, and in scripts "
-        "that the fit did not have, it says less; scores warn where they can tell.",
+        "* P holds for questions like those of the fit. It is less reliable for other "
+        "kinds of questions and for other scripts; scores warn if this is detected.",
         "* It judges whether the answer is right, not whether it is harmless.",
     ]
     return lines

@@ -1,7 +1,7 @@
-"""The command line: its table of verbs, and those of a probe.
+"""The command line: the table of all verbs, and the verbs for probes.
 
-Everything heavy is imported inside functions, so that `--help` is instant and a user
-of `jaxprobe` never loads Torch.
+Heavy packages are imported inside functions, so that `--help` is instant and users of
+`jaxprobe` never load Torch.
 """
 
 import contextlib
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from beatrice.pgir.score_files import PageRows, Shown
     from beatrice.probe import Probe
 
-# The module in which a verb lives, under the headings and in the order of the help.
+# Each verb's module, under the headings and in the order of `beatrice --help`.
 HEADINGS = {
-    "Begin here": {
+    "Start here": {
         "demo": "beatrice.cli",
         "fit": "beatrice.cli",
         "score": "beatrice.cli",
@@ -87,7 +87,7 @@ HEADINGS = {
         "select": "beatrice.selection.commands",
         "calibrate": "beatrice.jaxprobe.commands",
     },
-    "What it is worth": {
+    "Evaluation": {
         "evaluate": "beatrice.benchmarks.commands",
         "baselines": "beatrice.benchmarks.commands",
         "anatomy": "beatrice.selection.commands",
@@ -102,7 +102,7 @@ HEADINGS = {
     "Speed and exactness": {"bench": "beatrice.benchmarks.bench.commands"},
 }
 VERBS = {verb: path for verbs in HEADINGS.values() for verb, path in verbs.items()}
-# What does the work of verbs that there were.
+# Replacements for the verbs of earlier versions.
 _FORMER = {
     "compare": "report RUN_A RUN_B",
     "fetch": "real --fetch NAME",
@@ -113,7 +113,7 @@ _FORMER = {
 
 
 def _set_quiet(context: click.Context, option: click.Parameter, is_quiet: bool) -> None:
-    """Be quiet while the verb lasts, and not in whatever this process does next."""
+    """Suppress progress until the verb ends, not for the rest of the process."""
     before = Progress.is_quiet
     context.call_on_close(lambda: setattr(Progress, "is_quiet", before))
     Progress.is_quiet = is_quiet
@@ -124,22 +124,22 @@ _QUIET = click.Option(
     is_flag=True,
     expose_value=False,
     callback=_set_quiet,
-    help="Print results, warnings and errors alone.",
+    help="Print only results, warnings and errors.",
 )
-# What several processes may share; each other verb is the work of one.
+# Verbs that several processes may share; the others run in one process.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
-# Options with which a verb does not do its stage, or not all of it.
+# Options with which a verb does not complete its stage.
 _NOT_THE_STAGE = ("shard", "dry_run", "list", "check")
 
 
 class _Verbs(click.Group):
-    """Lists verbs in data-flow order; a user's mistake is one sentence."""
+    """A group that lists verbs in data-flow order and reports errors in a sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load a verb from its module, which imports nothing heavy."""
+        """Load a verb from its module, which imports no heavy packages."""
         if cmd_name not in VERBS:
             return None
         if cmd_name == "demo":
@@ -150,7 +150,7 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a verb; of one that does not exist, name what may be meant."""
+        """Find a verb; if it does not exist, suggest a similar one."""
         name = args[0]
         close = difflib.get_close_matches(name, VERBS, 1)
         meant = _FORMER.get(name, close[0] if close else None)
@@ -161,7 +161,7 @@ class _Verbs(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """List the verbs under their headings, each with its whole first sentence."""
+        """List the verbs under their headings, each with its full first sentence."""
         for heading, verbs in HEADINGS.items():
             rows = []
             for verb in verbs:
@@ -174,13 +174,13 @@ class _Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an expected failure becomes one sentence and exit code 1.
 
-        Ctrl-C ends it with the code that a shell gives to what was interrupted.
+        After Ctrl-C the exit code is the shell's code for an interrupted command.
         """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # `| head` has enough: click ends without a word
-        # Any other error is the program's own mistake, and shows where it was made.
+            raise  # e.g. `| head` has finished; click then ends silently
+        # Any other error is a bug, and keeps its traceback.
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_of_machine(error):
                 raise
@@ -191,12 +191,12 @@ class _Verbs(click.Group):
                 raise
             raise click.ClickException(text) from error
         except KeyboardInterrupt:
-            click.echo("Stopped; the same line again continues.", err=True)
+            click.echo("Stopped; repeat the same line to continue.", err=True)
             raise click.exceptions.Exit(130) from None
 
 
 def _for_people(verb: str, command: click.Command) -> click.Command:
-    """Return a verb that has --quiet, and says at its end which verb comes next."""
+    """Return a verb with --quiet that names the next verb when it ends."""
     verb_command = copy.copy(command)
     verb_command.params = [*command.params, _QUIET]
     work, after = command.callback, NEXT.get(verb)
@@ -214,11 +214,11 @@ def _for_people(verb: str, command: click.Command) -> click.Command:
     return verb_command
 
 
-_AFTER_ANSWERS = 6.5  # times what the answers of the demo took (42 of 318 seconds)
+_AFTER_ANSWERS = 6.5  # times the demo's time for answers (42 of 318 seconds)
 
 
 def make_demo() -> click.Command:
-    """Return the verb that does everything."""
+    """Return the verb `demo`, which runs all stages."""
     from beatrice.extract.commands import StorageOptions
     from beatrice.jaxprobe.commands import TrainingOptions
 
@@ -233,7 +233,7 @@ def make_demo() -> click.Command:
         storage: StorageOptions,
         training: TrainingOptions,
     ) -> None:
-        """Do everything, from questions to the report.
+        """Run everything on an invented world, from questions to the report.
 
         Example: beatrice demo runs/demo
         """
@@ -242,11 +242,11 @@ def make_demo() -> click.Command:
         settings = new_world(**given(run), storage=storage.fields())
         progress, began = Progress(), time.monotonic()
         with RunDir.open(run_dir, settings) as opened:
-            has_answers = opened.answers.exists()  # and times a part of them
+            has_answers = opened.answers.exists()  # then timing covers only a part
             for stage_path in CHAIN:
                 stage = pkgutil.resolve_name(stage_path)
                 if stage.name == "control" and settings_of(opened) != SETTINGS:
-                    continue  # it needs both, and the report says so
+                    continue  # `control` needs both settings, as the report says
                 change = training.change if stage.name == "train" else None
                 done = run_stage(stage, opened, progress, change)
                 if stage.name == "answer" and done is not None and not has_answers:
@@ -261,57 +261,57 @@ def make_demo() -> click.Command:
     return demo
 
 
-_STREAM = Path("-")  # standard input or output, as shells write it
+_STREAM = Path("-")  # standard input or output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """One answer, or a file of them, and where the results go."""
+    """What to score (one answer, or a file of them) and where the results go."""
 
     probe: str | None = option(
-        "A probe that comes along (see `beatrice probes`), a folder, or hf://owner/name.",
+        "A packaged probe (see `beatrice probes`), a folder, or hf://owner/name.",
         metavar="NAME",
     )
-    question: str | None = option("As the model was asked.")
-    answer: str | None = option("The answer to be judged; without it, the model's.")
+    question: str | None = option("The question, as the model was asked.")
+    answer: str | None = option("The answer to score; without it, the model answers.")
     context: tuple[str, ...] = option("A passage the model was shown; repeatable.", ())
     file: Path | None = option(
-        "Answers, a row each: own, lm-eval's or FlashRAG's; - is standard input.",
+        "Answers, one per row: your own, lm-eval's or FlashRAG's; - reads stdin.",
         type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     )
     out: Path | None = option(
-        "Where a file's results go; continued if it is there.  [default: stdout]",
+        "Write a file's results here; resumed if it exists.  [default: stdout]",
         type=NewPath(dir_okay=False),
     )
     html: Path | None = option(
-        "Write a page with the answers' tokens tinted by their probability.",
+        "Write an HTML page with the answers' tokens tinted by their probability.",
         type=NewPath(dir_okay=False),
     )
     batch_size: int = option(
-        "Most rows of a file in one forward pass; above 64 also what a kill can lose.",
+        "Most rows of a file per forward pass; above 64, a kill may lose as many.",
         64,
         min=1,
     )
-    model: str | None = option("Where the backbone lies, if moved.")
+    model: str | None = option("Path of the language model, if it has moved.")
     precision: float | None = option(
-        "Share of decisions to be right.  [default: the probe's, 0.9]",
+        "Wanted share of right decisions.  [default: the probe's, 0.9]",
         min=0,
         max=1,
         is_above=True,
     )
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
+        """Check that the options fit together."""
         answer = (self.question, self.answer, self.context)
         if self.file is None and self.question is None:
-            raise click.UsageError("give --question, and perhaps --answer, or --file")
+            raise click.UsageError("give --file, or --question and optionally --answer")
         if self.file is not None and answer != (None, None, ()):
             raise click.UsageError(
-                "a --file has its own questions, answers and contexts"
+                "--file replaces --question, --answer and --context; leave these out"
             )
         if self.file is None and self.out is not None:
-            raise click.UsageError("--out is for the results of a --file")
-        if self.out == _STREAM:  # as without it
+            raise click.UsageError("--out only applies to the results of a --file")
+        if self.out == _STREAM:  # the same as no --out
             object.__setattr__(self, "out", None)
         file = None if self.file == _STREAM else self.file
         _check_different({"--file": file, "--out": self.out, "--html": self.html})
@@ -322,20 +322,20 @@ class ScoreOptions:
 @AS_JSON
 @options(how=ScoreOptions)
 def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
-    """Score answers: the model's own, one that exists, or a file of them.
+    """Score answers: the model's own, an existing one, or a file of them.
 
-    RUN_DIR is a finished run, or a probe as --probe names it. A --question without
-    --answer is answered by the model, and scored in the passes that write. The rows of
-    a --file have their answers. Its results are JSON lines in its order, where they go
-    to --out, --json prints their counts; a row that cannot be scored is named in its
-    place, and the exit code is then 1.
+    RUN_DIR is a finished run, or a probe as for --probe. With a --question but no
+    --answer, the model answers, and its answer is scored in the passes that write it.
+    The rows of a --file contain their answers. Results are JSON lines in the file's
+    order; with --out, --json prints their counts. If a row cannot be scored, its result
+    has an error, and the exit code is 1.
 
     Example: beatrice score --probe smollm2 --question "who wrote Dracula?"
 
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
     if (source is None) == (how.probe is None):
-        raise click.UsageError("give RUN_DIR or --probe, one of the two")
+        raise click.UsageError("give either RUN_DIR or --probe")
     name = source or how.probe or ""
     if "://" in name and not name.startswith("hf://"):
         raise click.UsageError(
@@ -350,7 +350,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
             from beatrice.probe import load
 
             probe = load(name, model=how.model, precision=how.precision)
-            # A file that cannot be read is refused before the model is loaded.
+            # Refuse an unreadable file before loading the model.
             n_rows = count_rows(file) if file is not None else 0
             _ = probe.scorer
         if file is not None:
@@ -378,7 +378,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
 
 @contextlib.contextmanager
 def _readable_again(file: Path) -> Iterator[Path]:
-    """Give a file that can be read twice: what comes through a pipe is copied."""
+    """Yield a file that can be read twice: the data of a pipe are copied."""
     is_stdin = file == _STREAM
     if not is_stdin and file.is_file():
         yield file
@@ -397,7 +397,7 @@ def _readable_again(file: Path) -> Iterator[Path]:
 
 
 def _check_different(files: Mapping[str, Path | None]) -> None:
-    """Check that no file would be written over another that the line names."""
+    """Check that no two options of the command name the same file."""
     named = [(name, path) for name, path in files.items() if path is not None]
     for (first, path), (other, same) in itertools.combinations(named, 2):
         is_link = path.exists() and same.exists() and path.samefile(same)
@@ -410,7 +410,7 @@ def _check_different(files: Mapping[str, Path | None]) -> None:
 def _write_page(
     html: Path, title: str, summary: str, results: "Iterable[Shown] | PageRows"
 ) -> None:
-    """Write the page of some results."""
+    """Write an HTML page of results."""
     from beatrice.pgir.score_files import page
 
     write_text_atomic(html, page(title, summary, results))
@@ -418,7 +418,7 @@ def _write_page(
 
 @contextlib.contextmanager
 def _held(out: Path | None) -> Iterator[None]:
-    """Keep other processes from writing results into a file, which is made now."""
+    """Create a results file, and lock it against other processes."""
     if out is None:
         yield
         return
@@ -428,8 +428,8 @@ def _held(out: Path | None) -> Iterator[None]:
             lock_file(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"{out} is written by another process; wait or end it, or give another "
-                "--out"
+                f"{out} is being written by another process; wait for it, stop it, or "
+                "give another --out"
             ) from None
         yield
 
@@ -442,7 +442,7 @@ def _score_file(
     how: ScoreOptions,
     as_json: bool,
 ) -> None:
-    """Score a file's rows; raise at the end if any of them could not be scored."""
+    """Score a file's rows; raise at the end if any row could not be scored."""
     from beatrice.pgir.score_files import PageRows, Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), PageRows()
@@ -461,7 +461,7 @@ def _score_file(
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
             if how.html is not None:
-                names = ("question", "prompt")  # the first that is there is shown
+                names = ("question", "prompt")  # show the first that is given
                 arguments = (getattr(row.given, name, None) for name in names)
                 passages = getattr(row.given, "context", None) or ()
                 texts = [getattr(passage, "text", passage) for passage in passages]
@@ -480,10 +480,10 @@ def _score_file(
         for threshold in probe.thresholds(setting) or ():
             progress.note(f"{setting}: {threshold.in_words()}")
     progress.note(tally.in_words())
-    if as_json and how.out is not None:  # else the results are on stdout
+    if as_json and how.out is not None:  # else results went to stdout
         click.echo(json.dumps({"out": str(how.out), **tally.as_json()}))
     if how.html is not None:
-        title = f"{answers.name}, read by {name}"
+        title = f"{answers.name}, scored by {name}"
         _write_page(how.html, title, tally.in_words(), shown)
     if tally.bad:
         raise click.ClickException(
@@ -498,16 +498,16 @@ def _score_file(
 @click.option(
     "--labelled",
     type=FILE,
-    help="Lines with question, answer, label, perhaps context, instead of QUESTIONS.",
+    help="Lines with question, answer, label and maybe context, replacing QUESTIONS.",
 )
 @click.option(
     "--template",
     type=FILE,
-    help="Your words around question and context, a JSON object of closed_book and "
-    "with_context.",
+    help="Your own prompts: a JSON object with closed_book or with_context, or both, "
+    "the text around question and context.",
 )
 @click.option(
-    "--untrustworthy", is_flag=True, help="Save a probe that rests on too few answers."
+    "--untrustworthy", is_flag=True, help="Save the probe even with too few answers."
 )
 def fit(
     model: str,
@@ -516,13 +516,13 @@ def fit(
     template: Path | None,
     untrustworthy: bool,
 ) -> None:
-    """Fit a probe for a model of your own, from questions or labelled answers.
+    """Fit a probe for your own model, from questions or labelled answers.
 
     MODEL answers QUESTIONS (any file that `beatrice data` reads) from memory, and again
-    with a question's passages where it has some; its signals are read in the same pass,
-    labels are by exact match with the golds. Half of the questions is trained on, a
-    quarter calibrates, a quarter is held back and says what the probe is worth. MODEL
-    is a Hub id, a path, gemma, smollm2 or embedded.
+    with a question's passages if it has any. Its signals are read in the same passes,
+    and answers are labelled by exact match with the golds. Half of the questions is for
+    training, a quarter for calibration, and a quarter is held out to measure the probe.
+    MODEL is a Hub id, a path, gemma, smollm2 or embedded.
 
     Example: beatrice fit smollm2 questions.csv probe
 
@@ -535,14 +535,14 @@ def fit(
     n_places = 1 if labelled else 2
     if len(places) != n_places:
         wanted = "PROBE_FOLDER" if labelled else "QUESTIONS and PROBE_FOLDER"
-        raise click.UsageError(f"after the model give {wanted}")
+        raise click.UsageError(f"give {wanted} after MODEL")
     NewPath().convert(places[-1], None, None)
     check_folder(places[-1])
     words = read_words(template) if template else None
     if template and words is None:
         raise click.BadParameter(
-            f'{template}: expected a JSON object of "closed_book", a text with '
-            '{question}, "with_context", one with {context} and behind it {question}, '
+            f'{template}: expected a JSON object with "closed_book", a text with '
+            '{question}, or "with_context", a text with {context} before {question}, '
             "or both",
             param_hint="--template",
         )
@@ -564,17 +564,17 @@ _IN_REPORT = {
     ("detection", "auprc", None),
     ("calibration", "ece", "calibrated"),
     ("calibration", "brier", "calibrated"),
-}  # experiment, metric and kind of a run's rows
+}  # experiment, metric and kind of the run's rows in a report
 
 
 def _report_of(
     run: RunDir, detector: "Detector"
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rows of `Probe.report` of a finished run, and of five test answers."""
+    """Return a finished run's rows for `Probe.report`, and five test answers."""
     from beatrice.probe import MOST_EXAMPLES
 
     reads = {name: head.reads for name, head in detector.heads.items()}
-    # Heads that read the same encoders are the same, as in a run with contexts alone.
+    # Heads that read the same encoders are equal, as in a run with contexts only.
     is_same = reads.get("single_pass") == reads.get("with_context")
     own_pass = "champion" if is_same else "without_closed_book"
     rows_of = {
@@ -611,12 +611,12 @@ def _report_of(
 @click.command()
 @RUN_DIR
 @click.argument("folder", type=NewPath(file_okay=False))
-@click.option("--untrustworthy", is_flag=True, help="Even if it saw too few answers.")
+@click.option("--untrustworthy", is_flag=True, help="Even with too few answers.")
 def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
-    """Write a finished run's probe into a folder that can be carried away.
+    """Write a finished run's probe into a folder that works without the run.
 
-    A few MB: weights, maps, what it is worth, five examples, and a card. `beatrice
-    score FOLDER` and `beatrice.load` read it on any machine, without the run.
+    The folder has a few MB: weights, maps, metrics, five examples, and a card.
+    `beatrice score FOLDER` and `beatrice.load` read it on any machine.
 
     Example: beatrice export runs/demo probe
     """
@@ -636,7 +636,7 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
 @click.command()
 @AS_JSON
 def probes(as_json: bool) -> None:
-    """List the probes that come along, and those of the Hub's local cache.
+    """List the packaged probes, and those in the Hub's local cache.
 
     Example: beatrice probes
     """
@@ -647,7 +647,7 @@ def probes(as_json: bool) -> None:
     for name, folder in local_probes().items():
         try:
             probe = load(folder)
-        except ValueError as error:  # the others are there all the same
+        except ValueError as error:  # still list the others
             warning = f"warning: {name} cannot be read: {error}"
             click.echo(printable(warning), err=True)
             continue
@@ -676,18 +676,18 @@ def probes(as_json: bool) -> None:
     for line in shown:
         click.echo(printable(line))
     if not rows:
-        click.echo("none: `beatrice export RUN FOLDER` writes one")
+        click.echo("no probes; `beatrice export RUN FOLDER` writes one")
 
 
 def _exit_when_asked(context: click.Context) -> None:
-    """End a verb as after an error on SIGTERM, which schedulers send to what they stop.
+    """Make SIGTERM, which schedulers send, end a verb as an error would.
 
-    A process that the signal kills leaves its name in the run's lock, which keeps out
-    another machine that is to go on.
+    A process that was killed by the signal would leave its name in the run's lock, and
+    so keep out another machine that is to continue.
     """
 
     def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # threads end before the lock
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let threads end, then unlock
         raise SystemExit(128 + signal.SIGTERM)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -710,20 +710,20 @@ def _exit_when_asked(context: click.Context) -> None:
 def main(context: click.Context) -> None:
     """Is a frozen language model's answer right? Ask its own internal signals.
 
-    Every verb reads its inputs from RUN_DIR and writes its outputs there; the same
-    line again continues where it stopped. `demo` runs them all.
+    Every verb reads its inputs from RUN_DIR and writes its outputs there; repeat the
+    same line to continue where it stopped. `demo` runs them all.
     """
     _exit_when_asked(context)
     verb = context.invoked_subcommand
     if verb is not None and verb not in SHARED:
         check_alone(verb, find_share())
-    # What an old locale cannot write is escaped, as it is on stderr.
+    # Escape characters that an old locale cannot write, as on stderr.
     stdout = sys.stdout
     if isinstance(stdout, io.TextIOWrapper) and stdout.encoding.lower() != "utf-8":
         stdout.reconfigure(errors="backslashreplace")
-    # Progress of weight loading and the like is Transformers' own; ours is above.
+    # Hide Transformers' own progress bars; ours is shown instead.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Spinning workers of one library starve the other's on a small machine, and those
-    # of another program (docs/measurements.md, "Threads that wait").
+    # Busy-waiting threads of one library starve the other library's on a small machine,
+    # and those of other programs (docs/measurements.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

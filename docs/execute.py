@@ -1,9 +1,9 @@
-"""Run a notebook's source and write it, with its outputs, beside the source.
+"""Run a notebook's source and write the notebook, with its outputs, next to it.
 
 `python docs/execute.py docs/notebook.py` writes docs/notebook.ipynb. The source is a
-script whose cells begin with `# %%` (text with `# %% [markdown]`), as Jupytext, VS Code
-and Spyder read them. Of a cell is kept what it prints and which figures pyplot has open
-at its end, as in Jupyter; no Jupyter is needed.
+script whose cells begin with `# %%` (for text `# %% [markdown]`), as in Jupytext, VS
+Code and Spyder. A cell's outputs are what it prints and the pyplot figures open at
+its end, as in Jupyter, which is not needed.
 """
 
 import base64
@@ -33,7 +33,7 @@ def cells_of(source: str) -> list[tuple[str, str]]:
 
 
 def outputs_of(code: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell; return what it printed, and its figures as PNG."""
+    """Run a cell; return what it prints, and its figures as PNG."""
     import matplotlib.pyplot as plt
 
     printed = io.StringIO()
@@ -53,7 +53,7 @@ def outputs_of(code: str, names: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def executed(source: str) -> dict[str, Any]:
-    """Return the notebook of a source, executed."""
+    """Execute a source and return the notebook."""
     matplotlib.use("agg")
     names: dict[str, Any] = {"__name__": "__main__"}
     cells, n_run = [], 0

@@ -3,9 +3,9 @@
 #
 # This notebook asks a small model 600 questions, reads its internal signals in the
 # passes that write the answers, fits a probe, and scores new answers. It needs no
-# download: model and questions are of an invented world and come with the package. For
-# a model of yours put its name where it says `"embedded"`, and your questions where it
-# makes some. `python docs/execute.py docs/notebook.py` runs it and writes the notebook.
+# download: the model and the questions are about an invented world and come with the
+# package. To use your own model and questions, replace `"embedded"` and `examples`.
+# `python docs/execute.py docs/notebook.py` runs the cells and writes the notebook.
 
 # %%
 import matplotlib.pyplot as plt
@@ -27,8 +27,8 @@ print(train[0].question, "→", train[0].golds[0])
 # %% [markdown]
 # ## Answers, with their signals
 #
-# `read=True` takes the signals out of the passes that write. An answer is right if it
-# is one of the accepted ones.
+# `read=True` takes the signals from the passes that write the answers. An answer is
+# right if it equals one of the accepted answers.
 
 # %%
 model = beatrice.LanguageModel("embedded")
@@ -40,11 +40,11 @@ print(f"{labels.mean():.0%} of the answers are right")
 # %% [markdown]
 # ## What a signal looks like
 #
-# An item of `signals` is one answer: an array a family, a row for each token. Here is
-# the probability of each answer's least likely token, for right and for wrong answers.
+# Each item of `signals` is one answer: an array per family, with a row per token. The
+# plot shows the probability of each answer's least likely token.
 
 # %%
-answer_spans = signals.spans[:, 2]  # absolute, half-open
+answer_spans = signals.spans[:, 2]  # start and stop of the answers' tokens
 least = [
     signals[i]["prob"][start:stop, 0].min()
     for i, (start, stop) in enumerate(answer_spans)
@@ -58,18 +58,18 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A sure answer is often right, but not always: the probe reads the other families too.
+# A confident answer is often right, but not always, so the probe reads all families.
 #
 # ## A probe
 #
-# `fit` holds back a part of the answers to calibrate on, and chooses among the layers.
+# `fit` keeps some of the answers for calibration, and chooses one of the layers.
 
 # %%
 probe = beatrice.fit(signals, labels.tolist(), progress=False)
 print(probe)
 
 # %% [markdown]
-# What it is worth is told by questions that took no part in the fit.
+# To see how good the probe is, test it on questions that were not used in the fit.
 
 # %%
 answers, signals = model.answer(
@@ -87,7 +87,7 @@ for low, high in ((0.0, 0.2), (0.2, 0.8), (0.8, 1.0)):
 # %% [markdown]
 # ## Scores
 #
-# The probe answers and scores in one pass, or scores an answer that exists.
+# The model answers and the probe scores in one pass, or it scores an existing answer.
 
 # %%
 score = probe.answer("who employs Browuff Dogral?")
@@ -96,6 +96,6 @@ print(score.reason)
 print(probe.score("who employs Browuff Dogral?", "Guzolt Falls"))
 
 # %% [markdown]
-# `probe.save("folder")` keeps it, `beatrice.load("folder")` loads it. With more answers
-# to calibrate on, some are trusted. The guide for a model of yours:
-# [fit a probe](guides/fit-a-probe.md).
+# `probe.save("folder")` saves the probe, and `beatrice.load("folder")` loads it. With
+# more answers for calibration, it trusts some answers. To fit a probe for your own
+# model, see [Fit a probe](guides/fit-a-probe.md).

@@ -1,11 +1,11 @@
-"""Fit a probe that comes with the package, from the questions of a run.
+"""Fit a probe for the package from the questions of a run.
 
-`python docs/packaged_probe.py RUN MODEL FOLDER [closed_book] [with_context]` takes the
-run's answers and signals where MODEL (a name that `beatrice.LanguageModel` knows) wrote
-them in float32; else it asks the run's questions anew, and reads in the passes that
-write the answers. Hidden states are those of the layer that a sweep chooses. It labels
-by exact match, fits by the default recipe on the splits "train" and "validation", and
-measures on the others.
+`python docs/packaged_probe.py RUN MODEL FOLDER [closed_book] [with_context]` uses the
+run's answers and signals if MODEL (a name that `beatrice.LanguageModel` knows) wrote
+them in float32; otherwise it asks the run's questions again and reads signals in the
+passes that write the answers. Hidden states are of the layer that the sweep chose. It
+labels by exact match, fits with the default recipe on the splits "train" and
+"validation", and measures on the others.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ MOST_TOKENS = 16  # of an answer
 
 
 def stored(run, model, setting, layers, selected):
-    """Return the run's answers and signals, or None where this model wrote others."""
+    """Return the run's answers and signals, or None if not of this model and dtype."""
     if not run.features(setting).exists():
         return None
     store = open_store(run.features(setting))

@@ -1,6 +1,6 @@
-"""Draw docs/picture.svg: one answer, what is read of it, and what that does to P.
+"""Draw docs/picture.svg: one answer, its signals, and how each token moves P.
 
-`python docs/picture.py runs/demo` draws it anew from a run of `beatrice demo`.
+`python docs/picture.py runs/demo` draws it from a run of `beatrice demo`.
 """
 
 import json
@@ -17,14 +17,14 @@ from beatrice.pgir.scorer import Scorer
 
 QUESTION = "what is the seat of the employer of Drozut Grigis?"
 FAMILIES = ("hidden states", "probabilities", "residual stream", "attention")
-N_CHANNELS = 12  # of a family, at even distances; probabilities have five
+N_CHANNELS = 12  # shown per family, at even distances; probabilities have five
 BLUE, ORANGE = STRONG["closed_book"], STRONG["with_context"]
 
 
 def read(scorer):
-    """Return the answer, its tokens, their signals, and what each does to P.
+    """Return the answer, its tokens, their signals, and how each token moves P.
 
-    What a token does is P minus P of the answer with this token masked.
+    The move of a token is P minus the P of the answer with this token masked.
     """
     probed = scorer.probed
     requests = probed.requests("closed_book", [QUESTION], [()])
@@ -92,7 +92,7 @@ def draw(run, scorer):
     known = [b for b in bins["calibrated"] if b["n"]]
     means, shares = ([b[name] for b in known] for name in ("mean_p", "accuracy"))
     curve.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    areas = [max(6, b["n"] / 2) for b in known]  # a bin of few answers says little
+    areas = [max(6, b["n"] / 2) for b in known]  # bins with few answers are small
     curve.scatter(means, shares, areas, color=BLUE, linewidths=0, zorder=3)
     thresholds = scorer.thresholds("closed_book")
     for threshold, end in zip(thresholds or (), (1, 0), strict=False):
@@ -122,7 +122,7 @@ def draw(run, scorer):
 
 
 def main():
-    """Draw the picture of a run beside this file."""
+    """Draw the picture of a run, and save it next to this file."""
     run = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
     path = Path(__file__).with_name("picture.svg")
     with styled():

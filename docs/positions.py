@@ -1,10 +1,10 @@
-"""Count the positions that batches compute by the tokens that they hold.
+"""Count the positions that batches compute per token that they hold.
 
-`python docs/positions.py RUN` prints, of the answers of a run, how many positions a
-token `extract.signals.sequence.batches_of` computes behind the worked examples: of all
-that `extract` reads, and of sequences that wait in groups of 256 (controllers) and 64
-(rows of `score_many`); and of whole prompts that are answered. Nothing is computed by a
-model.
+`python docs/positions.py RUN` prints how many positions per token the batches of
+`extract.signals.sequence.batches_of` compute for a run's answers. It counts positions
+after the worked examples: for all sequences that `extract` reads, and for sequences in
+groups of 256 (controllers) and 64 (rows of `score_many`). It also counts whole prompts,
+as for answering. No model is run.
 """
 
 import sys
@@ -18,7 +18,7 @@ from beatrice.extract.signals.sequence import batches_of, first_read
 
 
 def share(lengths, n_waiting, tokens_per_batch, **options):
-    """Return positions by tokens, where so many sequences wait at once."""
+    """Return positions per token, if `n_waiting` sequences are batched at a time."""
     positions = 0
     for start in range(0, len(lengths), n_waiting):
         group = lengths[start : start + n_waiting]
@@ -28,7 +28,7 @@ def share(lengths, n_waiting, tokens_per_batch, **options):
 
 
 def main(run):
-    """Print a table, a setting a row."""
+    """Print a table with one row per setting."""
     generation, n_read = GenerationConfig(), ExtractConfig().tokens_per_batch
     n_most, n_new = generation.tokens_per_batch, generation.max_new_tokens
     print("| setting | extract | 256 waiting | 64 waiting | answered |")

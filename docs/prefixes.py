@@ -1,11 +1,11 @@
-"""Measure how early in an answer its running P is worth something.
+"""Measure how early in an answer its running P is useful.
 
 `python docs/prefixes.py RUN PROBE [SET …]` asks the closed-book test and held-out
-questions of a run (its examples are enough) by a probe that comes along, and scores
-every answer after 25, 50, 75 and 100 % of its tokens, rounded up, in the passes that
-write it: as an answer that ends there (what `Probe.stream` gives), and as one that is
-cut there, whose last token emitted nothing. Labels are those of whole answers, by exact
-match. Beside them stands the mean log-probability of the same tokens.
+questions of a run (only its examples are needed) with a packaged probe. It scores every
+answer after 25, 50, 75 and 100 % of its tokens, rounded up, in the passes that write
+it: as an answer that ends there (as `Probe.stream` does), and as one that is cut there,
+whose last token emitted nothing. Whole answers are labelled by exact match. The mean
+log-probability of the same tokens is shown for comparison.
 """
 
 import math
@@ -35,7 +35,7 @@ class Prefixes(DecodeReading):
     """Scores every answer of a batch after each token that is chosen."""
 
     def __init__(self, probed, requests, stop_id):
-        """Begin with no token; `scores[way][row]` is a list, a token an entry."""
+        """Start without tokens; `scores[way][row]` has one entry per token."""
         prompts = [request.prompt for request in requests]
         super().__init__(probed.reader, prompts, MOST_TOKENS)
         self.probed, self.requests, self.stop_id = probed, requests, stop_id
@@ -43,7 +43,7 @@ class Prefixes(DecodeReading):
         self.scores = {way: [[] for _ in requests] for way in WAYS}
 
     def on_choice(self, ids, is_done):
-        """Score what was written: whole up to the token before, and cut here."""
+        """Score the text so far: as ended before this token, and as cut after it."""
         super().on_choice(ids, is_done)
         for row, token in zip(self.run_rows, ids[:, -1].tolist(), strict=True):
             self.texts[row].append(token)
@@ -54,7 +54,7 @@ class Prefixes(DecodeReading):
             self.score("as if it were cut", n, None, self.signals)
 
     def score(self, way, n, stop_id, read):
-        """Score the first `n` tokens of the rows that are still run."""
+        """Score the first `n` tokens of the rows that are still being written."""
         answers = [
             Answer(
                 example_id=request.example_id,
@@ -86,7 +86,7 @@ class Prefixes(DecodeReading):
 
 
 def scored(probed, requests):
-    """Return the answers, and by way the scores of every prefix of each."""
+    """Return the answers, each with the scores of its prefixes in every way."""
     generator = TransformersGenerator(backbone=probed.backbone)
     sampling = SamplingConfig(max_new_tokens=MOST_TOKENS, stop=probed.config.stop)
     prompts = prompts_of(requests)
@@ -103,7 +103,7 @@ def scored(probed, requests):
 
 
 def main(run, name, *datasets):
-    """Print a table, a set and a way a row."""
+    """Print a table with one row per set and way."""
     probed = beatrice.load(name).scorer.probed
     examples = [
         example
@@ -118,7 +118,7 @@ def main(run, name, *datasets):
         texts = [example.question for example in of_set]
         requests = probed.requests("closed_book", texts, [()] * len(texts))
         pairs = list(zip(scored(probed, requests), of_set, strict=True))
-        # An answer of the longest length may be scored as one that is cut alone.
+        # An answer of maximal length can only be scored as cut.
         pairs = [pair for pair in pairs if 0 < len(pair[0][0].token_ids) < MOST_TOKENS]
         labels = np.array([exact_match(a.text, e.golds) for (a, _), e in pairs])
         lengths = [len(a.token_ids) for (a, _), _ in pairs]

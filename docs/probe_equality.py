@@ -1,11 +1,11 @@
-"""Compare P by an exported probe, where there is no JAX, with P by its run.
+"""Compare the P of an exported probe, without JAX, with the P of its run.
 
 `python docs/probe_equality.py RUN FOLDER [N]` writes the run's probe, the signals of N
-answers of each setting (1,000), and P of the scores that training gave them. Then, in
-any environment that scores, `python docs/probe_equality.py FOLDER` prints as JSON,
-of each head the number of answers and the largest difference of the score and of P,
-and which packages of training are loaded. A step of an isotonic map multiplies a
-difference of the score by its slope, hundreds of times.
+answers per setting (default 1,000), and the P of their scores from training. Then, in
+any environment that can score, `python docs/probe_equality.py FOLDER` prints as JSON
+each head's number of answers, its largest differences of score and of P, and which
+training packages are loaded. A step of an isotonic map multiplies a difference of the
+score by its slope, hundreds of times.
 """
 
 import json
@@ -18,7 +18,7 @@ import beatrice
 
 
 def write(run, folder, n):
-    """Write what `compare` reads."""
+    """Write the files that `compare` reads."""
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.store.store import open_store
     from beatrice.jaxprobe.calibrate import branch_setting, run_selection
@@ -52,7 +52,7 @@ def write(run, folder, n):
 
 
 def compare(folder):
-    """Return of each head the number of answers and the largest differences."""
+    """Return the number of answers and the largest differences of each head."""
     from beatrice.jaxprobe.detector import Scores
     from beatrice.jaxprobe.families import Features
     from beatrice.pgir.bridge import TorchForward

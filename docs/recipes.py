@@ -1,9 +1,9 @@
 """Compare the recipes of `beatrice.fit` at several numbers of answers.
 
 `python docs/recipes.py RUN [SETTING]` fits each recipe on the same training and
-validation answers of a run, three tenths of them to calibrate, and prints AUROC on its
-test and held-out answers beside the regression's on the same ones, with the 95 %
-interval of the difference (DeLong).
+validation answers of a run, three tenths of them for calibration. It prints the AUROC
+on the test and held-out answers, and its difference from the regression's on the same
+answers with a 95 % interval (DeLong).
 """
 
 import dataclasses

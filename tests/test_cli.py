@@ -128,9 +128,9 @@ WRONG_USAGE = [
     ("train RUN --set device_memory=much", "device_memory: expected a number of bytes"),
     ("xyzzy RUN", "No such command 'xyzzy'"),
     ("bench xyzzy", "No such command 'xyzzy'"),
-    ("score --question q?", "give RUN_DIR or --probe, one of the two"),
-    ("score RUN --probe embedded --question q?", "one of the two"),
-    ("doctor --verify", "--verify is of a run; give RUN_DIR too"),
+    ("score --question q?", "give either RUN_DIR or --probe"),
+    ("score RUN --probe embedded --question q?", "give either RUN_DIR"),
+    ("doctor --verify", "--verify checks a run; give RUN_DIR too"),
     ("doctor --server http://me:secret@x/v1", "OPENAI_API_KEY"),
     ("baselines", "missing argument 'RUN_DIR'"),
     ("real --preset smoke", "give DATA_DIR and RUN_DIR, or --fetch"),
@@ -269,7 +269,7 @@ def test_who_is_asked_to_stop_lets_go_of_the_run_and_ends_with_the_code_of_that(
             break
     _, output = process.communicate()
     assert process.returncode == code and not (tmp_path / "lock").read_text()
-    assert ("Stopped; the same line again continues." in output) == (code == 130)
+    assert ("Stopped; repeat the same line to continue." in output) == (code == 130)
     assert "Traceback" not in output
 
 

@@ -89,7 +89,7 @@ def test_a_labelled_answer_that_no_model_can_read_is_named_by_its_line(
 
 def test_a_file_without_any_label_is_refused(tmp_path):
     path = write_lines(tmp_path / "l.jsonl", [a_row(None)] * 3)
-    with pytest.raises(ValueError, match="found 3 answers, all without; label some"):
+    with pytest.raises(ValueError, match="found 3 answers without a label"):
         read_labelled(path, print)
 
 

@@ -358,7 +358,7 @@ def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
 
 
 def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
-    with pytest.raises(ValueError, match="those of the model in memory"):
+    with pytest.raises(ValueError, match="a model in memory keeps its device"):
         beatrice.load("embedded", model=model, device="cpu")
     tokenizer = copy.deepcopy(model.backbone.tokenizer)
     tokenizer.add_tokens(["Zyxw"])
@@ -516,8 +516,8 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
         ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number"),
         ({"stop": "Falls"}, "stop: expected a list of texts"),  # not letter by letter
         ({"stop": [3]}, r"stop\[0\]: expected a text"),
-        ({"store": "signals"}, "store: is for signals; give read=True"),
-        ({"layers": [2]}, "layers: is for signals; give read=True"),
+        ({"store": "signals"}, "store: only applies to signals; add read=True"),
+        ({"layers": [2]}, "layers: only applies to signals; add read=True"),
         ({"read": True, "layers": []}, "layers: expected numbers"),
         ({"read": True, "layers": None}, "layers: expected numbers"),
         ({"read": True, "layers": [2.5]}, "layers: expected numbers"),
@@ -608,7 +608,7 @@ def test_a_data_frame_gets_p_and_its_reasons_beside_each_row():
         assert (p_correct, row.decision) == (score.p_correct, score.decision)
         assert row.warnings == "; ".join(score.warnings)
     assert "empty" in scored.error[5] and list(frame.columns) == ["question", "answer"]
-    with pytest.raises(ValueError, match="'p_correct' already"):
+    with pytest.raises(ValueError, match="already has a column 'p_correct'"):
         probe.score_frame(scored)
-    with pytest.raises(ValueError, match="a data frame of pandas or Polars"):
+    with pytest.raises(ValueError, match="a pandas or Polars data frame"):
         probe.score_frame([frame])

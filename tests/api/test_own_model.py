@@ -94,7 +94,7 @@ def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
     assert len(notes) == 1 and notes[0].startswith("1 of 3 questions")
     assert without_worked_examples(asked, [], notes.append) == asked
     model = SimpleNamespace(prompt=PromptConfig(template="few-shot", shots=(*shots,)))
-    with pytest.raises(ValueError, match="all 1 questions stand in the prompt"):
+    with pytest.raises(ValueError, match="all 1 questions are worked examples"):
         answer_and_label(model, asked[1:2], tmp_path, notes.append)
     assert len(notes) == 1
 

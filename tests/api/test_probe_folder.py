@@ -362,7 +362,7 @@ def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("reading", "remedy"),
-    [(READING, "look whether the model"), (1, "an earlier version saved it.*again")],
+    [(READING, "check that the model"), (1, "an earlier version saved it.*again")],
 )
 def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(
     folder, reading, remedy
@@ -373,7 +373,7 @@ def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(
     row |= {"raw": row["raw"] - 0.02, "p_correct": 0.12345, "reading": reading}
     (folder / "examples.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
     write_checksums(folder)
-    with pytest.raises(ValueError, match=rf"P 0\.\d+ here, and had 0\.12345.*{remedy}"):
+    with pytest.raises(ValueError, match=rf"P 0\.\d+ here, but had 0\.12345.*{remedy}"):
         beatrice.load(folder).score(**ROWS[0])
     beatrice.load(folder, strict=False).score(**ROWS[0])
 
@@ -538,7 +538,7 @@ def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
         "with replaced_folder(pathlib.Path(sys.argv[1])): print('written')",
         code=1,
     )
-    assert "is where a disk is mounted; give a new one in it\nwritten" in done.stdout
+    assert "is a mount point; give a new folder in it\nwritten" in done.stdout
     assert "busy" in done.stderr and os.listdir(tmp_path) == ["disk"]
 
 

@@ -542,8 +542,8 @@ def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--answer", "a"], "give --question, and perhaps --answer, or --file"),
-        (["--file", __file__, "--answer", "a"], "has its own questions"),
+        (["--answer", "a"], "give --file, or --question and optionally"),
+        (["--file", __file__, "--answer", "a"], "--file replaces --question"),
         (["--question", "q?", "--answer", "a", "--out", "x"], "results of a --file"),
     ],
 )
