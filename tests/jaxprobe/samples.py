@@ -1,4 +1,4 @@
-"""Rows, stores and detectors of made-up answers: what many tests begin with."""
+"""Made-up rows, stores, features and detectors that many tests share."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from beatrice.jaxprobe.tokens import split_families
 
 
 def rows_like(labels, setting="closed_book", **fields):
-    """Labelled training rows of one set, each of its own question, but for `fields`."""
+    """Labelled training rows of one set, one per question; `fields` override these."""
     n = len(labels)
     rows = {
         "ids": [f"q{i}" for i in range(n)],
@@ -35,7 +35,7 @@ def rows_like(labels, setting="closed_book", **fields):
 
 
 def rows_of(labels, setting="closed_book", splits=None):
-    """Labelled rows of one set; by default a third of each split, one after another."""
+    """Labelled rows of one set; by default a third in each split, train rows first."""
     if splits is None:
         thirds = np.array(["train", "validation", "test"])
         splits = thirds[np.arange(len(labels)) * 3 // len(labels)]
@@ -43,9 +43,9 @@ def rows_of(labels, setting="closed_book", splits=None):
 
 
 def store_like(url, families, spans, values=None, **fields):
-    """A store in memory; by default of one range, and normal signals of all tokens.
+    """A store in memory; by default one range, with normal signals of all tokens.
 
-    The spans end with the answer, `[n_examples, 3, 2]`.
+    `spans` are `[n_examples, 3, 2]`, the answer last.
     """
     spans = np.asarray(spans, np.int64)
     fixed = {
@@ -71,12 +71,12 @@ def store_like(url, families, spans, values=None, **fields):
 
 
 def wide_scope(total):
-    """The scope of signals of four families of which none lies outside."""
+    """A scope of four families, so wide that no signal lies outside it."""
     ends = np.full((2, total), 1e30, np.float32)
     return Scope(-ends[0], ends[1], np.ones(4, np.float32))
 
 
-# Of heads whose training nobody looks at: enough answers, of every P right and wrong.
+# For heads whose training does not matter: enough answers, right and wrong at all P.
 KNOWN = {
     "evidence": Evidence(train=(60, 60), validation=(50, 50), auroc=(0.6, 0.8)),
     "validation": Validation(np.linspace(0, 1, 100), np.arange(100) % 2 == 0),
@@ -84,7 +84,7 @@ KNOWN = {
 
 
 def assert_same_leaves(left, right, **tolerance):
-    """Check that two trees have the same arrays, bit by bit without a tolerance."""
+    """Check that two trees have the same arrays; without a tolerance, bit by bit."""
     check = np.testing.assert_allclose if tolerance else np.testing.assert_array_equal
     jax.tree.map(lambda a, b: check(a, b, **tolerance), left, right)
 
@@ -100,7 +100,7 @@ N_SEEDS = 2
 
 
 def random_codes(n_examples, seed, knowing=(1, 4)):
-    """Six encoders, of which some know different, independent parts of the answer."""
+    """Outputs of six encoders; those in `knowing` see the label, each with noise."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.5
     logits = rng.standard_normal((N_SEEDS, 6, n_examples))
@@ -114,7 +114,7 @@ def random_codes(n_examples, seed, knowing=(1, 4)):
 
 
 def ragged_features(setting, dims, n=7, seed=0):
-    """Answers of uneven lengths; one has an empty first span, one an empty answer."""
+    """Features of uneven lengths; one has an empty first span, one an empty answer."""
     rng, tokens, masks = np.random.default_rng(seed), [], []
     for span, width in enumerate((9, 6, 4)[-len(SPANS[setting]) :]):
         lengths = rng.integers(1, width + 1, n)
@@ -126,14 +126,14 @@ def ragged_features(setting, dims, n=7, seed=0):
 
 
 def random_stack(shapes, rng, *n):
-    """So many weights of these shapes, none of them zero, so that every one counts."""
+    """Random weights `[*n, *shape]`, none of them zero, so that each one counts."""
     return jax.tree.map(
         lambda x: rng.normal(0, 0.5, (*n, *x.shape)).astype(np.float32), shapes
     )
 
 
 def random_bank(setting, dims, config, seed):
-    """Encoders of all subsets, of two seeds."""
+    """Random encoders of all subsets, with two seeds."""
     rng = np.random.default_rng(seed)
     standardizer = Standardizer(
         rng.normal(1, 1, dims.total).astype(np.float32),
@@ -147,7 +147,7 @@ def random_bank(setting, dims, config, seed):
     names, n_parts = SUBSET_NAMES, 2 + len(SPANS[setting])
     params = dict(random_stack(shapes, rng, N_SEEDS, len(names)))
     for row, reads in enumerate(dims.subset_masks):
-        for span in range(len(SPANS[setting])):  # as training leaves what is not read
+        for span in range(len(SPANS[setting])):  # unread weights are 0 after training
             kernel = params["params"][f"span_{span}"]["entry_kernel"]
             kernel[:, row] *= np.repeat(reads, config.projection)
     if config.is_linear_first:
@@ -170,7 +170,7 @@ def random_bank(setting, dims, config, seed):
 
 
 def random_head(reads, n_slots, config, is_mean=False):
-    """A head of two seeds over the encoders that it reads."""
+    """A random head of two seeds that reads the encoders in `reads`."""
     rng = np.random.default_rng(7)
     fusion = FusionConfig(hidden=8, n_slots=n_slots)
     shapes = jax.eval_shape(
@@ -190,7 +190,7 @@ def random_head(reads, n_slots, config, is_mean=False):
 
 
 def random_detector(dims, config, reads, n_slots, is_mean=False):
-    """A detector of two passes with heads for `reads`; `dims` are those of each."""
+    """A random detector of two passes with heads for `reads`; `dims` are by pass."""
     return Detector(
         banks={s: random_bank(s, dims[s], config, i) for i, s in enumerate(SPANS)},
         heads={
@@ -201,7 +201,7 @@ def random_detector(dims, config, reads, n_slots, is_mean=False):
 
 
 def score_as_trained(detector, branch, passes):
-    """A head's scores by the modules in JAX, which `TorchForward` repeats."""
+    """A head's scores by the JAX modules, which `TorchForward` reimplements."""
 
     def encode(where, features):
         bank = detector.banks[where]

@@ -34,16 +34,16 @@ def test_calibration_is_monotone_and_repairs_a_distorted_probability():
     assert brier(calibrator(fresh**3), outcome) < brier(fresh**3, outcome)
 
 
-def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
+def test_reliability_bins_count_all_examples_and_perfect_p_has_no_error():
     p = np.array([0.0, 0.0, 1.0, 1.0])
     bins = reliability(p, p.astype(bool), n_bins=10)
     assert bins.n_examples.sum() == 4 and np.isnan(bins.accuracy[5])
     assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
-    p[1] = np.nan  # no number has no error
+    p[1] = np.nan  # the error is NaN too
     assert np.isnan(ece(p, p > 0.5)) and np.isnan(brier(p, p > 0.5))
 
 
-def test_chance_explains_the_error_of_a_probability_that_is_right_and_no_other():
+def test_chance_explains_the_error_of_true_probabilities_only():
     rng = np.random.default_rng(0)
     below = {0.0: 0, 0.2: 0}
     for shift in below:
@@ -57,13 +57,13 @@ def test_chance_explains_the_error_of_a_probability_that_is_right_and_no_other()
     assert ece_by_chance(p, pairs) == pytest.approx(alone)
 
 
-def test_calibration_refuses_nothing_and_nan():
+def test_calibration_refuses_empty_and_nan_scores():
     for scores in (np.array([]), np.array([np.nan])):
         with pytest.raises(ValueError, match="all finite"):
             fit_calibrator(scores, np.zeros(len(scores), bool))
 
 
-def test_levels_with_many_rows_are_those_of_plain_isotonic_regression():
+def test_with_many_rows_levels_are_close_to_plain_isotonic_regression():
     rng = np.random.default_rng(0)
     scores = rng.random(20000)
     labels = rng.random(20000) < 0.1 + 0.8 * scores
@@ -72,8 +72,8 @@ def test_levels_with_many_rows_are_those_of_plain_isotonic_regression():
     np.testing.assert_allclose(calibrator(at), plain.predict(at), atol=0.02)
 
 
-def test_no_probability_is_beyond_what_some_level_supports():
-    """Three right ones at the top do not outdo a hundred with nine of ten right."""
+def test_no_probability_exceeds_what_some_level_supports():
+    """Three right answers at the top do not outdo a hundred of which 90 % are right."""
     scores = np.concatenate([np.zeros(20), np.ones(100), np.full(3, 2.0)])
     labels = np.concatenate([np.zeros(20), np.arange(100) % 10 > 0, np.ones(3)])
     low, middle, high = fit_calibrator(scores, labels > 0)(np.array([0.0, 1.0, 2.0]))
@@ -106,16 +106,16 @@ LOGITS = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
 RAW, RIGHT = 1 / (1 + np.exp(-LOGITS)), np.array([0, 0, 1, 0, 1], bool)
 
 
-def test_maps_of_five_answers_are_those_of_formulas_worked_out_apart():
-    identity = msgspec.convert({"name": "identity"}, Calibrator)  # of a saved probe
+def test_maps_of_five_answers_match_formulas_worked_out_separately():
+    identity = msgspec.convert({"name": "identity"}, Calibrator)  # as in a saved probe
     np.testing.assert_allclose(identity(RAW), RAW)
-    # Bounded levels .167 .167 .5 .5 .75, a knot at each level's mean score; then 2 %
-    # of the raw score. Between the knots of scores, which are of raw probabilities.
+    # Bounded levels .167 .167 .5 .5 .75, a knot at the mean raw score of each level,
+    # and straight lines between knots; then 2 % of the raw score is mixed in.
     knots = [0, RAW[:2].mean(), RAW[2:4].mean(), RAW[4], 1]
     levels = np.array([1 / 6, 1 / 6, 0.5, 0.75, 0.75])
     expected = 0.98 * np.interp(RAW, knots, levels) + 0.02 * RAW
     np.testing.assert_allclose(MAPS["centred"](RAW, RIGHT)(RAW), expected, atol=1e-12)
-    # Platt's map drawn to the identity: the slope of its penalised loss is zero.
+    # Platt's map, penalised towards the identity: the gradient of its loss is zero.
     a, _, c = MAPS["platt"](RAW, RIGHT).numbers
     residual = 1 / (1 + np.exp(-(a * LOGITS + c))) - RIGHT
     assert residual @ LOGITS + (a - 1) / 0.25 == pytest.approx(0, abs=1e-4)
@@ -135,12 +135,12 @@ def planted(n, kind, seed=0):
 
 @pytest.mark.parametrize("kind", ["true", "over", "bent"])
 @pytest.mark.parametrize("n", [60, 600])
-def test_a_chosen_map_is_no_worse_than_the_raw_score_by_more_than_noise(kind, n):
+def test_a_chosen_map_is_no_worse_than_the_raw_score_except_for_noise(kind, n):
     seen, fresh = planted(n, kind), planted(20000, kind, seed=1)
     chosen = choose_calibrator(*seen, np.arange(n))
     worse = log_losses(chosen(fresh[0]), fresh[1]).mean()
     worse -= log_losses(*fresh).mean()
-    # Where there is something to repair it is repaired; what is right stays nearly so.
+    # A distorted score is repaired; one that is right stays nearly as good.
     assert worse < (0.02 if kind == "true" else -0.02)
     assert chosen.name == "platt" or (n, kind) == (600, "bent")
 
@@ -148,7 +148,7 @@ def test_a_chosen_map_is_no_worse_than_the_raw_score_by_more_than_noise(kind, n)
 @pytest.mark.parametrize(
     ("n", "n_right"), [(199, 80), (400, LEAST_OF_RARER - 1), (400, 80)]
 )
-def test_few_answers_or_few_right_ones_choose_no_map(n, n_right):
+def test_few_answers_or_few_right_ones_get_platts_map(n, n_right):
     raw, labels = planted(3000, "bent")
     right, wrong = np.flatnonzero(labels)[:n_right], np.flatnonzero(~labels)
     some = np.concatenate([right, wrong[: n - n_right]])
@@ -156,7 +156,7 @@ def test_few_answers_or_few_right_ones_choose_no_map(n, n_right):
     assert (chosen.name == "platt") == (n < LEAST_TO_CHOOSE or n_right < LEAST_OF_RARER)
 
 
-def test_few_questions_or_a_class_of_a_single_question_choose_no_map():
+def test_few_questions_or_a_class_of_a_single_question_get_platts_map():
     raw, labels = planted(300, "bent")
     of_classes = np.where(labels, 0, np.arange(300))
     for questions in (
@@ -177,24 +177,24 @@ def test_more_wordings_of_a_question_are_no_reason_for_a_more_flexible_map(seed)
 
 @pytest.mark.parametrize("name", list(MAPS))
 @pytest.mark.parametrize("kind", ["true", "over"])
-def test_every_map_for_probes_leaves_the_ranking_as_it_was(name, kind):
+def test_every_map_for_probes_keeps_the_ranking(name, kind):
     raw, labels = planted(300, kind)
     calibrator = MAPS[name](raw, labels)
     p = calibrator(np.linspace(1e-6, 1 - 1e-6, 5001))
     assert (np.diff(p) > 0).all() and p[0] > 0 and p[-1] < 1
-    # The paper's makes answers equal.
+    # The paper's map makes some answers equal.
     assert len(np.unique(fit_calibrator(raw, labels)(raw))) < 100
 
 
 @pytest.mark.parametrize("labels", [np.arange(40) < 20, np.arange(40) >= 20])
-def test_a_score_that_separates_or_is_upside_down_gives_a_finite_rising_map(labels):
+def test_a_separating_or_reversed_score_gives_a_finite_rising_map(labels):
     raw = np.linspace(0.01, 0.99, 40)
     for fit in MAPS.values():
         p = fit(raw, labels)(raw)
         assert (np.diff(p) > 0).all() and np.isfinite(p).all()
 
 
-def test_a_map_is_plain_data():
+def test_a_map_is_unchanged_by_a_round_trip_through_json():
     for fit in (*MAPS.values(), fit_calibrator):
         calibrator = fit(*planted(300, "over"))
         text = msgspec.json.encode(msgspec.to_builtins(calibrator))

@@ -1,4 +1,4 @@
-"""A detector scores as its grid and heads do, of the paper's families or any others."""
+"""A detector scores as its encoders and heads do, with any families of signals."""
 
 import dataclasses
 import itertools
@@ -103,7 +103,7 @@ def test_a_detector_scores_as_its_encoders_and_its_head_do(detector):
     assert scores.encoder_names == ("closed_book/HP", "closed_book/A")
 
 
-def test_detector_comes_back_from_disk_and_scores_the_same(detector, tmp_path):
+def test_a_detector_loaded_from_disk_scores_the_same(detector, tmp_path):
     shots = (Shot(question="q?", answer="a"),)
     prompt = PromptConfig(template="few-shot", shots=shots, chat=True)
     provenance = Provenance(
@@ -119,7 +119,7 @@ def test_detector_comes_back_from_disk_and_scores_the_same(detector, tmp_path):
     assert after.encoder_names == ("with_context/A", "closed_book/HP")
 
 
-def test_a_detector_of_numpys_sizes_and_shares_is_saved_with_them(detector, tmp_path):
+def test_a_detector_with_numpy_sizes_and_shares_is_saved_with_them(detector, tmp_path):
     config, precision = dataclasses.replace(CONFIG, hidden=np.int64(8)), np.float32(0.7)
     banks, heads = (
         {name: dataclasses.replace(part, **fields) for name, part in parts.items()}
@@ -135,7 +135,7 @@ def test_a_detector_of_numpys_sizes_and_shares_is_saved_with_them(detector, tmp_
 
 
 def stored(setting, questions):
-    """Random signals of some questions; closed-book nobody has a context."""
+    """A store of random signals of some questions; closed-book there is no context."""
     rng, dims = np.random.default_rng(len(questions)), DIMS[setting]
     lengths = rng.integers(1, 5, (len(questions), 3))
     lengths[:, 0] *= setting == "with_context"
@@ -154,7 +154,7 @@ def score_all(detector, branch, stores, **options):
     return score_store(detector, branch, stores, layer=None, score=score, **options)
 
 
-def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(
+def test_stored_answers_are_scored_with_their_questions_closed_book_answers(
     detector,
 ):
     context, closed = np.arange(90), np.roll(np.arange(100)[::-1], 7)
@@ -200,7 +200,7 @@ def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
 
 
-def test_detector_says_what_is_missing(detector):
+def test_a_detector_names_what_is_missing(detector):
     with_context = features_of("with_context")
     with pytest.raises(ValueError, match="closed_book pass"):
         score_with_context(detector, with_context)
@@ -225,7 +225,7 @@ HEADS = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=N_S
     ("branch", "n_tried"),
     [("closed_book", 15), ("with_context", 30), ("single_pass", 15)],
 )
-def test_the_interval_of_a_run_is_of_the_best_of_all_encoders(
+def test_a_runs_interval_allows_for_the_choice_among_all_encoders(
     smoke_run, branch, n_tried
 ):
     run = RunDir(smoke_run)
@@ -239,9 +239,9 @@ def test_the_interval_of_a_run_is_of_the_best_of_all_encoders(
 
 
 def answers(url, wild=()):
-    """Answers alone, without a prompt; only the family `loud` knows what is right.
+    """Answers without prompts; only the family `loud` knows which are right.
 
-    Some may be `wild`: longer than the others, and of values that no other has.
+    Those in `wild` are longer than the others and have values that no other has.
     """
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, N)
@@ -274,7 +274,7 @@ def trained():
     return store, rows, data, train_encoders(data, GRID)
 
 
-def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path):
+def test_a_detector_can_be_made_saved_and_scored_from_arrays_only(trained, tmp_path):
     store, rows, data, (grid, outputs) = trained  # every subset with every seed
     assert data.dims.letters == "MLF" and data.dims.n_subsets == 7
     assert grid.members == tuple(Member(k, s) for s in range(N_SEEDS) for k in range(7))
@@ -307,7 +307,7 @@ def test_arrays_alone_make_a_detector_that_is_saved_and_scores(trained, tmp_path
         score_store(other, "closed_book", stores, layer=None, score=score)
 
 
-def test_what_is_long_or_unusual_is_measured_on_training_and_validation_alone(trained):
+def test_lengths_and_scope_come_only_from_training_and_validation_answers(trained):
     _, _, data, (grid, _) = trained
 
     def bank(*wild):

@@ -41,13 +41,13 @@ INIT = jax.jit(ENCODER.init)
 
 
 def weights(name):
-    """Initial weights with biases and scales moved, so that they take part."""
+    """Initial weights, all shifted so that biases and scales take part too."""
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     families = plain(random_features())
     return jax.tree.map(lambda x: x + 0.02, INIT(jax.random.key(3), families, mask))
 
 
-def test_subsets_are_all_fifteen_and_named():
+def test_all_fifteen_subsets_have_names():
     assert SUBSETS.shape == (15, 4) and SUBSETS.any(axis=1).all()
     assert len(set(SUBSET_NAMES)) == N_SUBSETS
     assert SUBSET_NAMES[:3] == ("H", "P", "HP") and SUBSET_NAMES[-1] == "HPRA"
@@ -84,11 +84,11 @@ def test_a_span_whose_states_are_not_read_gets_no_noise_in_training(spans):
         return encoder.apply(weights("H"), families, mask, draw)[0]
 
     draw = Draw(everyone, jax.random.key(1), jax.random.key(2))
-    # Nothing is left to be read but, with "all", the question's states and their noise.
+    # With "all", the question's states and their noise are read; otherwise nothing is.
     assert np.allclose(logits(draw), logits(None), atol=1e-6) == (spans == "answer")
 
 
-def test_initial_weights_are_those_of_an_encoder_of_the_subset_alone():
+def test_initial_weights_are_scaled_by_the_fan_in_of_the_families_read():
     config = EncoderConfig(projection=64, hidden=64, n_blocks=1)
     families, encoder = plain(random_features()), Encoder(config, DIMS)
     init = jax.jit(lambda mask: encoder.init(jax.random.key(0), families, mask))
@@ -110,9 +110,9 @@ def test_initial_weights_are_those_of_an_encoder_of_the_subset_alone():
         assert np.std(conv) == pytest.approx((3 * 64) ** -0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 8, 9])  # windows that are full, or not
+@pytest.mark.parametrize("n_tokens", [1, 8, 9])  # full windows, or not
 @pytest.mark.parametrize("where", ["here", "on an accelerator"])
-def test_token_convolution_equals_jax_and_so_does_its_gradient(where, n_tokens):
+def test_token_convolution_and_its_gradient_equal_those_of_jax(where, n_tokens):
     x = jax.random.normal(jax.random.key(0), (3, n_tokens, 5))
     kernel = jax.random.normal(jax.random.key(1), (4, 3, 3))
 
@@ -135,7 +135,7 @@ def test_token_convolution_equals_jax_and_so_does_its_gradient(where, n_tokens):
 
 
 def count(name, n_spans, dims):
-    """Parameters of an encoder, counting only the families that it reads."""
+    """The number of parameters of an encoder, without those of families not read."""
     encoder, mask = Encoder(EncoderConfig(), dims), SUBSETS[subset_index(name)]
     tokens = tuple(jnp.zeros((3 * n_spans, 1, size)) for size in dims.sizes)
     features = FamilyTokens(tokens, (jnp.ones((3, 1), bool),) * n_spans)

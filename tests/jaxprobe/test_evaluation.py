@@ -31,7 +31,7 @@ def some_rows(n=200, n_labelled=150, p_right=0.9):
     )
 
 
-def test_permuted_labels_are_those_of_labelled_questions_dealt_out_anew():
+def test_permuted_labels_are_shuffled_among_labelled_questions():
     rows = some_rows()
     where = rows.where("test")
     permuted = permute_by_question(rows, seed=0)
@@ -102,7 +102,7 @@ def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
     assert select(table, dataset=IN_DOMAIN, split="ood").empty
 
 
-def test_one_in_domain_set_is_its_own_pool():
+def test_a_single_in_domain_set_is_its_own_pool():
     rows = several_sets()
     rows.datasets[rows.datasets == "musique"] = "hotpotqa"
     table = measured(rows, noisy(rows, "champion", 1.0, 1))
@@ -145,7 +145,7 @@ def test_a_paired_difference_resamples_both_detectors_together():
     assert (row.p_value < 0.05) == (row.ci_low > 0 or row.ci_high < 0)
 
 
-def test_a_difference_with_an_undefined_side_says_why():
+def test_a_difference_with_an_undefined_side_gives_the_reason():
     rows = several_sets()
     ours, rival = noisy(rows, "champion", 1.0, 1), noisy(rows, "rival", 0.5, 2)
     rows.labels[rows.datasets == "nq"] = True
@@ -154,12 +154,12 @@ def test_a_difference_with_an_undefined_side_says_why():
     assert row.value is None and "one class" in row.reason
 
 
-def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows():
+def test_rows_without_a_score_are_left_out_and_counted_also_in_pairs():
     rows = several_sets()
     ours, half = noisy(rows, "champion", 1.0, 1), noisy(rows, "part", 0.5, 2)
     nowhere = Scored(name="nowhere", scores=np.full_like(half.scores, np.nan))
     where = rows.where("test")
-    half.scores[0, where[::3]] = np.nan  # one seed's lack is the detector's
+    half.scores[0, where[::3]] = np.nan  # one seed's gap counts for all
     rest = np.setdiff1d(where, where[::3])
     pairs = [("champion", "part"), ("champion", "nowhere")]
     table = measured(rows, ours, half, nowhere, pairs=pairs)

@@ -27,24 +27,24 @@ def train(sets, n_slots=4, codes=CODES, protocol=TRAIN, root_seed=0, **config):
 
 
 def auroc_of_the_mean(members, seed, codes=CODES):
-    """The AUROC, on validation rows, of the mean of the logits of some encoders."""
+    """The validation AUROC of the mean logit of some encoders."""
     p = np.asarray(codes[1].outputs)[seed, list(members), -1]
     mean = (np.log(p) - np.log1p(-p)).mean(axis=0)
     return auroc(mean, np.asarray(codes[1].labels) > 0).value
 
 
 def started(outputs):
-    """Weights with which a head of three slots begins: without a correction."""
+    """Initial weights of a head of three slots, whose correction is zero."""
     return jax.jit(HEAD.init)(jax.random.key(2), outputs, SLOTS, EVERY)
 
 
-def test_a_head_finds_the_encoder_that_knows():
+def test_a_head_finds_the_encoder_that_knows_the_answer():
     _, info = train([(2,), (0,), (0, 2)])
     assert (info.best_auroc[0] > 0.75).all() and (info.best_auroc[2] > 0.7).all()
     assert (info.best_auroc[1] < 0.65).all()  # 100 rows: s.e. 0.06
 
 
-def test_a_head_depends_on_its_set_and_seed_only():
+def test_a_head_depends_only_on_its_set_and_seed():
     _, info = train([(1, 2), (0,), (2, 1)])
     _, alone = train([(0, 3), (2,), (1, 2)])
     np.testing.assert_array_equal(info.valid_auroc[0], info.valid_auroc[2])
@@ -59,18 +59,18 @@ def test_a_head_depends_on_its_set_and_seed_only():
     np.testing.assert_allclose(first.valid_auroc[0, 0], info.valid_auroc[0, 0])
 
 
-def test_a_head_that_is_done_stands_still_while_others_go_on():
+def test_the_best_auroc_of_a_head_is_no_less_than_in_any_epoch_that_it_ran():
     _, info = train([(2,), (0,), (0, 2), (1, 3), (4,)])
     n_epochs = np.asarray(info.n_epochs)
     ran = np.isfinite(info.valid_auroc).sum(axis=-1)
     np.testing.assert_array_equal(ran, n_epochs)
     best = np.nanmax(info.valid_auroc, axis=-1)
-    at_start = info.best_auroc > best  # as it was before the first epoch
+    at_start = info.best_auroc > best  # best before the first epoch
     np.testing.assert_array_equal(best[~at_start], info.best_auroc[~at_start])
 
 
-def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
-    sets = [(0, 1), (0, 1, 2)]  # noise; noise and the encoder that knows
+def test_a_head_leaves_the_mean_logit_only_for_a_gain_beyond_chance():
+    sets = [(0, 1), (0, 1, 2)]  # only noise; noise and the encoder that knows
     codes = random_codes(800, 0, [2]), random_codes(800, 1, [2])
     _, free = train(sets, codes=codes)
     params, info = train(sets, codes=codes, is_mean_first=True)
@@ -83,7 +83,7 @@ def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
         assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
 
 
-def test_more_wordings_of_a_question_let_no_head_leave_the_mean_logit():
+def test_more_wordings_of_questions_make_no_head_leave_the_mean_logit():
     train_codes, once = random_codes(200, 0, []), random_codes(100, 1, [])
     often = PoolOutputs(*(jnp.tile(x, 25) for x in once))
     sets = [(0, 1), (2, 3, 4), (1, 5)]
@@ -92,7 +92,7 @@ def test_more_wordings_of_a_question_let_no_head_leave_the_mean_logit():
         assert not params["params"]["out_kernel"].any()
 
 
-def test_fusion_by_the_mean_logit_trains_nothing_and_has_its_auroc():
+def test_a_head_of_no_epochs_is_untrained_and_has_the_mean_logits_auroc():
     sets = [(0, 1), (0, 1, 2)]
     params, info = train(sets, protocol=dataclasses.replace(TRAIN, max_epochs=0))
     assert not info.n_epochs.any()
@@ -124,13 +124,13 @@ def test_encoder_dropout_hides_whole_encoders_but_never_all():
     mask = jnp.array([True, True, True, False])
     keep = np.asarray(fusion.keep_encoders(jax.random.key(0), 20000, mask, 0.3))
     assert not keep[3].any() and keep.any(axis=0).all()
-    hidden = 0.3 - 0.3**3 / 3  # all three hidden: one of them, at random, stays
+    hidden = 0.3 - 0.3**3 / 3  # if all three are hidden, a random one stays
     np.testing.assert_allclose(1 - keep[:3].mean(axis=1), hidden, atol=0.015)
     alone = fusion.keep_encoders(jax.random.key(1), 100, jnp.array([True, False]), 0.3)
     assert np.asarray(alone)[0].all()
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_acts_only_in_training():
     outputs = fusion.head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50)))
     params = jax.tree.map(lambda x: x + 0.1, started(outputs))
     apply = jax.jit(HEAD.apply)
@@ -140,10 +140,10 @@ def test_dropout_acts_in_training_only():
 
 
 @pytest.mark.parametrize("slots", [(0,), (0, 2), (0, 1, 2)])
-def test_a_head_begins_as_wide_for_few_slots_as_for_many(slots):
+def test_initial_variance_is_one_over_the_inputs_of_the_filled_slots(slots):
     mask = jnp.isin(jnp.arange(4), jnp.array(slots))
     kernel = fusion.kernel_init(jax.random.key(0), 2048, 3, mask).reshape(4, 3, -1)
-    n_inputs = 3 * len(slots) + len(slots) * (len(slots) - 1) / 2  # and their pairs
+    n_inputs = 3 * len(slots) + len(slots) * (len(slots) - 1) / 2  # 3 a slot, 1 a pair
     np.testing.assert_allclose(kernel[mask].var(axis=-1), 1 / n_inputs, rtol=0.2)
     assert not kernel[~mask].any()
 
@@ -162,20 +162,20 @@ def test_empty_slots_have_no_influence():
     assert not np.array_equal(outputs, other)
 
 
-def test_what_is_said_is_the_pooled_vector_and_the_probability():
+def test_a_head_reads_each_encoders_pooled_vector_and_probability():
     logits = jnp.array([[0.0, 2, 4]])
     (outputs,) = fusion.head_inputs(jnp.arange(6.0).reshape(1, 3, 2), logits)
     np.testing.assert_array_equal(outputs[:2], [[0, 2, 4], [1, 3, 5]])
     np.testing.assert_allclose(outputs[2], 1 / (1 + np.exp(-logits[0])), rtol=1e-6)
 
 
-def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
+def test_a_head_reads_the_gap_of_every_pair_of_filled_slots_and_no_other():
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     outputs = fusion.head_inputs(pooled, jnp.zeros((3, 5)))
     arrays = started(outputs)["params"] | {"out_kernel": jnp.arange(1.0, 9.0)}
     assert arrays["gaps"].shape == (3, 8) and not arrays["gaps"].any()
 
-    def with_pair(pair, scores, mask):
+    def change_by_pair(pair, scores, mask):
         gaps = arrays["gaps"].at[pair, 0].set(5.0)
         apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
@@ -185,13 +185,13 @@ def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
         return float(jnp.abs(logits[0] - logits[1]).max())
 
     # Pairs in order: 0 and 1, 0 and 2, 1 and 2.
-    assert with_pair(0, (0.1, 0.9, 0.1), EVERY) > 1e-3
-    assert with_pair(1, (0.1, 0.9, 0.1), EVERY) == 0.0
-    assert with_pair(2, (0.1, 0.9, 0.1), EVERY) > 1e-3
-    assert with_pair(2, (0.1, 0.9, 0.1), jnp.array([True, True, False])) == 0.0
+    assert change_by_pair(0, (0.1, 0.9, 0.1), EVERY) > 1e-3
+    assert change_by_pair(1, (0.1, 0.9, 0.1), EVERY) == 0.0
+    assert change_by_pair(2, (0.1, 0.9, 0.1), EVERY) > 1e-3
+    assert change_by_pair(2, (0.1, 0.9, 0.1), jnp.array([True, True, False])) == 0.0
 
 
-def test_an_empty_set_trains_nothing_and_those_that_do_not_fit_are_refused():
+def test_an_empty_set_trains_nothing_and_sets_that_do_not_fit_are_refused():
     _, info = train([(), (), (1,)])
     assert not info.n_epochs[:2].any() and info.n_epochs[2].all()
     for members, n_slots in (((0, 1, 2), 2), ((1, 1), 4)):
@@ -230,17 +230,17 @@ def plain(kernel, pool, keep, n_filled=N_FILLED):
     return jnp.einsum("sdh,sdn->hn", kernel[:n_filled], outputs[:n_filled])
 
 
-def test_products_are_those_of_one_product_over_the_filled_slots():
+def test_slot_products_equal_one_product_over_the_filled_slots():
     for n_filled in range(N_SLOTS + 1):
         result = jax.jit(ours)(*operands(), n_filled)
         np.testing.assert_allclose(result, plain(*operands(), n_filled), atol=1e-5)
     kernel, pool, keep = operands()
-    pools = np.stack([pool, -2 * pool])  # are each by itself
+    pools = np.stack([pool, -2 * pool])  # each gives its own product
     result = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
     np.testing.assert_allclose(result[1], -2 * result[0], atol=1e-5)
 
 
-def test_the_gradient_is_that_of_one_product_and_zero_on_empty_slots():
+def test_the_gradient_equals_that_of_one_product_and_is_zero_on_empty_slots():
     kernel, pool, keep = operands()
 
     def loss(products):
@@ -251,7 +251,7 @@ def test_the_gradient_is_that_of_one_product_and_zero_on_empty_slots():
     assert not result[N_FILLED:].any() and result[:N_FILLED].any()
 
 
-def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots():
+def test_each_set_of_a_pool_has_its_own_keys_whatever_the_order_of_its_slots():
     def keys(members, n_pool):
         slots, mask = np.zeros(3, np.int32), np.arange(3) < len(members)
         slots[: len(members)] = members
@@ -260,7 +260,7 @@ def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots
         data = jax.random.key_data(keys)
         return tuple(np.asarray(data).ravel().tolist())
 
-    # A pool of more than 32, as five families in two passes make, needs two words.
+    # A pool of more than 32, as of five families in two passes, needs two words.
     for n_pool, sets in ((30, [(1,), (29,), (1, 29)]), (62, [(1,), (33,), (1, 33)])):
         assert len({keys(members, n_pool) for members in sets}) == 3
         assert keys(sets[2][::-1], n_pool) == keys(sets[2], n_pool)

@@ -51,7 +51,7 @@ TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=2)
 
 
 def planted(n_examples, seed, family=2, strength=2.0):
-    """Labels shift one family's channels in the answer span."""
+    """Features in which labels shift one family's answer channels, and the labels."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.4
     tokens, masks = [], []
@@ -67,7 +67,7 @@ def planted(n_examples, seed, family=2, strength=2.0):
 def planted_parts(left_out=None, change=lambda features: features):
     """Training and validation rows with a planted residual-stream signal.
 
-    A span may be left out by its mask, or the features be changed.
+    The span `left_out` is masked; `change` is applied to the features before that.
     """
     rows, valid = planted(230, seed=0), planted(110, seed=1)
     standardizer, parts = standardizer_of([rows[0]]), []
@@ -85,21 +85,21 @@ def parts():
 
 
 def train(blocks, parts, config=TRAIN):
-    """Train blocks; what comes out is in their order."""
+    """Train blocks; the results are in the order of the blocks."""
     groups = ([part] for part in parts)
     trained = fit_blocks(blocks, *groups, encoder=ENCODER, config=config)
     order = [block.members for block in blocks]
     return sorted(trained, key=lambda block: order.index(block.members))
 
 
-def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
+def test_only_a_member_that_reads_the_planted_signal_learns_it(parts):
     blocks = [Block((subset_index(name),), (0,)) for name in ("R", "P")]
     result, chance = (grid.info.best_auroc[0] for grid in train(blocks, parts))
     assert result > 0.9
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
 
 
-def test_grid_member_equals_solo_fit(parts):
+def test_a_member_trained_in_a_block_equals_one_trained_alone(parts):
     names = ("PR", "HPRA")
     subsets = tuple(subset_index(name) for name in names)
     together = train([Block(subsets, (0, 1))], parts)[0]
@@ -123,7 +123,7 @@ def test_one_trace_serves_all_fifteen_subsets(parts):
 
 
 class SlowBlock(Block):
-    """A block whose training does not end before it may."""
+    """A block whose training does not end before `may_end` is set."""
 
     may_end = threading.Event()
 
@@ -148,7 +148,7 @@ def test_a_finished_block_does_not_wait_for_an_earlier_one(parts):
         assert_same_leaves(member, block.params)
 
 
-def test_rows_of_weight_zero_are_as_good_as_absent(parts):
+def test_labels_of_rows_with_weight_zero_have_no_influence(parts):
     rows, valid = parts
     silent = rows._replace(weights=rows.weights.at[:90].set(0.0))
     changed = silent._replace(labels=rows.labels.at[:90].set(1 - rows.labels[:90]))
@@ -156,10 +156,10 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
 
 
-BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
+BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: no even split
 
 
-def test_eight_devices_train_what_one_does(parts, tmp_path):
+def test_eight_devices_train_the_same_members_as_one(parts, tmp_path):
     flags = "--xla_force_host_platform_device_count=8"
     words = ("-m", "tests.jaxprobe.test_grid", tmp_path / "out.npz")
     run_line(sys.executable, *words, XLA_FLAGS=flags)
@@ -181,7 +181,7 @@ def planned_devices(stream):
 
 
 def train_on_mesh(out):
-    """Train over the devices of a process of its own."""
+    """Train over the devices of this process, and save the results."""
     groups = ([part] for part in planted_parts())
     (trained,) = fit_blocks([BLOCK], *groups, encoder=ENCODER, config=TRAIN)
     leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
@@ -199,8 +199,8 @@ QUESTION, ANSWER = 0, 1
 PR = Block((subset_index("PR"),), (0,))
 
 
-def test_a_span_left_out_is_a_span_that_was_never_there():
-    """Another way to the same: features whose span is empty and holds zeros."""
+def test_a_masked_span_trains_like_a_span_that_was_never_there():
+    """In the features without the span, its tokens are zeros and its mask is empty."""
 
     def emptied(features):
         return Features(*((np.zeros_like(x[QUESTION]), x[ANSWER]) for x in features))
@@ -212,7 +212,7 @@ def test_a_span_left_out_is_a_span_that_was_never_there():
     np.testing.assert_allclose(masked, absent, atol=1e-6)
 
 
-def test_what_is_left_out_has_no_influence():
+def test_a_span_that_is_left_out_has_no_influence():
     train_data, valid_data = planted_parts(ANSWER)
     trained = train([PR], (train_data, valid_data))[0]
     features = valid_data.features
@@ -226,7 +226,7 @@ def test_what_is_left_out_has_no_influence():
     np.testing.assert_array_equal(here.pooled, np.zeros((1, 110, CONFIG.d_pooled)))
 
 
-def test_every_choice_of_spans_and_every_root_seed_train_in_one_executable(parts):
+def test_every_choice_of_spans_and_another_root_seed_share_one_executable(parts):
     def n_traces():
         steps = start_block, train_block, block_logits, end_epoch
         return [step._cache_size() for step in steps]
@@ -240,16 +240,16 @@ def test_every_choice_of_spans_and_every_root_seed_train_in_one_executable(parts
     assert not np.array_equal(trained.info.train_loss, other.info.train_loss)
 
 
-def test_long_texts_and_wide_models_are_read_fewer_at_a_time():
+def test_fewer_rows_are_read_at_once_for_long_texts_and_wide_models():
     wide = paper_dims(hidden=4096, prob=5, resid=128, attn=2048)
     for widths in ((300, 40, 16), (4000, 100, 50), (40_000, 100, 50)):
         n = rows_at_once(widths, wide)
         assert n == 1 or 4 * n * sum(widths) * wide.total <= 2**29
-        assert n & (n - 1) == 0  # so that few executables serve all
+        assert n & (n - 1) == 0  # a power of two: few executables serve all
     assert rows_at_once((60, 15, 8), DIMS) == 1024
 
 
-def test_rows_of_like_length_or_fewer_than_a_batch_are_one_group():
+def test_rows_of_similar_length_or_fewer_than_a_batch_are_one_group():
     lengths = np.random.default_rng(0).integers(8, 13, (500, 2))
     for some in (lengths, np.array([[5, 1], [900, 1]])):
         (group,) = width_groups(some, 32)
@@ -257,7 +257,7 @@ def test_rows_of_like_length_or_fewer_than_a_batch_are_one_group():
     assert widths_of(np.array([[0, 3], [0, 2]])) == (1, 3)  # an empty span
 
 
-def test_a_few_long_rows_are_batches_of_their_own_and_no_row_is_lost():
+def test_a_few_long_rows_share_one_group_of_a_batch_and_no_row_is_lost():
     lengths = np.full((500, 2), (20, 5))
     lengths[[3, 77, 400], 0] = (900, 700, 300)
     groups = width_groups(lengths, 32)
@@ -269,7 +269,7 @@ def test_a_few_long_rows_are_batches_of_their_own_and_no_row_is_lost():
 
 
 @pytest.mark.parametrize("n_rows", [1, 31, 32, 33, 63, 64, 96, 97, 225, 255, 256, 500])
-def test_no_group_of_like_length_is_smaller_than_a_batch(n_rows):
+def test_no_group_of_similar_length_is_smaller_than_a_batch(n_rows):
     lengths = np.arange(1, n_rows + 1)[:, None] ** 2
     groups = width_groups(lengths, 32)
     assert min(map(len, groups)) >= min(n_rows, 32)
@@ -277,13 +277,13 @@ def test_no_group_of_like_length_is_smaller_than_a_batch(n_rows):
 
 
 def split_at(data, n_first):
-    """Two groups of the rows."""
+    """Two groups of rows: the first `n_first`, and the rest."""
     labels, rows = np.asarray(data.labels) > 0, np.arange(len(data.labels))
     groups = np.split(rows, [n_first])
     return [labelled(data.features.take(rows), labels[rows]) for rows in groups]
 
 
-def test_encoders_find_what_is_planted_in_rows_of_several_groups(parts):
+def test_encoders_find_the_planted_signal_in_rows_of_several_groups(parts):
     rows, valid = parts
     block, groups = Block((subset_index("R"),), (0,)), (split_at(rows, 115),)
     groups += (split_at(valid, 36),)

@@ -24,8 +24,8 @@ from beatrice.jaxprobe.random import dropout, hashed_bits, hashed_normal
 from beatrice.jaxprobe.stored import contract, product, use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
 
-WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
-WIDEST = (3, 2048)  # a few tokens at a time
+WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise after, before
+WIDEST = (3, 2048)  # projected a few tokens at a time
 OPEN, CLOSED = jnp.array(True), jnp.array(False)
 
 
@@ -54,7 +54,7 @@ def run(weight, tokens, gate, draw, deviation, real=None):
     return project(weight, tokens, real, gate, draw, **fixed)
 
 
-def test_without_noise_it_is_the_product_of_the_rows_drawn(shape):
+def test_without_noise_a_projection_is_the_product_with_the_drawn_rows(shape):
     weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
     expected = jnp.einsum("pd,tnd->ptn", weight, tokens)
     whole = run(weight, tokens, OPEN, None, 0.5)
@@ -105,15 +105,15 @@ def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
 
 
 @pytest.mark.parametrize("n_before", [0, 2])
-@pytest.mark.parametrize("d_family", [3, 40, 300, 2100])  # each gathered otherwise
-def test_a_batch_that_members_share_is_the_one_that_each_gathers(d_family, n_before):
+@pytest.mark.parametrize("d_family", [3, 40, 300, 2100])  # each gathered differently
+def test_a_shared_batch_projects_like_one_gathered_by_each_member(d_family, n_before):
     shape, draw = (7, d_family), draw_of(0, tuple(range(20, 4, -1)))
     weight, tokens = weight_of(shape) * d_family**-0.5, tokens_of(shape, n_examples=30)
     real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 30))
     rows = (tokens,) * 2, (0, n_before), real, draw.rows, draw.noise
     batch = gather_batch(*rows, d_projection=7, deviation=0.5)
     assert isinstance(batch.tokens[1], RealTokens) == (d_family == 300)
-    assert (batch.tokens[1] is None) == (d_family == 2100)  # read where it lies
+    assert (batch.tokens[1] is None) == (d_family == 2100)  # read in place
     of_batch = real[:, draw.rows]
     is_read = of_batch & (jnp.arange(5) >= n_before)[:, None]
     alone, shared = (
@@ -140,7 +140,7 @@ def test_gradient_equals_that_of_the_plain_product():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_of_the_widest_family_real_tokens_alone_are_projected(share):
+def test_only_real_tokens_of_the_widest_family_are_projected(share):
     weight, tokens = weight_of(WIDEST) * 2048**-0.5, tokens_of(WIDEST, n_examples=90)
     draw = draw_of(0, tuple(range(10, 90)))  # 400 positions: several chunks
     real = jax.random.bernoulli(jax.random.key(3), share, (5, 80))
@@ -161,7 +161,7 @@ def test_of_the_widest_family_real_tokens_alone_are_projected(share):
     np.testing.assert_allclose(result[1], expected[1], atol=1e-5)
 
 
-def test_an_accelerator_projects_the_widest_family_to_the_same():
+def test_the_accelerators_method_projects_the_widest_family_like_the_cpus():
     weight, tokens = weight_of(WIDEST) * 2048**-0.5, tokens_of(WIDEST, n_examples=90)
     rows = jnp.arange(10, 90)
     real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 80))
@@ -175,7 +175,7 @@ def test_an_accelerator_projects_the_widest_family_to_the_same():
     np.testing.assert_allclose(there, here, atol=1e-4)
 
 
-def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
+def test_tokens_have_a_gradient_outside_training_whatever_their_width(shape):
     weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
     real = jax.random.bernoulli(jax.random.key(9), 0.6, tokens.shape[:2])
 
@@ -183,16 +183,16 @@ def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
         y = run(weight, tokens, gate, None, 0.5, real)
         return jnp.sin(jnp.where(real[None], y, 0.0)).sum()
 
-    def plainly(tokens):
+    def plain_total(tokens):
         y = jnp.einsum("pd,tnd->ptn", weight, tokens)
         return jnp.sin(jnp.where(real[None], y, 0.0)).sum()
 
     result = jax.grad(total)(tokens, OPEN)
-    np.testing.assert_allclose(result, jax.grad(plainly)(tokens), atol=1e-5)
+    np.testing.assert_allclose(result, jax.grad(plain_total)(tokens), atol=1e-5)
     assert not np.any(jax.grad(total)(tokens, CLOSED))
 
 
-DIMS = paper_dims(hidden=1024, prob=5, resid=24, attn=40)  # one is wide
+DIMS = paper_dims(hidden=1024, prob=5, resid=24, attn=40)  # one family is wide
 
 
 def normal(seed, *shape):
@@ -204,7 +204,7 @@ def rounded(x):
     return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def test_mixed_products_and_contractions_are_those_of_the_rounded_operands():
+def test_mixed_products_and_contractions_equal_those_of_rounded_operands():
     a, b, dy = normal(0, 7, 300), normal(1, 300, 9), normal(2, 7, 9)
     y, pull = jax.vjp(lambda a, b: product(a, b, "bfloat16"), a, b)
     da, db = pull(dy)
@@ -218,7 +218,7 @@ def test_mixed_products_and_contractions_are_those_of_the_rounded_operands():
 
 
 @pytest.mark.parametrize("matmul_dtype", ["float32", "bfloat16"])
-def test_sums_are_float32(matmul_dtype):
+def test_products_are_summed_in_float32(matmul_dtype):
     ones = jnp.ones((1, 4097))
     assert product(ones, ones.T, matmul_dtype)[0, 0] == 4097.0
     assert contract(ones, ones, 1, matmul_dtype)[0, 0] == 4097.0
@@ -242,7 +242,7 @@ def loss_and_gradient(matmul_dtype, family_mask):
 
 
 @pytest.mark.parametrize("read", ["HPRA", "P"])
-def test_a_mixed_step_is_close_to_the_single_one_and_leaves_float32_weights(read):
+def test_mixed_precision_has_nearly_the_loss_and_gradient_of_float32(read):
     mask = jnp.array([letter in read for letter in "HPRA"])
     loss, gradient = loss_and_gradient("float32", mask)
     mixed_loss, mixed = loss_and_gradient("bfloat16", mask)
@@ -256,7 +256,7 @@ def test_a_mixed_step_is_close_to_the_single_one_and_leaves_float32_weights(read
 KEY = jax.random.key(7)
 
 
-def test_hashed_draws_are_uniform_normal_and_independent_of_stream():
+def test_hashed_draws_are_uniform_or_normal_and_streams_are_uncorrelated():
     bits = np.asarray(hashed_bits(KEY, 0, (100, 400)))
     unit = bits / 2**32
     assert unit.mean() == pytest.approx(0.5, abs=0.01)
@@ -277,7 +277,7 @@ def test_dropout_keeps_the_mean_and_is_off_outside_training():
     np.testing.assert_array_equal(dropout(x, 0.3, None, 0), x)
 
 
-def test_hashed_draws_of_consecutive_steps_are_uniform_and_unrelated():
+def test_hashed_draws_of_consecutive_steps_are_uniform_and_uncorrelated():
     keys = jax.random.split(KEY, 2000)
     draws = jax.vmap(lambda key: hashed_bits(key, 0, (64,)))(keys)
     steps = np.asarray(draws) / 2**32
@@ -295,13 +295,13 @@ def test_members_of_a_seed_share_batches_and_nothing_else():
     assert len({key for item in keys.values() for key in item[1:]}) == 8
 
 
-def threads():
+def blas_threads():
     libraries = threadpool_info()
     return {x["num_threads"] for x in libraries if x["user_api"] == "blas"}
 
 
-def test_linear_algebra_has_one_thread_once_training_has_asked_for_it():
-    with threadpool_limits(2, user_api="blas"):  # puts back what was there
-        assert threads() == {2}
+def test_linear_algebra_uses_one_thread_once_training_asks_for_it():
+    with threadpool_limits(2, user_api="blas"):  # restores the former number
+        assert blas_threads() == {2}
         use_one_blas_thread()
-        assert threads() == {1}
+        assert blas_threads() == {1}

@@ -46,11 +46,11 @@ from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=1)
 N_TRAIN, N_VALID = 230, 110
-EVERYTHING = np.arange(N_TRAIN)  # every row a question of its own
+EVERYTHING = np.arange(N_TRAIN)  # every row is its own question
 
 
 def families_of(*parts):
-    """Standardised tokens of each part, as the first part's tell."""
+    """Tokens of each part, standardised by the statistics of the first part."""
     standardizer = standardizer_of([parts[0]])
     return [split_families(x, DIMS, standardizer) for x in parts]
 
@@ -83,7 +83,7 @@ def trained_on(rows, grid, name, config=TRAIN):
     return result
 
 
-def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
+def test_pooled_signals_are_means_and_extremes_of_each_example():
     features, labels = planted(20, seed=3)
     masks = (features.masks[0], features.masks[1].copy())
     masks[1][4] = False  # an answer without a token
@@ -105,7 +105,7 @@ def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
 def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     (tokens, labels), (valid_tokens, _) = rows
     grid = grid_of(rows, "PR")
-    still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)  # at zero
+    still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)  # untrained
     member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
     output = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
@@ -125,7 +125,7 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     np.testing.assert_allclose(output, grid.valid[subset_index("PR")], atol=1e-3)
 
 
-def test_all_members_at_once_say_what_each_says_alone(rows):
+def test_member_outputs_equal_the_encoder_applied_by_itself(rows):
     grid = grid_of(rows, "PR")
     member = with_linear_parts(trained_on(rows, grid, "PR"), grid)
     tokens, mask = rows[1][0], SUBSETS[subset_index("PR")]
@@ -144,7 +144,7 @@ def test_a_family_that_is_not_read_has_no_weight(rows):
 
 
 def chance_gain(linear, labels, n_errors):
-    """What to add for a gain of just some standard errors."""
+    """What to add to the logits for a gain of just over `n_errors` standard errors."""
 
     def errors(weight):
         gain, error = auroc_gain(linear + weight * labels, linear, labels)
@@ -171,14 +171,14 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
             np.testing.assert_allclose(output, grid.valid[subset], atol=1e-4)
             expected = auroc(grid.valid[subset], labels).value
             assert result.info.best_auroc[0] == pytest.approx(expected)
-    doubled = grid._replace(valid=np.tile(grid.valid, 2))  # two wordings a question
+    doubled = grid._replace(valid=np.tile(grid.valid, 2))  # two wordings each
     rows = linear + chance, labels, np.arange(len(labels))
     logits, labels, questions = (np.tile(x, 2) for x in rows)
     again = drop_networks_without_gain(member, logits[None], doubled, labels, questions)
     assert n_networks_kept(again) == 0
 
 
-def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
+def test_only_networks_without_a_gain_are_stopped(rows):
     grid, subset = grid_of(rows, "R"), subset_index("R")
     _, (tokens, labels) = rows
     linear = grid.valid[subset]
@@ -189,7 +189,7 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
     group = labelled(tokens, labels, offsets=grid.valid)
     learner.train(learner.start(), np.int32(0), group)
     n_traces = train_block._cache_size()
-    # In two groups, and every row of the second is another wording of the first's.
+    # Two groups: every row of the second is another wording of one in the first.
     for added, is_stopped in (
         (noise, True),
         (chance_gain(linear, labels, 1.2), True),
@@ -203,8 +203,8 @@ def test_networks_without_a_gain_are_stopped_for_good_and_no_other(rows):
         state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
         learner.train(state, np.int32(1), group)
-    assert train_block._cache_size() == n_traces  # a review compiles nothing again
-    # Some lost patience by themselves, and were not stopped by the review.
+    assert train_block._cache_size() == n_traces  # a review compiles nothing new
+    # Some ran out of patience and were not stopped by the review.
     best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])
     info = FitInfo(*[None] * 3, best_epoch=best, n_epochs=last, learning_rate=None)
     assert n_stopped_by_review(info, 8, dataclasses.replace(TRAIN, patience=5)) == 2
@@ -233,7 +233,7 @@ def test_the_network_finds_what_no_weight_on_pooled_signals_can():
     assert trained_on(rows, grid, "R", longer).info.best_auroc[0] > alone + 0.05
 
 
-def test_training_logits_are_of_regressions_that_have_not_seen_the_question(rows):
+def test_training_logits_come_from_regressions_that_have_not_seen_the_label(rows):
     (tokens, labels), valid = rows
     random = np.random.default_rng(0).permutation(labels)
     subset = subset_index("HPRA")
@@ -242,7 +242,7 @@ def test_training_logits_are_of_regressions_that_have_not_seen_the_question(rows
     assert abs(auroc(grid.train[subset], random).value - 0.5) < 0.12
 
 
-def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
+def test_two_wordings_of_a_question_do_not_leak_labels_to_each_other(rows):
     (tokens, labels), valid = rows
     questions = EVERYTHING // 2
     twice = tokens.take(jnp.asarray(questions * 2))
@@ -256,7 +256,7 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
 
 
 @pytest.mark.parametrize("right", [[0, 5], [3, 7, 8]])
-def test_a_few_right_answers_are_in_several_folds_and_one_is_too_few(rows, right):
+def test_two_right_answers_suffice_for_folds_and_a_single_one_is_refused(rows, right):
     n, questions = 12, np.arange(12)
     train = pooled(*rows[0])
     few = Pooled(tuple(x[:n] for x in train.families), np.isin(questions, right))
@@ -273,7 +273,7 @@ def test_a_few_right_answers_are_in_several_folds_and_one_is_too_few(rows, right
         fit(few._replace(labels=questions % 2 == 0), questions // 3)  # four questions
 
 
-def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
+def test_saved_parts_load_only_under_their_own_key_and_for_their_subsets(
     rows, tmp_path
 ):
     cache, subsets = Cache(tmp_path, "key"), [subset_index("P")]
@@ -284,7 +284,7 @@ def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alo
     assert load_linear(cache, [*subsets, subset_index("PR")]) is None
 
 
-def test_a_ridge_is_the_regression_of_all_families_and_has_not_seen_a_row(rows):
+def test_a_ridge_generalises_and_its_training_logits_have_not_seen_their_row(rows):
     train, valid = (pooled(*ridge) for ridge in rows)
     ridge, unseen = fit_ridge(train, EVERYTHING)
     logits = sum(x @ ridge[f"kernel_{f}"] for f, x in enumerate(train.families))
@@ -302,32 +302,30 @@ def test_a_ridge_is_the_regression_of_all_families_and_has_not_seen_a_row(rows):
 
 @pytest.mark.parametrize("constant", [-0.1, -0.37, 3.3])
 @pytest.mark.parametrize("n", [97, 3000])
-def test_a_feature_that_is_the_same_in_training_is_not_divided_by_its_rounding(
-    constant, n
-):
+def test_a_constant_feature_is_not_divided_by_its_rounding_error(constant, n):
     rng = np.random.default_rng(n)
     labels = rng.random(n) < 0.5
     family = rng.normal(size=(n, 4)).astype(np.float32) + labels[:, None]
     family[:, 0] = constant
     ridge, _ = fit_ridge(Pooled((family,), labels), np.arange(n))
-    assert abs(ridge["kernel_0"][0]) < 1e-3  # of a row one higher the logit moves by it
+    assert abs(ridge["kernel_0"][0]) < 1e-3  # logits per unit of the feature
     assert np.abs(ridge["kernel_0"][1:]).min() > 0.1
 
 
-def test_a_ridge_does_not_change_where_each_row_comes_ten_times_with_its_question():
+def test_a_ridge_does_not_change_if_every_row_is_repeated_ten_times():
     rng = np.random.default_rng(0)
     labels, family = rng.random(400) < 0.5, rng.normal(size=(400, 6))
     family[:, 0] += 0.7 * labels
     rows = family.astype(np.float32), labels, np.arange(400)
     kernels = []
-    for n in (1, 10):  # ten times as many rows outweigh ten times the penalty
+    for n in (1, 10):  # ten times the rows call for ten times the penalty
         x, y, questions = (np.repeat(row, n, axis=0) for row in rows)
         ridge, _ = fit_ridge(Pooled((x,), y), questions)
         kernels.append(ridge["kernel_0"])
     np.testing.assert_allclose(*kernels, rtol=0.02)
 
 
-N_EPOCHS = 24  # so many that networks are reviewed
+N_EPOCHS = 24  # enough for networks to be reviewed
 PROTOCOL = TrainConfig(
     learning_rate=1e-2, batch_size=64, max_epochs=N_EPOCHS, patience=N_EPOCHS, n_seeds=3
 )
@@ -335,9 +333,9 @@ GRID = GridConfig(encoder=ENCODER.config, train=PROTOCOL)
 
 
 def noise(n_wordings):
-    """Rows of answers that have nothing to do with whether they are right.
+    """Training rows of signals that have nothing to do with the labels.
 
-    Validation questions come in some wordings, of which each has the same answer.
+    Validation questions come in `n_wordings` wordings, each with the same answer.
     """
     rng = np.random.default_rng(0)
     labels, values = rng.random(340) < 0.5, rng.standard_normal((340, 2, 24))
@@ -355,7 +353,7 @@ def noise(n_wordings):
 
 
 @pytest.mark.parametrize("n_wordings", [1, 25])
-def test_nothing_is_learned_of_noise_whatever_the_number_of_wordings(n_wordings):
+def test_nothing_is_learned_from_noise_whatever_the_number_of_wordings(n_wordings):
     data = noise(n_wordings)
     trained, outputs = train_encoders(data, GRID)
     assert n_networks_kept(trained) == 0 and (trained.info.n_epochs < N_EPOCHS).all()
@@ -363,11 +361,11 @@ def test_nothing_is_learned_of_noise_whatever_the_number_of_wordings(n_wordings)
     seen = member_outputs(trained, data.read(train), encoder=encoder).logits[0]
     labels = data.rows.labels[train]
     assert auroc(seen, labels).value > 0.7  # the regression knows these labels
-    for unseen in outputs.logits[:, train]:  # and those of a fold do not
+    for unseen in outputs.logits[:, train]:  # out-of-fold logits do not
         assert abs(auroc(unseen, labels).value - 0.5) < 0.12
 
 
-def test_a_regression_alone_compiles_no_network(caplog):
+def test_training_only_a_regression_compiles_no_network(caplog):
     data = noise(1)
     jax.clear_caches()
     with jax.log_compiles():

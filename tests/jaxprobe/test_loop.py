@@ -1,4 +1,4 @@
-"""The loop of training, and the checkpoints that it leaves and finds."""
+"""The training loop, and the checkpoints that it saves and loads."""
 
 import dataclasses
 import math
@@ -88,7 +88,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_batch():
     np.testing.assert_allclose(whole["w"], four["w"], atol=1e-6)
 
 
-def test_members_side_by_side_train_as_alone():
+def test_members_train_side_by_side_as_they_do_alone():
     config = TrainConfig(batch_size=64, max_epochs=30, patience=3, learning_rate=0.1)
     params, info = logistic(config, range(4))
     assert len(set(info.n_epochs.tolist())) > 1  # they stop at different epochs
@@ -98,12 +98,12 @@ def test_members_side_by_side_train_as_alone():
         assert info.n_epochs[seed] == alone_info.n_epochs[0]
 
 
-def test_a_step_is_that_of_adamw():
+def test_steps_equal_those_of_adamw():
     config = TrainConfig(learning_rate=1e-2, weight_decay=0.1, n_microbatches=1)
     params = jnp.array([1.0, -2.0, 3.0])
     slopes = jnp.outer(jnp.arange(-2.0, 3.0), jnp.array([0.5, -1.0, 2.0]))
 
-    def loss(params, slope, *_):  # whose gradient is the slope
+    def loss(params, slope, *_):  # its gradient is the slope
         return (params * slope[0]).sum()
 
     keys = loop.Keys(jax.random.key(0), jax.random.key(1))
@@ -144,7 +144,7 @@ def test_a_step_is_that_of_adamw():
         (StreamConfig, "n_mixed", 0),
     ],
 )
-def test_a_size_out_of_its_range_is_refused_by_its_name(config, field, value):
+def test_a_setting_out_of_its_range_is_refused_by_name(config, field, value):
     with pytest.raises(ValueError, match=f"{field} must be .* got {value!r}"):
         config(**{field: value})
     with pytest.raises(ValueError, match="equal parts"):
@@ -154,19 +154,19 @@ def test_a_size_out_of_its_range_is_refused_by_its_name(config, field, value):
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}
 
 
-def test_a_checkpoint_comes_back_as_it_was_and_leaves_nothing_beside_it(tmp_path):
+def test_a_checkpoint_is_restored_unchanged_and_leaves_no_other_files(tmp_path):
     checkpoint.save(tmp_path / "x", {"old": np.zeros(2)}, {"version": 0})
     checkpoint.save(tmp_path / "x", TREE, {"version": 1})
     tree, config = checkpoint.restore(tmp_path / "x")
     np.testing.assert_array_equal(tree["a"]["b"], TREE["a"]["b"])
     assert tree["c"].dtype == np.int32 and config == {"version": 1}
-    with pytest.raises(TypeError):  # a save that fails leaves the old one
+    with pytest.raises(TypeError):  # a save that fails keeps the old one
         checkpoint.save(tmp_path / "x", TREE, {"version": object()})
     assert checkpoint.restore(tmp_path / "x")[1] == {"version": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_disk_on_which_no_room_can_be_reserved_is_asked_how_much_is_free(tmp_path):
+def test_a_disk_that_cannot_reserve_room_is_checked_for_free_space(tmp_path):
     checkpoint._check_room(tmp_path, [np.ones(9)], reserve=None)
     with pytest.raises(OSError, match="No space left"):
         endless = np.broadcast_to(np.int8(0), (1 << 62,))
@@ -199,7 +199,7 @@ def test_missing_and_added_files_are_refused(tmp_path):
         checkpoint.restore(tmp_path / "nowhere")
 
 
-def test_parts_come_back_under_their_key_alone_and_a_damaged_one_is_missing(tmp_path):
+def test_parts_load_only_under_their_key_and_a_damaged_one_is_missing(tmp_path):
     cache = Cache(tmp_path / "parts", "data 1")
     names = ["grid/0-0", "grid/1-0", "linear"]
     cache.save("grid/0-0", {"w": np.arange(6.0).reshape(2, 3), "n": np.int32(4)})
@@ -217,14 +217,14 @@ def test_parts_come_back_under_their_key_alone_and_a_damaged_one_is_missing(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_writer_on_another_machine_may_have_the_same_process_id(tmp_path):
-    beside = tmp_path / f".linear.safetensors.{os.getpid()}.tmp"
-    beside.write_bytes(b"half of a part")
+def test_the_temporary_file_of_a_writer_with_the_same_process_id_is_kept(tmp_path):
+    temporary = tmp_path / f".linear.safetensors.{os.getpid()}.tmp"
+    temporary.write_bytes(b"half of a part")
     Cache(tmp_path, "data").save("linear", {"x": np.zeros(3)})
-    assert beside.read_bytes() == b"half of a part"
+    assert temporary.read_bytes() == b"half of a part"
 
 
-def test_a_checkpoint_is_saved_under_its_key_while_it_is_whole(tmp_path):
+def test_a_checkpoint_counts_as_saved_only_under_its_key_and_undamaged(tmp_path):
     assert not checkpoint.is_saved(tmp_path / "x", "a")
     checkpoint.save(tmp_path / "x", TREE, {"key": "a"})
     assert checkpoint.is_saved(tmp_path / "x", "a")
@@ -233,7 +233,7 @@ def test_a_checkpoint_is_saved_under_its_key_while_it_is_whole(tmp_path):
     assert not checkpoint.is_saved(tmp_path / "x", "a")
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+def test_a_cache_without_a_folder_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = Cache()
     cache.save("a", {"w": np.zeros(2)})

@@ -1,4 +1,4 @@
-"""What memory allows, and that results do not depend on it."""
+"""Plans fit into memory, and results do not depend on the plan."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
 from tests.process import run_python
 
-# Wide, since what a plan is made of is: absent arrays cost nothing.
+# As wide as the paper's: plans are made without arrays, so width costs nothing.
 PAPER_DIMS = paper_dims(hidden=4096, prob=5, resid=128, attn=512)
 SIZES = memory.Sizes(
     encoder=EncoderConfig(n_blocks=1),
@@ -48,8 +48,8 @@ SIZES = memory.Sizes(
 @pytest.mark.parametrize(
     ("n_rows", "shape", "axis"), [(8, (3, 48), -1), (16, (48,), 0), (32, (2, 48, 3), 1)]
 )
-def test_a_row_draws_the_same_in_every_microbatch(n_rows, shape, axis):
-    keys = jax.random.split(jax.random.key(3), 3)  # of groups of 16 rows
+def test_a_row_draws_the_same_numbers_in_every_microbatch(n_rows, shape, axis):
+    keys = jax.random.split(jax.random.key(3), 3)  # one per group of 16 rows
 
     def group(key):
         sizes = tuple(16 if n == 48 else n for n in shape)
@@ -67,12 +67,12 @@ def test_a_row_draws_the_same_in_every_microbatch(n_rows, shape, axis):
     assert not np.array_equal(other, hashed_normal(keys[1], 2, (16,)))
 
 
-def test_members_are_the_same_whatever_the_block_and_the_microbatches():
-    # Noise and dropout are on: draws do not depend on how a batch is parted. Sums of
-    # float32 in another order, and Adam's division by a small second moment, drift
-    # apart a little in three epochs (1e-5 of a weight here; rates are 1e-2 a step).
+def test_members_do_not_depend_on_the_block_or_the_microbatches():
+    # Noise and dropout are on: draws do not depend on how a batch is split. Results
+    # drift apart a little in three epochs (1e-5 of a weight here; rates are 1e-2 a
+    # step): float32 sums have another order, and Adam divides by a small second moment.
     parts, subsets = planted_parts(), (subset_index("R"), subset_index("HPRA"))
-    config = dataclasses.replace(TRAIN, n_microbatches=2)  # groups of 32 draw together
+    config = dataclasses.replace(TRAIN, n_microbatches=2)  # 32 rows draw together
     alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, config)
     for n_rows in (16, 64):
         planned = PlannedConfig(**dataclasses.asdict(config), n_rows=n_rows)
@@ -85,7 +85,7 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
             assert_same_leaves(params, item.params, atol=2e-4)
 
 
-def test_on_a_cpu_a_block_is_half_a_seeds_subsets_and_several_devices_share_one():
+def test_a_cpu_block_is_half_a_seeds_subsets_and_several_devices_share_one():
     plan = memory.choose(SIZES)
     assert plan == memory.Plan(n_subsets=8, n_seeds=1)
     halves = tuple(range(8)), tuple(range(8, N_SUBSETS))
@@ -98,8 +98,8 @@ def test_on_a_cpu_a_block_is_half_a_seeds_subsets_and_several_devices_share_one(
     assert plan.blocks(grid_members(3, 15)) == (Block(tuple(range(15)), (0, 1, 2)),)
 
 
-def test_blocks_hold_every_member_once_and_no_more_than_planned():
-    # One is done already.
+def test_blocks_hold_each_missing_member_once_and_are_no_larger_than_planned():
+    # One member is already trained.
     members = [member for member in grid_members(3, 15) if member != Member(4, 1)]
     blocks = memory.Plan(n_subsets=8, n_seeds=2).blocks(members)
     assert sorted(m for b in blocks for m in b.members) == sorted(members)
@@ -107,7 +107,7 @@ def test_blocks_hold_every_member_once_and_no_more_than_planned():
     assert Block(tuple(range(8)), (0, 2)) in blocks
 
 
-def test_the_widths_of_validation_rows_count_where_they_are_scored():
+def test_memory_for_scoring_grows_with_the_widths_of_validation_rows():
     small = dataclasses.replace(SIZES, n_train=16, n_valid=16)
     wide = dataclasses.replace(small, valid_widths=(400, 160))
     narrow, wider = (
@@ -116,11 +116,11 @@ def test_the_widths_of_validation_rows_count_where_they_are_scored():
     assert wider > 5 * narrow
 
 
-def test_what_does_not_fit_is_halved_rows_first_and_then_members():
+def test_a_step_too_large_for_memory_gets_fewer_rows_and_then_fewer_members():
     train = TrainConfig(batch_size=128, n_microbatches=1, n_seeds=2)
     sizes = dataclasses.replace(SIZES, train=train, n_train=128, n_valid=64)
     for before, after in (
-        ((15, 2, 128), (15, 2, 64)),  # fewer rows are too short a microbatch
+        ((15, 2, 128), (15, 2, 64)),  # fewer rows would be too small a microbatch
         ((15, 2, 64), (15, 1, 64)),
     ):
         needed = memory.compiled_step(sizes, *before)[0].total
@@ -142,7 +142,7 @@ SMALLEST = dataclasses.replace(
 )
 
 
-def test_rows_or_one_row_of_one_member_that_do_not_fit_are_named_in_a_sentence():
+def test_rows_or_a_smallest_step_that_do_not_fit_in_memory_are_refused():
     with pytest.raises(
         ValueError, match="training would hold .*StreamConfig.*streamed=true"
     ):
@@ -156,7 +156,7 @@ def test_rows_or_one_row_of_one_member_that_do_not_fit_are_named_in_a_sentence()
         memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))
 
 
-def test_of_a_stream_the_members_that_wait_for_their_turn_are_counted():
+def test_a_streamed_plan_counts_the_members_that_wait_for_their_turn():
     alone = memory.compiled_step(SMALLEST, 1, 1, 2)[0]
     n_bytes = round((alone.total + 9) / (1 - memory.KEPT_FREE))
     assert memory.choose(SMALLEST, n_bytes).n_subsets == 1
@@ -170,7 +170,7 @@ def test_of_a_stream_the_members_that_wait_for_their_turn_are_counted():
     assert plan.resident == plan.needed.outputs * n_waiting // plan.n_subsets
 
 
-def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
+def test_a_plan_counts_two_groups_of_a_stream_or_all_groups_in_memory():
     dims, lengths = SIZES.dims, np.tile([40, 16], (5000, 1))
     lengths[4000:] = [96, 8]
     where = np.split(np.arange(5000), [4000])
@@ -183,13 +183,13 @@ def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     streamed = memory.Sizes.of(config, dims, lengths, where, FLOATS)
     assert streamed.n_train == 2048
     assert streamed.resident == memory.rows_bytes(streamed, 2048)
-    # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight,
-    # question and offsets.
+    # A token is 4,741 float32, a row 56 tokens; in addition, its masks, label,
+    # weight, question and offsets.
     assert memory.rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
 
 
 @pytest.mark.parametrize("n_rows", [(100, 300), (2100, 130), (3000, 5000)])
-def test_the_groups_of_a_stream_are_planned_as_they_are_read(n_rows):
+def test_a_stream_is_planned_with_the_group_sizes_in_which_it_is_read(n_rows):
     lengths, stream = np.tile([40, 16], (sum(n_rows), 1)), StreamConfig()
     where = np.split(np.arange(sum(n_rows)), [n_rows[0]])
     config = GridConfig(stream=stream)
@@ -204,22 +204,22 @@ def test_the_groups_of_a_stream_are_planned_as_they_are_read(n_rows):
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
-def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
+def test_the_bytes_of_rows_are_counted_in_the_dtype_that_holds_them(dtype, token):
     sizes = dataclasses.replace(SIZES, device_dtypes=(dtype, *FLOATS[1:]))
     each = memory.rows_bytes(sizes, 2) - memory.rows_bytes(sizes, 1)
     assert each == 56 * (token + 645 * 4) + 56 + 3 * 4 + 15 * 4
-    # Beside the rows lie the mean and deviation of every channel.
+    # In addition to the rows, the mean and deviation of every channel are held.
     assert memory.rows_bytes(sizes, 1) - each == 2 * 4 * 4096
     narrow, wide = (memory.compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
     spared = memory.rows_bytes(SIZES, 2048) - memory.rows_bytes(sizes, 2048)
     assert wide.arguments - narrow.arguments == spared
-    # A batch of them is widened, never all, though JAX 0.11 copies those it scores.
+    # One batch is widened, never all rows, though JAX 0.11 copies those it scores.
     widened, copied = 16 * 56 * 4096 * 4, sizes.n_valid * 56 * token
     assert narrow.temporaries < wide.temporaries + widened + copied
     assert widened + copied < sizes.n_valid * 56 * 4096 * 4
 
 
-def test_a_number_of_bytes_is_read_and_what_is_none_is_refused():
+def test_a_number_of_bytes_is_parsed_and_anything_else_is_refused():
     read = {"80GiB": 80 << 30, "1.5 MiB": 3 << 19, "7": 7, "2k": 2048}
     assert {text: as_bytes(text) for text in read} == read
     for text in ("", "80 apples", "-1GiB", "0", "0.8"):
@@ -227,13 +227,13 @@ def test_a_number_of_bytes_is_read_and_what_is_none_is_refused():
             as_bytes(text)
 
 
-def test_a_batch_is_parted_into_parts_of_what_draws_together_and_only_as_planned():
+def test_a_plan_splits_batches_into_whole_microbatches_or_parts_of_one():
     config = TrainConfig(batch_size=384)  # three groups of 128
     assert row_choices(config) == [384, 128, 64, 32, 16, 8, 4, 2, 1]
     assert {f.name for f in dataclasses.fields(TrainConfig)}.isdisjoint({"n_rows"})
     plan = memory.Plan(n_subsets=15, n_seeds=3, n_rows=64)
     assert plan.config(TrainConfig()).rows_at_once() == 64
-    assert plan.config(TrainConfig()).microbatches() == 4  # as many draw together
+    assert plan.config(TrainConfig()).microbatches() == 4  # draws stay per microbatch
 
 
 COST = partial(memory.step_flops, EncoderConfig(), PAPER_DIMS, (300, 40, 16))
@@ -246,25 +246,25 @@ def shares(world_size, members=EVERY):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 15, 16, 48, 60])
-def test_every_member_is_one_shares_in_the_order_of_the_grid(world_size):
+def test_every_member_is_in_one_share_and_shares_keep_the_grids_order(world_size):
     members = [member for share in shares(world_size) for member in share]
     assert sorted(members) == sorted(EVERY)
     for share in shares(world_size):
         assert share == [member for member in EVERY if member in share]
-        if world_size < 16:  # there are subsets enough to keep their seeds together
+        if world_size < 16:  # enough subsets to keep their seeds together
             assert len(share) == 3 * len({member.subset for member in share})
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.02), (4, 1.07), (8, 1.18)])
-def test_no_process_has_much_more_to_do_than_the_mean(world_size, most):
-    # With their control, which costs what its encoder does.
+def test_no_process_has_much_more_work_than_the_mean(world_size, most):
+    # Loads include the control's encoders, which cost as much as the grid's.
     control = [member for member in EVERY if member.subset == EVERY_FAMILY]
     pairs = zip(shares(world_size), shares(world_size, control), strict=True)
     loads = [sum(map(COST, [*g, *c])) for g, c in pairs]
     assert max(loads) < most * np.mean(loads)
 
 
-def test_jax_leaves_room_on_a_gpu_unless_a_person_says_otherwise():
+def test_gpu_preallocation_is_off_unless_the_environment_sets_it():
     program = (
         "import os; from beatrice.jaxprobe.config import set_compiler\n"
         "set_compiler('paper'); print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
@@ -274,7 +274,7 @@ def test_jax_leaves_room_on_a_gpu_unless_a_person_says_otherwise():
     assert run_python(program, **{name: "true"}).stdout == "true\n"
 
 
-def test_threads_that_fit_at_once_leave_the_environment_as_it_was():
+def test_threads_setting_the_compiler_at_once_leave_the_environment_unchanged():
     before, interval = {**os.environ}, sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -295,7 +295,7 @@ def test_threads_that_fit_at_once_leave_the_environment_as_it_was():
         ("benchmarks.baselines.judge", "judge([], [], [])", "os.putenv os.unsetenv"),
     ],
 )
-def test_jax_leaves_room_on_a_gpu_in_a_persons_program(module, work, events):
+def test_gpu_preallocation_is_unset_again_in_a_users_program(module, work, events):
     program = (
         f"import sys\nfrom beatrice.{module} import {work.split('(')[0]}\n"
         "names = b'XLA_PYTHON_CLIENT_PREALLOCATE', 'bm25s'\n"

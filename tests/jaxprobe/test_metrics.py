@@ -29,7 +29,7 @@ def tied_scores(n=200, seed=0):
     return np.round(rng.standard_normal(n) + labels, 1).astype(np.float32), labels
 
 
-def test_auroc_is_sklearns_also_weighted_and_gives_ties_half_credit():
+def test_auroc_equals_that_of_sklearn_and_gives_ties_half_credit():
     assert auroc(np.zeros(4), np.array([0, 1, 0, 1], bool)).value == 0.5
     assert masked_auroc(jnp.zeros(4), jnp.array([0.0, 1, 0, 1]), jnp.ones(4)) == 0.5
     scores, labels = tied_scores()
@@ -42,7 +42,7 @@ def test_auroc_is_sklearns_also_weighted_and_gives_ties_half_credit():
     assert float(got) == pytest.approx(expected, abs=1e-6)
 
 
-def test_one_class_is_undefined_and_says_so_and_what_is_no_number_is_no_tie():
+def test_metrics_of_one_class_are_undefined_and_nan_scores_are_no_ties():
     assert np.isnan(masked_auroc(jnp.arange(3.0), jnp.ones(3), jnp.ones(3)))
     for metric in (auroc, auprc):
         value, reason = metric(np.arange(3.0), np.ones(3, bool))
@@ -78,7 +78,7 @@ def test_resampled_metrics_equal_a_plain_loop_over_the_same_draws():
         assert result["auprc"][i] == pytest.approx(expected, abs=1e-5)  # float32 sums
 
 
-def test_rounding_never_puts_a_share_above_one():
+def test_rounding_never_puts_an_auroc_above_one():
     labels = np.arange(200) >= 100
     weights = np.random.default_rng(0).random((200, 500), np.float32)
     strata = np.zeros(200, int)
@@ -106,7 +106,7 @@ def test_a_resample_without_a_class_is_undefined():
 
 
 @pytest.mark.parametrize(("metric", "point"), [("auroc", auroc), ("auprc", auprc)])
-def test_interval_holds_the_value_and_widens_with_clusters(metric, point):
+def test_an_interval_contains_the_value_and_ignores_repeated_rows(metric, point):
     def interval(scores, labels, clusters):
         weights = weights_of(clusters, n_resamples=1000)
         return interval_of(weighted_metrics(scores, labels, weights)[metric])
@@ -121,7 +121,7 @@ def test_interval_holds_the_value_and_widens_with_clusters(metric, point):
     assert abs(naive) < 0.7 * abs(copies)
 
 
-def test_p_is_small_far_from_zero_one_at_it_and_never_nothing():
+def test_a_p_value_is_small_far_from_zero_one_at_zero_and_never_zero():
     draws = np.random.default_rng(0).normal(size=9999)
     assert two_sided_p(draws) > 0.95 and two_sided_p(np.zeros(10)) == 1.0
     assert two_sided_p(draws + 1.96) == pytest.approx(0.05, abs=0.01)
@@ -131,13 +131,13 @@ def test_p_is_small_far_from_zero_one_at_it_and_never_nothing():
 
 
 def in_strata(n=600, n_strata=12, seed=0):
-    """Labels that are likelier right in later strata, and their strata."""
+    """Labels that are likelier right in later strata, the strata, and a generator."""
     rng = np.random.default_rng(seed)
     strata = rng.integers(n_strata, size=n)
     return rng.random(n) < (strata + 1) / (n_strata + 1), strata, rng
 
 
-def test_the_stratified_auroc_is_the_share_of_its_pairs():
+def test_the_stratified_auroc_is_the_mean_credit_of_pairs_within_strata():
     labels, strata, rng = in_strata(n=80)
     scores = rng.integers(5, size=80).astype(float)  # many ties
     right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
@@ -150,7 +150,7 @@ def test_the_stratified_auroc_is_the_share_of_its_pairs():
     assert np.isnan(undefined.value) and "no stratum" in undefined.reason
 
 
-def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
+def test_a_weighted_stratified_auroc_equals_that_of_repeated_examples():
     labels, strata, rng = in_strata(n=60)
     scores = rng.integers(9, size=60).astype(float)
     weights = rng.integers(3, size=(60, 4)).astype(np.float32)
@@ -160,7 +160,7 @@ def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
         assert value == pytest.approx(stratified_auroc(*again).value, abs=1e-6)
 
 
-def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():
+def test_the_standard_error_of_a_gain_matches_a_bootstrap_of_both_classes():
     rng = np.random.default_rng(0)
     labels = np.arange(300) < 120
     signal = labels + rng.standard_normal(300)
@@ -178,7 +178,7 @@ def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():
     assert auroc_gain(scores, scores, labels) == (0.0, 0.0)
 
 
-def test_rows_of_one_question_count_as_the_bootstrap_of_questions_counts_them():
+def test_the_standard_error_of_a_gain_matches_a_bootstrap_of_questions():
     rng = np.random.default_rng(1)
     questions = np.repeat(np.arange(200), 2)
     labels = np.repeat(rng.random(200) < 0.4, 2) ^ (rng.random(400) < 0.1)
@@ -191,7 +191,7 @@ def test_rows_of_one_question_count_as_the_bootstrap_of_questions_counts_them():
     assert error == pytest.approx(np.std(draws[0] - draws[1]), rel=0.1)
 
 
-def test_a_gain_of_zero_is_seldom_sure_where_few_answers_are_right():
+def test_a_gain_of_zero_is_rarely_significant_if_few_answers_are_right():
     rng, labels, questions = (
         np.random.default_rng(0),
         np.arange(300) < 8,
@@ -214,7 +214,7 @@ def test_a_gain_of_zero_is_seldom_sure_where_few_answers_are_right():
     assert auroc_gain_interval(*np.eye(300)[:2], first, questions) == (-1.0, 1.0, 1.0)
 
 
-def test_an_interval_of_a_mean_over_seeds_is_between_theirs_and_of_the_best_wider():
+def test_intervals_of_seed_means_lie_between_the_seeds_and_of_a_best_are_wider():
     rng, labels = np.random.default_rng(0), np.arange(200) < 60
     scores = labels + rng.standard_normal((3, 200))
     ends = np.array([auroc_interval(x, labels) for x in scores])
@@ -223,7 +223,7 @@ def test_an_interval_of_a_mean_over_seeds_is_between_theirs_and_of_the_best_wide
     assert auroc_interval(np.tile(scores[0], (2, 1)), labels) == pytest.approx(ends[0])
     low, high = auroc_interval(scores, labels, n_tried=15)
     assert low < mean[0] and high > mean[1]
-    # Of fifteen useless scores the best is seldom shown to be useful.
+    # The best of fifteen useless scores rarely appears useful.
     useless = rng.standard_normal((100, 15, 200))
     best = [max(x, key=lambda s: auroc(s, labels).value) for x in useless]
     for n_tried, most in ((1, 1.0), (15, 0.1)):
@@ -232,7 +232,7 @@ def test_an_interval_of_a_mean_over_seeds_is_between_theirs_and_of_the_best_wide
         assert n_tried > 1 or np.mean(np.array(lows) > 0.5) > 0.15
 
 
-def test_rows_that_come_twice_are_no_new_evidence():
+def test_repeated_rows_are_no_new_evidence():
     rng = np.random.default_rng(0)
     labels = np.arange(100) < 20
     scores, others = labels + rng.standard_normal((2, 100))
@@ -244,7 +244,7 @@ def test_rows_that_come_twice_are_no_new_evidence():
     assert auroc_interval(twice[0], *twice[2:]) == pytest.approx(interval)
 
 
-def test_an_interval_of_auroc_is_the_same_seen_from_the_wrong_answers():
+def test_an_auroc_interval_is_the_same_with_the_classes_exchanged():
     rng = np.random.default_rng(0)
     for n_right in (2, 10, 190):
         labels = np.arange(200) < n_right
@@ -253,10 +253,10 @@ def test_an_interval_of_auroc_is_the_same_seen_from_the_wrong_answers():
         assert auroc_interval(-scores, ~labels) == pytest.approx(expected)
 
 
-def test_an_interval_of_auroc_is_turned_with_the_scores():
+def test_an_auroc_interval_is_mirrored_if_the_scores_are_negated():
     rng = np.random.default_rng(0)
     labels = np.arange(200) < 20
-    is_above = np.arange(200) < 5  # two kinds of right answers: DeLong's is the wider
+    is_above = np.arange(200) < 5  # two kinds of right answers: DeLong's is wider
     scores = rng.standard_normal(200) + labels * np.where(is_above, 9.0, -9.0)
     low, high = auroc_interval(scores, labels)
     assert low < 0.25 < high
@@ -264,8 +264,8 @@ def test_an_interval_of_auroc_is_turned_with_the_scores():
 
 
 @pytest.mark.parametrize("n_right", [2, 10, 100])
-def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
-    """Two normal classes of AUROC .8, whose interval shall hold it 19 times of 20."""
+def test_an_auroc_interval_covers_even_with_two_right_answers(n_right):
+    """Two normal classes of AUROC .8, which the interval contains 19 times in 20."""
     rng, shift = np.random.default_rng(n_right), 1.190
     labels = np.arange(200) < n_right
     draws = rng.standard_normal((300, 200)) + shift * labels
@@ -276,7 +276,7 @@ def test_an_interval_of_auroc_covers_with_two_right_answers_too(n_right):
 
 
 @pytest.mark.parametrize("n_swapped", [0, 1])
-def test_the_more_answers_a_score_tells_apart_the_narrower_is_its_interval(n_swapped):
+def test_the_more_answers_a_score_separates_the_higher_its_interval_begins(n_swapped):
     lows = []
     for n in (10, 30, 100, 500):
         scores = np.arange(2.0 * n)
@@ -288,7 +288,7 @@ def test_the_more_answers_a_score_tells_apart_the_narrower_is_its_interval(n_swa
     assert lows[0] > 0.75 and lows[-1] > 0.995 and (np.diff(lows) > 0).all()
 
 
-def test_an_interval_of_auroc_is_wide_where_few_lie_on_top_or_a_class_is_missing():
+def test_an_auroc_interval_is_wide_for_two_right_answers_or_a_missing_class():
     scores = np.arange(100.0)
     low, high = auroc_interval(scores, scores > 97.5)  # DeLong's error is zero
     assert 0.5 < low < 0.9 < high
@@ -296,6 +296,6 @@ def test_an_interval_of_auroc_is_wide_where_few_lie_on_top_or_a_class_is_missing
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_interval_of_a_share_of_none_or_all_ends_at_it(share):
+def test_the_interval_of_a_share_of_zero_or_one_ends_there(share):
     for n in range(1, 100):
         assert wilson_interval(share, n)[int(share)] == share

@@ -30,7 +30,7 @@ DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)
 
 
 def normal_features(rows, dims=DIMS, shift=0.0):
-    """Two spans of answers whose values are normal around `shift`."""
+    """Features of two spans, whose values are normal around `shift`."""
     rng = np.random.default_rng(0)
     shape = (1 + int(np.max(rows)), 10, dims.total)
     tokens = tuple(
@@ -46,7 +46,7 @@ def scope():
     return fit_scope(normal_features, DIMS, lengths, rows[:800], rows[800:])
 
 
-def test_a_moved_family_lies_outside_and_of_the_others_two_in_a_thousand_values(scope):
+def test_two_in_a_thousand_values_lie_outside_and_all_of_a_shifted_family(scope):
     share = share_outside(normal_features(np.arange(800)), DIMS, *scope[:2])
     np.testing.assert_allclose(share.mean(axis=0), 0.002, atol=3e-4)
     features = normal_features(np.arange(50))
@@ -54,13 +54,13 @@ def test_a_moved_family_lies_outside_and_of_the_others_two_in_a_thousand_values(
         tokens[..., DIMS.slices[2]] += 10
     share = share_outside(features, DIMS, *scope[:2])
     assert (share[:, 2] == 1).all()
-    # The limits come of 100 validation answers, so a few of 50 may pass them.
+    # The limits come from 100 validation answers, so a few of 50 may exceed them.
     assert (share[:, [0, 1, 3]] > scope.limits[[0, 1, 3]]).mean() < 0.1
-    features.tokens[1][0, 0, DIMS.slices[1]] = np.nan  # no number lies outside
+    features.tokens[1][0, 0, DIMS.slices[1]] = np.nan  # NaN counts as outside
     assert share_outside(features, DIMS, *scope[:2])[0, 1] >= 1 / 20
 
 
-def test_limits_are_those_of_all_long_answers_of_which_few_are_read_at_once():
+def test_limits_are_quantiles_of_all_long_answers_read_a_few_at_a_time():
     rows, every, n_read = np.arange(900), normal_features(np.arange(900)), []
 
     def read(rows):
@@ -73,7 +73,7 @@ def test_limits_are_those_of_all_long_answers_of_which_few_are_read_at_once():
     np.testing.assert_allclose(scope.limits, np.quantile(share, 0.999, axis=0))
 
 
-def test_hidden_states_that_no_store_kept_are_in_no_range():
+def test_ranges_ignore_hidden_states_that_a_store_did_not_keep():
     dims = dataclasses.replace(DIMS, spans=("answer", *DIMS.spans[1:]))
 
     def read(rows):
@@ -84,12 +84,12 @@ def test_hidden_states_that_no_store_kept_are_in_no_range():
     rows = np.arange(100)
     scope = fit_scope(read, dims, np.full(100, 20), rows, rows)
     assert (scope.low[:3] > 0).all()
-    live = normal_features(rows, dims, shift=5.0)  # a live pass has them all
+    live = normal_features(rows, dims, shift=5.0)  # has all states
     shares = (share_outside(x, dims, *scope[:2]) for x in (live, read(rows)))
     np.testing.assert_array_equal(*shares)
 
 
-def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
+def test_scripts_are_those_of_the_letters_without_stray_ones():
     assert scripts_of(["where?", "wo ist Köln? 42"]) == ("LATIN",)
     assert scripts_of(["\uff21\uff22\uff23", "\uff71"]) == ("KATAKANA", "LATIN")
     assert scripts_of(["где", "where"]) == ("CYRILLIC", "LATIN")
@@ -97,8 +97,8 @@ def test_scripts_are_those_of_the_letters_and_a_stray_one_is_none():
     assert scripts_of(["42"]) == ()
 
 
-def test_fewest_answers_are_those_of_the_binomial_table():
-    """Clopper and Pearson at 90 % confidence, a table made apart."""
+def test_the_fewest_decided_answers_match_a_table_of_binomial_bounds():
+    """The table of Clopper-Pearson bounds at 90 % confidence was made separately."""
     table = {0.8: (11, 18, 25, 45), 0.9: (22, 38, 52, 91)}
     table |= {0.95: (45, 77, 105, 184), 0.99: (230, 388, 531, 926)}
     for wanted, row in table.items():
@@ -108,19 +108,19 @@ def test_fewest_answers_are_those_of_the_binomial_table():
 
 
 def trust(p, labels, wanted=0.9, decision="trust"):
-    """The threshold from which on answers to as many questions are trusted."""
+    """The threshold from which answers to different questions are trusted."""
     return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, decision)
 
 
-distrust = partial(trust, decision="distrust")  # up to which they are
+distrust = partial(trust, decision="distrust")  # up to which answers are distrusted
 
 
-def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
+def test_trust_needs_at_least_22_answers_without_an_error():
     p = np.linspace(0.99, 0.51, 30)
     certified = trust(p, np.arange(30) < 22)
     assert (certified.n_decided, certified.n_errors) == (22, 0)
     assert p[22] < certified.p_correct < p[21]
-    assert certified.low == pytest.approx(0.1 ** (1 / 22))  # of e = 0, in closed form
+    assert certified.low == pytest.approx(0.1 ** (1 / 22))  # closed form for no errors
     never = trust(p, np.arange(30) < 21)
     assert never.p_correct is None and never.coverage == 0
     assert "22 validation answers without an error" in never.in_words()
@@ -130,13 +130,13 @@ def test_twenty_two_trusted_answers_without_an_error_are_the_fewest():
     assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
 
 
-def test_an_error_among_the_surest_leaves_a_long_row_of_right_answers_its_threshold():
+def test_one_error_among_the_surest_does_not_prevent_trust_in_many_answers():
     assert trust(np.linspace(0.99, 0.51, 120), np.arange(120) != 3).n_decided == 120
 
 
 def test_to_distrust_is_to_trust_that_an_answer_is_wrong():
     rng = np.random.default_rng(0)
-    p = np.sort(rng.random(500).round(3) + 1e-5)  # some equal, none one half
+    p = np.sort(rng.random(500).round(3) + 1e-5)  # some are equal, none is 0.5
     labels = rng.random(500) < p**2
     for wanted in (0.7, 0.9):
         low = distrust(p, labels, wanted)
@@ -149,7 +149,7 @@ def test_to_distrust_is_to_trust_that_an_answer_is_wrong():
         assert labels[decided].sum() == low.n_errors
 
 
-def test_no_answer_is_trusted_that_is_more_likely_wrong_nor_the_other_way_round():
+def test_no_answer_below_one_half_is_trusted_and_no_other_is_distrusted():
     p, right = np.linspace(0.01, 0.99, 200), np.ones(200, bool)
     below_half = np.nextafter(0.5, 0)
     for decided in (trust(p, right), distrust(p, ~right)):
@@ -160,7 +160,7 @@ def test_no_answer_is_trusted_that_is_more_likely_wrong_nor_the_other_way_round(
     assert distrust(even, ~right).p_correct is None
 
 
-def test_bounds_are_those_of_scipy():
+def test_certified_bounds_agree_with_scipy():
     rng = np.random.default_rng(1)
     for n in (30, 400, 3000):
         p = np.sort(rng.random(n) / 2 + 0.5)[::-1]
@@ -186,14 +186,14 @@ def test_another_answer_to_the_same_question_is_no_new_evidence():
 
 
 @pytest.mark.parametrize("where", [0, 3])
-def test_the_answer_that_counts_is_not_the_one_that_a_file_has_first(where):
+def test_the_answer_kept_for_each_question_is_at_no_fixed_place(where):
     questions, labels = np.repeat(np.arange(400), 4), np.arange(1600) % 4 == where
     p = np.full(1600, 0.5)
     kept = Validation.of_answers(p, p, labels, questions).labels
     assert kept.mean() == pytest.approx(0.25, abs=3 * (0.25 * 0.75 / 400) ** 0.5)
 
 
-def test_a_decision_says_between_which_thresholds_an_answer_lies():
+def test_a_decision_is_trust_distrust_or_unknown_with_a_reason():
     p, labels = np.linspace(0.999, 0.001, 1000), np.arange(1000) < 500
     decided = certified(Validation(p, labels), 0.9)
     assert decided.decide(0.7) == ("trust", None)
@@ -209,7 +209,7 @@ def test_a_decision_says_between_which_thresholds_an_answer_lies():
 
 
 def lowest_at_precision(p, labels, wanted):
-    """The rule of before: the lowest P at which these very answers are precise."""
+    """The former rule: the lowest P from which these same answers are precise."""
     order = np.argsort(-p)
     reached = np.cumsum(labels[order]) / np.arange(1, len(p) + 1) >= wanted
     return float(p[order][np.flatnonzero(reached)[-1]]) if reached.any() else None
@@ -218,7 +218,7 @@ def lowest_at_precision(p, labels, wanted):
 @pytest.mark.parametrize(("base", "shift"), [(0.5, 1.81), (0.8, 1.9), (0.5, 1.045)])
 @pytest.mark.parametrize("n", [200, 600])
 @pytest.mark.parametrize("decide", [trust, distrust])
-def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
+def test_a_threshold_breaks_its_promise_in_at_most_one_draw_of_ten(
     base, shift, n, decide
 ):
     """Two normal classes, whose precision at a threshold is known exactly."""
@@ -251,9 +251,9 @@ def test_a_threshold_breaks_its_promise_in_one_draw_of_ten_at_most(
 
 @pytest.mark.parametrize("n", [200, 600])
 @pytest.mark.parametrize("decide", [trust, distrust])
-def test_the_steps_of_an_isotonic_map_do_not_choose_what_is_certified(n, decide):
+def test_an_isotonic_map_rarely_certifies_a_score_that_tells_nothing(n, decide):
     rng, n_decided = np.random.default_rng(n), 0
-    for _ in range(200):  # of a score that tells nothing every threshold is false
+    for _ in range(200):  # the score tells nothing: any threshold is wrong
         scores, labels = rng.random(n), rng.random(n) < 0.89
         if decide is distrust:
             labels = ~labels
@@ -263,7 +263,7 @@ def test_the_steps_of_an_isotonic_map_do_not_choose_what_is_certified(n, decide)
     assert n_decided <= 0.1 * 200
 
 
-def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path):  # noqa: F811
+def test_a_saved_detector_keeps_its_scope_and_validation_answers(detector, tmp_path):  # noqa: F811
     validation = Validation(np.linspace(1, 0, 99) ** 2, np.arange(99) < 50)
     dims = detector.banks["closed_book"].dims
     scope = Scope(*np.ones((2, dims.total), np.float32), np.ones(4, np.float32))
@@ -283,11 +283,11 @@ def test_a_detector_keeps_its_scope_and_validation_answers(detector, tmp_path): 
     np.testing.assert_array_equal(loaded.banks["closed_book"].scope.low, scope.low)
 
 
-def test_what_an_earlier_detector_certifies_hangs_on_no_order_of_equal_p(
+def test_a_detector_saved_in_format_8_certifies_nothing(
     detector,  # noqa: F811
     tmp_path,
 ):
-    i = np.arange(400)  # of either P the 12 errors are where they are tested last
+    i = np.arange(400)  # for either P, its 12 errors are tested last
     labels = (i >= 212) | ((i >= 188) & (i < 200))
     validation = Validation(np.repeat([0.05, 0.95], 200), labels)
     head = dataclasses.replace(detector.heads["closed_book"], validation=validation)
@@ -302,7 +302,7 @@ def test_what_an_earlier_detector_certifies_hangs_on_no_order_of_equal_p(
     assert decided.trust.p_correct is decided.distrust.p_correct is None
 
 
-def test_another_precision_calibrates_again_and_the_same_does_not(tmp_path):
+def test_another_precision_calibrates_again_and_the_same_one_does_not(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke", seed=0)) as run:
         run.mark_stage("calibrate", {}, 0.0)
         settle_again(run, CALIBRATE, lambda _: CalibrateConfig())

@@ -1,4 +1,4 @@
-"""Rows read group by group, and tokens held as they are stored, train the same."""
+"""Rows read group by group, and tokens kept in stored precision, train the same."""
 
 import dataclasses
 import os
@@ -73,7 +73,7 @@ def test_an_epoch_has_every_example_once_in_groups_of_one_length(n, n_chunk, n_m
     assert moved == (n > n_chunk)
 
 
-def test_the_next_item_is_read_while_one_is_used_and_no_more():
+def test_only_the_next_item_is_read_while_one_is_used():
     begun = [threading.Event() for _ in range(4)]
 
     def read(i):
@@ -99,7 +99,7 @@ def test_an_error_while_reading_ahead_is_raised():
         next(items)
 
 
-def test_statistics_of_parts_are_those_of_the_whole():
+def test_statistics_of_parts_equal_those_of_the_whole():
     features, _ = planted(300, 1, family=0)
     features.tokens[0][..., 3] = 1000.0 + 0.1 * features.tokens[0][..., 3]
     features.tokens[1][..., 3] = 1000.0
@@ -115,7 +115,7 @@ def test_statistics_of_parts_are_those_of_the_whole():
         standardizer_of(iter([]))
 
 
-def test_a_store_that_is_streamed_in_one_group_trains_as_the_resident_grid():
+def test_a_store_streamed_in_one_group_trains_like_rows_held_in_memory():
     rows, families = rows_of(np.arange(144) % 3 == 0), {"a": Family(shape=(6,))}
     families["b"] = Family(shape=(4,))
     rng = np.random.default_rng(0)
@@ -147,13 +147,13 @@ def test_a_store_that_is_streamed_in_one_group_trains_as_the_resident_grid():
 
 @pytest.fixture(scope="module")
 def read_many():
-    """Reads 4096 training rows, four times what is encoded together, and others."""
+    """Reads 12288 rows; the 4096 for training are four times those encoded together."""
     rows, spans = rows_of(np.arange(12288) % 3 == 0), [[(0, 0), (0, 1), (1, 2)]] * 12288
     store = store_like("memory://many/", {"a": Family(shape=(32,))}, spans)
     return partial(training_set, store, rows, layer=None, n_batch=16)
 
 
-def test_a_streamed_regression_is_that_of_held_rows_and_holds_two_batches(read_many):
+def test_a_streamed_regression_equals_one_of_held_rows_and_holds_two_batches(read_many):
     data, alive, n_alive = read_many(streamed=True), [], []
 
     def read(where, *widths):
@@ -171,15 +171,15 @@ def test_a_streamed_regression_is_that_of_held_rows_and_holds_two_batches(read_m
     assert_same_leaves(outputs, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_that_are_held_are_standardised_a_few_at_a_time(read_many):
+def test_held_rows_are_standardised_a_few_at_a_time(read_many):
     streamed = read_many(streamed=True)
     tracemalloc.start()
     held = read_many()
     n_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert_same_leaves(held.standardizer, streamed.standardizer)
-    # Of the stored training rows: 2.6 times, of which 2 are copies for the device.
-    # Standardised all at once they took 6.6 times.
+    # The peak is 2.6 times the stored training rows, of which 2 are copies for the
+    # device; it was 6.6 times when they were standardised all at once.
     assert n_bytes < 4 * (4096 * 2 * 32 * 4)
 
 
@@ -192,21 +192,21 @@ def test_rows_are_read_into_one_array_a_part_at_a_time(read_many):
     parts = [data.read(part) for part in np.split(np.arange(12288), 12)]
     each = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
     assert_same_leaves(rows, each)
-    # Beside them a part, a twelfth, and what it is padded from.
+    # In addition to the rows: a part (a twelfth), and what it is padded from.
     assert n_bytes < 1.5 * n_stored
 
 
-def test_a_plan_that_memory_does_not_hold_is_refused_before_a_row_is_read():
+def test_a_plan_that_exceeds_memory_is_refused_before_a_row_is_read():
     rows, spans = rows_of(np.arange(48) % 3 == 0), [[(0, 0), (0, 2), (2, 5)]] * 48
     store = store_like("memory://unread/", {"a": Family(shape=(4096,))}, spans)
-    unread = dataclasses.replace(store, arrays={})  # nothing can be read of it
+    unread = dataclasses.replace(store, arrays={})  # nothing can be read from it
     small = GridConfig(device_memory=1 << 20)
     with pytest.raises(ValueError, match="the device's 1.0 MiB; .*streamed=true"):
         check_plan(unread, rows, small)
     check_plan(unread, rows, dataclasses.replace(small, device_memory=1 << 30))
 
 
-def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
+def test_streaming_finds_the_planted_signal_and_reads_rows_once_per_epoch():
     config = StreamConfig(n_chunk=16, n_mixed=4)
     longer = dataclasses.replace(LONGER, learning_rate=2e-2, max_epochs=6, patience=6)
     aurocs = {}
@@ -217,21 +217,21 @@ def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
         blocks = [Block((subset_index("H"), subset_index("HPRA")), (0,))]
         result = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
         aurocs[shift] = result.info.best_auroc
-        # Four groups an epoch whatever the number of encoders, and one sample.
+        # Four groups per epoch, whatever the number of encoders, and one sample.
         assert len(counted) == 1 + 4 * longer.max_epochs
         assert max(len(where) for where in counted) == 64
     assert (aurocs[2.0] > 0.85).all()
-    # Deviation of a chance AUROC of 400 answers: 0.03; the best of six epochs.
+    # A chance AUROC of 400 answers has s.d. 0.03; this is the best of six epochs.
     assert (np.abs(aurocs[0.0] - 0.5) < 0.12).all()
 
 
-# Without fusion emitters, as other tests compile, bits are equal only up to rounding.
+# Other tests compile without fusion emitters: bits are then equal up to rounding.
 AS_USERS_COMPILE = "--xla_backend_optimization_level=0"
 bit_by_bit = pytest.mark.skipif(
     os.environ["XLA_FLAGS"] != AS_USERS_COMPILE, reason="compiled as users compile"
 )
 WIDTHS = (4, 3)
-# Hidden states that are copied before they are projected, or read where they lie.
+# Hidden states that are copied before they are projected, or read in place.
 NARROW, WIDE = (paper_dims(hidden=n, prob=2, resid=3, attn=2) for n in (12, 1024))
 DTYPES = ("bfloat16", "float16", "int8")
 CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=2, patience=2)
@@ -240,7 +240,7 @@ TOGETHER = Block((subset_index("H"), subset_index("PA")), (0,))
 
 
 def stored_tokens(dims, dtype, n=48, seed=0):
-    """Answers whose signals move with the label, every family as it is stored."""
+    """Stored signals that shift with the label, in every family, and the labels."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n) < 0.5
     masks = tuple(
@@ -278,7 +278,7 @@ def assert_same(params, other, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_those_of_a_loop_over_the_codes(dtype):
+def test_stored_values_equal_codes_decoded_and_standardised_by_hand(dtype):
     features, _ = stored_tokens(NARROW, dtype)
     for stored in features.tokens:
         arrays = stored.codes, *stored[2:4]
@@ -302,7 +302,7 @@ def test_values_are_those_of_a_loop_over_the_codes(dtype):
         (TOGETHER, WIDE, "float16"),
     ],
 )
-def test_training_as_stored_is_training_on_the_same_values_widened(block, dims, dtype):
+def test_training_as_stored_equals_training_on_widened_values(block, dims, dtype):
     parts = [stored_tokens(dims, dtype, seed=seed) for seed in (0, 1)]
     encoder, results = encoder_of(dims), []
     for change in (lambda x: x, widened):
@@ -321,7 +321,7 @@ def test_training_as_stored_is_training_on_the_same_values_widened(block, dims, 
     ("which", "n_cases"),
     [("not slow", 4), pytest.param("slow", 1, marks=pytest.mark.slow)],
 )
-def test_bits_are_equal_as_users_compile(which, n_cases):
+def test_bits_are_equal_if_compiled_as_for_users(which, n_cases):
     line = [sys.executable, "-m", "pytest", "-q", "-k", "as_stored", __file__]
     environ = {**os.environ, "XLA_FLAGS": AS_USERS_COMPILE}
     run = subprocess.run(
@@ -332,7 +332,7 @@ def test_bits_are_equal_as_users_compile(which, n_cases):
 
 
 @bit_by_bit
-def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
+def test_streaming_as_stored_equals_streaming_widened_values():
     parts = [stored_tokens(NARROW, "bfloat16", seed=seed) for seed in (0, 1)]
     config = StreamConfig(n_chunk=8, n_mixed=3)
     results = []
@@ -353,7 +353,7 @@ def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_span_that_is_zeroed_or_left_out_is_so_in_both(dtype):
+def test_a_span_is_zeroed_or_left_out_alike_in_stored_and_widened_tokens(dtype):
     features, _ = stored_tokens(NARROW, dtype)
     first = features.span_slices[0]
     zeroed = zero_span(features, 0), zero_span(widened(features), 0)

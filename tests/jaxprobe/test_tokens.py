@@ -1,4 +1,4 @@
-"""From a store to what the encoders read, with every token or the answer's alone."""
+"""From stored signals to what encoders read, of all tokens or only the answer's."""
 
 import dataclasses
 from functools import partial
@@ -46,14 +46,14 @@ def spans_and_lengths():
 
 @pytest.fixture(params=[(2,), (1, 2), (0, 1, 2)], ids=["answer", "closed", "context"])
 def used(request):
-    """The spans that a store has tokens of: answers alone, or those of a setting."""
+    """The spans that have tokens: only the answer, or all spans of a setting."""
     return request.param
 
 
 def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
-    """The same signals: hidden states of all tokens, or of the answers alone.
+    """A store of the same signals, with hidden states of all tokens or only answers.
 
-    Every other example may have rows from its context on alone.
+    With `is_spared`, every other example lacks the rows before its context.
     """
     spans, lengths = spans_and_lengths()
     for span in {0, 1, 2}.difference(used):
@@ -104,10 +104,10 @@ def standardizer_fit(features, dims):
     return fit_standardizer(lambda: iter([features]), dims)
 
 
-def test_small_numbers_of_a_family_are_no_constants():
+def test_small_values_are_no_constants_in_a_family_of_small_values():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(1, 500, 4)) * [1e-8, 2e-8, 1.0, 1e-9]
-    values[..., 0] += 1.0  # of which a float32 has nothing left to vary
+    values[..., 0] += 1.0  # float32 then holds no variation
     features = Features((values.astype(np.float32),), (np.ones((1, 500), bool),))
     dims = FamilyDims(names=("small", "large"), sizes=(2, 2))
     std = standardizer_fit(features, dims).std
@@ -119,7 +119,7 @@ def split_of(store, features):
     return split_families(features, dims, standardizer_fit(features, dims))
 
 
-def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used):
+def test_states_kept_only_for_answers_read_as_zero_elsewhere(used):
     whole, answers = (
         split_of(store, read_features(store, 3))
         for store in (stored("all", used=used), stored("answer", used=used))
@@ -132,7 +132,7 @@ def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used
 
 
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
-def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
+def test_a_store_without_the_rows_before_the_spans_reads_like_a_whole_one(
     used, hidden_spans
 ):
     whole, spared = (
@@ -148,7 +148,7 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
     np.testing.assert_array_equal(*map(answer_log_probs, (whole, spared)))
 
 
-def test_a_literal_span_has_the_log_probability_of_its_first_token_too():
+def test_literal_and_emitting_spans_give_the_same_answer_log_probabilities():
     answers = [
         an_answer(token_ids=ids, stop_id=stop)
         for ids, stop in (((7, 8), 2), ((7,), 2), ((), 2), ((7, 8), None), ((7,), None))
@@ -171,10 +171,10 @@ def test_a_literal_span_has_the_log_probability_of_its_first_token_too():
     np.testing.assert_array_equal(literal, emitting)
 
 
-def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
+def test_a_live_pass_with_all_states_reads_like_a_store_of_answer_states(used):
     answers = stored("answer", used=used)
     whole = read_features(answers, 3)
-    live = read_features(stored("all", used=used), 3)  # a model has all of them
+    live = read_features(stored("all", used=used), 3)  # a model gives all of them
     dims = family_dims(answers)
     standardizer = standardizer_fit(whole, dims)
     pair = (split_families(x, dims, standardizer).tokens for x in (whole, live))
@@ -183,7 +183,7 @@ def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
 
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
+def test_tokens_equal_the_padded_features_in_the_requested_dtype(
     used, hidden_spans, dtype
 ):
     store = stored(hidden_spans, dtype=dtype, used=used)
@@ -201,7 +201,7 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
             if device_dtypes == FLOATS:
                 np.testing.assert_array_equal(token, other)
             values = np.asarray(values_of(token))[real]
-            # int8 alone: a product and a difference may be rounded once or twice.
+            # Only int8: a product and a difference may be rounded once or twice.
             atol = 1e-5 if dtype == "int8" else 0
             np.testing.assert_allclose(values, other[real], rtol=0, atol=atol)
         size = {"int8": 1, "float32": 4}.get(device_dtypes[0], 2)
@@ -212,7 +212,7 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
         read([1] * len(widths), device_dtypes=FLOATS)
 
 
-def test_kept_states_are_standardised_by_the_answers_alone(used):
+def test_states_kept_only_for_answers_are_standardised_over_answers(used):
     answers = stored("answer", used=used)
     tokens = np.asarray(split_of(answers, read_features(answers, 1)).tokens[0])
     spans, _ = spans_and_lengths()
@@ -223,7 +223,7 @@ def test_kept_states_are_standardised_by_the_answers_alone(used):
     np.testing.assert_allclose(real.std(axis=0), 1, atol=1e-5)
 
 
-def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
+def test_answer_means_equal_a_loop_over_examples_whatever_the_chunks():
     spans, _ = spans_and_lengths()
     order = np.array([5, 0, 11, 4, 7, 3])
     for kind in ("all", "answer"):
@@ -240,7 +240,7 @@ def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
 
 
 @pytest.mark.parametrize("spans", ["all", "answer"])
-def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, spans):
+def test_a_standardizer_is_the_same_fitted_in_parts_or_on_all_at_once(used, spans):
     store = stored(spans, used=used)
     features, dims = read_features(store, 1), family_dims(store)
     parts = [np.arange(5), np.arange(5, 6), np.arange(6, N)]
@@ -253,17 +253,17 @@ def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, spans):
     other = fit_standardizer(lambda: map(read, parts), dims)
     np.testing.assert_allclose(first.mean, other.mean, atol=1e-5)
     np.testing.assert_allclose(first.std, other.std, rtol=1e-5)
-    if spans == "all":  # with every state it is over all spans
+    if spans == "all":  # with all states, over all spans
         assert_same_leaves(first, standardizer_of([features]))
 
 
-def test_spans_are_those_that_some_answer_has(used):
+def test_spans_that_are_empty_in_every_example_are_not_read(used):
     store = stored("all", used=used)
     assert used_spans(store.spec.spans) == used
     assert read_features(store, 3).n_spans == len(used)
 
 
-def test_families_of_any_names_and_number_are_read_in_their_order():
+def test_families_of_any_names_and_number_are_read_in_order():
     spans, lengths = spans_and_lengths()
     names, kinds = ("Zeta", "beta"), ("all", "answer")
     families = {
@@ -276,7 +276,7 @@ def test_families_of_any_names_and_number_are_read_in_their_order():
     assert dims == FamilyDims(names=names, sizes=(3, 4), spans=kinds)
     assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
     assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
-    assert letters_of(("mass", "mean", "x")) == "ABC"  # else no distinct initials
+    assert letters_of(("mass", "mean", "x")) == "ABC"  # initials are not distinct
     assert letters_of(("1st", "2nd")) == "AB"
     features = read_features(store, None)
     read = zip(features.tokens, features.masks, strict=True)

@@ -1,7 +1,7 @@
-"""Analyses of a detector of which it is known where correctness is to be read.
+"""Analyses of a detector for which it is known which signals know the truth.
 
-Hidden states of layer 1 know it, at the answer's second token; one head of attention
-knows a little, in the whole answer; probabilities and contributions know nothing.
+Hidden states of layer 1 know it at the answer's second token; one attention head knows
+a little in the whole answer; probabilities and residual contributions know nothing.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def inputs_of(deployed, **fields):
     return SimpleNamespace(**usual | fields)
 
 
-def test_a_family_that_knows_rights_what_one_that_knows_nothing_does_wrong(deployed):
+def test_a_family_that_knows_corrects_mistakes_of_one_that_knows_nothing(deployed):
     results = results_of(decisions.complementarity(deployed))
 
     def value(metric, detector, of=None, split="test"):
@@ -123,15 +123,15 @@ def test_a_family_that_knows_rights_what_one_that_knows_nothing_does_wrong(deplo
         int((~deployed.rows.labels[where]).sum()),
     )
     wrong = {}
-    for letter in LETTERS:  # again, by ranks
+    for letter in LETTERS:  # again, from ranks
         ranks = deployed.logits_of(letter)[0, where].argsort().argsort()
         wrong[letter] = (ranks >= n_wrong) != labels
         assert value("error_rate", letter) == pytest.approx(wrong[letter].mean())
-    righted = (wrong["P"] & ~wrong["A"]).sum() / wrong["P"].sum()
-    assert value("rights", "A", "P") == pytest.approx(righted)
+    corrected = (wrong["P"] & ~wrong["A"]).sum() / wrong["P"].sum()
+    assert value("rights", "A", "P") == pytest.approx(corrected)
 
 
-def test_a_pair_and_the_selected_set_are_compared_with_the_others_by_their_auroc(
+def test_pairs_and_the_selected_set_are_compared_with_others_by_auroc(
     deployed,
 ):
     def auroc(scores, split="test"):
@@ -142,7 +142,7 @@ def test_a_pair_and_the_selected_set_are_compared_with_the_others_by_their_auroc
     noise = np.random.default_rng(0).random((1, len(deployed.rows.labels)))
     scores = {"champion": deployed.logits_of("HA"), "random": noise}
     inputs = SimpleNamespace(
-        settings={"with_context": deployed},  # alone, there is no head of two passes
+        settings={"with_context": deployed},  # alone: no head reads two passes
         searches={"with_context": Search((("with_context", "HA"),), scores)},
         without_hidden={"with_context": deployed.logits_of("PRA")},
     )
@@ -167,7 +167,7 @@ def test_a_pair_and_the_selected_set_are_compared_with_the_others_by_their_auroc
             assert row.value == pytest.approx(gain, abs=1e-6)
 
 
-def test_the_decisions_of_an_encoder_hang_on_the_family_that_knows(deployed):
+def test_the_decisions_of_an_encoder_depend_on_the_family_that_knows(deployed):
     results = results_of(decisions.flips(deployed))
     at = {"dataset": IN_DOMAIN, "split": "test", "families": "HPRA"}
 
@@ -184,7 +184,7 @@ def test_the_decisions_of_an_encoder_hang_on_the_family_that_knows(deployed):
     assert row.value == pytest.approx(labels.mean())
 
 
-def test_the_head_that_knows_moves_the_logit_most(deployed):
+def test_the_attention_head_that_knows_moves_the_logit_most(deployed):
     results = results_of(places.heads(deployed))
     alone = {"families": "A"}
     shares = {
@@ -213,7 +213,7 @@ def test_heads_found_on_the_first_half_of_the_answers_are_measured_on_the_second
     half = len(where) // 2
     is_top = np.arange(N_LAYERS * N_HEADS).reshape(N_LAYERS, N_HEADS) >= 2
     sums = np.ones((len(where), N_LAYERS, N_HEADS))
-    sums[:half, is_top] = 9.0  # large in the first half alone
+    sums[:half, is_top] = 9.0  # large only in the first half
     at = deployed.set_fields(IN_DOMAIN, "test")
     results = results_of(places._head_rows(deployed, "A", where, sums, at))
     share = find(results, metric="share_of_top_heads")
@@ -252,9 +252,7 @@ def test_the_token_span_and_layer_that_know_are_found(deployed):
     assert aurocs[1] > 0.95 and max(aurocs[0], aurocs[2]) < 0.65
 
 
-def test_with_few_labels_what_knows_is_learned_and_what_knows_nothing_is_not(
-    deployed, tmp_path
-):
+def test_with_few_labels_only_the_family_that_knows_is_learned(deployed, tmp_path):
     search = Search((("closed_book", "H"), ("closed_book", "HA")), {})
     folder = tmp_path / "members"
     inputs = inputs_of(deployed, searches={"closed_book": search}, folder=folder)
@@ -270,7 +268,7 @@ def test_with_few_labels_what_knows_is_learned_and_what_knows_nothing_is_not(
     assert not folder.exists()
 
 
-def test_members_of_a_killed_analysis_serve_none_of_other_labels_or_layer(
+def test_members_of_a_killed_analysis_are_not_reused_with_other_inputs(
     deployed, tmp_path
 ):
     taken = np.arange(40)
@@ -297,7 +295,7 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
 ):
     rows = deployed.rows
     labels = rows.labels ^ (rows.datasets == "two")
-    # A set of one question, of the half that does not teach, and one of too few.
+    # One set has one question, of the half that trains nothing; another has too few.
     held = rows.where("ood")
     datasets, is_teaching = rows.datasets.copy(), reach._half(rows.ids[held])
     datasets[held[~is_teaching][0]] = "lone"
@@ -321,17 +319,17 @@ def test_a_set_in_which_signals_mean_the_opposite_teaches_the_opposite(
             value = find(results, **at, detector=detector, source=source).value
             assert value > 0.9 if is_known else value < 0.1
         at = {"detector": detector, "dataset": "held", "seed": "mean"}
-        for source in ("lone", "few"):  # are in a row, with the reason
+        for source in ("lone", "few"):  # have a row with the reason
             row = find(results, **at, source=source)
             assert (row.value, row.n_labels) == (None, 0) and "too few" in row.reason
-        # Of the held-out set only the half is read that teaches nothing.
+        # Only the half of the held-out set that trains nothing is evaluated.
         row = find(results, **at, source="one")
         assert 0.3 * SPLITS["ood"] < row.n < 0.7 * SPLITS["ood"]
         least = is_teaching.sum() - 9
         assert row.n_labels == min(least, (SPLITS["train"] + SPLITS["validation"]) / 2)
 
 
-def test_backbones_rank_alike_or_the_other_way_round(deployed):
+def test_backbones_rank_encoders_alike_or_in_reverse(deployed):
     outputs = deployed.tree["outputs"]
     turned = {"outputs": outputs | {"logits": -outputs["logits"]}}
     for tree, expected in ((deployed.tree, 1.0), (turned, -1.0)):
@@ -348,14 +346,14 @@ def test_backbones_rank_alike_or_the_other_way_round(deployed):
     scored = Scored(name=encoder("H"), scores=deployed.logits_of("H"))
     detected = results_of(detection_rows([scored], deployed.rows, deployed.bootstrap))
     at = {"split": "test", "dataset": IN_DOMAIN, "metric": "auroc", "seed": "mean"}
-    row = find(detected, **at)  # of one AUROC a run has one interval
+    row = find(detected, **at)  # the same AUROC has the same interval
     for end in ("value", "ci_low", "ci_high"):
         assert getattr(first, end) == pytest.approx(getattr(row, end))
     with pytest.raises(ValueError, match="no setting in common"):
         reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
 
 
-def test_without_the_span_or_family_that_knows_less_is_known(deployed, tmp_path):
+def test_without_the_span_or_family_that_knows_scores_are_worse(deployed, tmp_path):
     search = SelectConfig(
         head=FusionConfig(hidden=4, n_slots=2),
         train=TrainConfig(batch_size=64, max_epochs=0, n_seeds=1),  # the mean logit
@@ -394,7 +392,7 @@ def test_without_the_span_or_family_that_knows_less_is_known(deployed, tmp_path)
     assert 0.7 < without_hidden < value("without_family", families="HPR")
 
 
-def test_the_best_sets_of_a_ranking_are_told_by_what_they_read():
+def test_the_best_sets_of_a_ranking_are_described_by_what_they_read():
     by_trait = traits("with_context", 2 * N_SUBSETS)
     is_closed = by_trait["H", "closed_book"] | by_trait["P", "closed_book"]
     is_closed |= by_trait["R", "closed_book"] | by_trait["A", "closed_book"]
@@ -474,7 +472,7 @@ def texts_of(*answers):
     return lambda: QuestionTexts(QUESTIONS, by_key)
 
 
-def test_decisions_of_both_passes_are_of_one_question_in_whatever_order_it_lies():
+def test_decisions_of_both_passes_are_matched_by_question_in_any_order():
     closed = Pass("closed_book", [3, 1, 0, 2, 5, 4], [1, 0, 0, 0, 1, 0])
     shown = Pass("with_context", [0, 1, 2, 3, 4, 5], [0, 0, 1, 0, 1, 0])
     p_closed, p_shown = [0.9, 0.8, 0.1, 0.2, 0.3, 0.7], [0.1, 0.2, 0.9, 0.95, 0.1, 0.9]
@@ -505,7 +503,7 @@ def test_decisions_of_both_passes_are_of_one_question_in_whatever_order_it_lies(
     def value(metric, kind):
         return find(results, metric=metric, kind=kind, dataset=IN_DOMAIN).value
 
-    # Accepted are q0 and q1, trusted q2, q3 and q5, flagged q4.
+    # q0 and q1 are accepted, q2, q3 and q5 are trusted, and q4 is flagged.
     expected = {"accepted closed-book": (2, 1), "trusted with context": (3, 1)}
     expected |= {"both flagged": (1, 1)}
     for kind, (n, n_right) in expected.items():
@@ -526,9 +524,9 @@ def test_decisions_of_both_passes_are_of_one_question_in_whatever_order_it_lies(
     assert (study.is_closed_book_right, study.is_with_context_right) == (False, False)
 
 
-def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
+def test_flips_by_attention_are_counted_if_support_and_truth_disagree():
     labels = [1, 0, 0, 1, 1, 0]
-    # Attention turns every second decision; the answers to q0, q1 and q2 stand there.
+    # Attention flips every second decision; passages hold the answers to q0, q1 and q2.
     p, without = [0.9, 0.9, 0.8, 0.8, 0.9, 0.1], [0.1, 0.9, 0.2, 0.9, 0.2, 0.3]
     shown = Pass("with_context", [4, 2, 0, 1, 3, 5], labels, p, without)
     closed = Pass("closed_book", [0, 1, 2], [0, 1, 1])  # the others were not asked
@@ -558,7 +556,7 @@ def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
     )
     assert row("wrong_in_passage").value == pytest.approx(2 / 3)
     assert row("right_in_passage").value == pytest.approx(1 / 3)
-    # Decisions flip at q0, q2 and q4; at q2 to what stands there and is wrong.
+    # Decisions flip at q0, q2 and q4; the answer to q2 is in the passage but wrong.
     assert row("flip_precision", families="HPRA").value == pytest.approx(2 / 3)
     wrong = "in_passage_but_wrong"  # q1 and q2
     assert row("flip_rate", wrong, "HPRA").value == pytest.approx(1 / 2)
@@ -568,7 +566,7 @@ def test_flips_of_attention_are_counted_where_support_and_truth_disagree():
     assert {*results["families"].dropna()} == {"HPRA"}  # HP reads no attention
 
 
-def test_an_analysis_that_is_asked_for_later_leaves_the_others(smoke_run, tmp_path):
+def test_an_analysis_requested_later_keeps_the_results_of_others(smoke_run, tmp_path):
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
 
     def ask_for(*names):
@@ -588,7 +586,7 @@ def test_an_analysis_that_is_asked_for_later_leaves_the_others(smoke_run, tmp_pa
     assert {x["dataset"] for x in studies} > judged - {IN_DOMAIN} and len(judged) > 1
 
 
-def test_an_analysis_is_made_again_of_another_detector_and_of_the_same_one_is_not(
+def test_an_analysis_is_repeated_for_another_detector_but_not_for_the_same(
     smoke_run, tmp_path
 ):
     run = shutil.copytree(smoke_run, tmp_path / "run")
@@ -601,7 +599,7 @@ def test_an_analysis_is_made_again_of_another_detector_and_of_the_same_one_is_no
     assert is_new == [True, False, True]
 
 
-def test_an_analysis_hangs_on_answers_encoders_and_detector(smoke_run):
+def test_an_analysis_depends_on_answers_encoders_and_detector(smoke_run):
     run = RunDir(smoke_run)
     encoders = {run.path / "encoders" / setting for setting in SETTINGS}
     assert {run.answers, run.detector, *encoders} <= {*ANATOMY.inputs(run)}

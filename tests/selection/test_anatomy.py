@@ -1,4 +1,4 @@
-"""The laws of the analyses, and of what an encoder's logit is made of."""
+"""Laws of the analyses, and of the attribution of a logit to its signals."""
 
 from types import SimpleNamespace
 
@@ -60,9 +60,9 @@ def values(ratios, n, ids=None):
 
 
 def planted(n=400):
-    """One family decides alone; the other adds half a logit towards the truth.
+    """Labels and two families: one decides, the other adds half a logit to the truth.
 
-    Where the first is sure it is right; near the boundary it is right half of the time.
+    If the first is sure, it is right; near the boundary, it is right half of the time.
     """
     i = np.arange(n)
     sign = np.where(i % 2, -1.0, 1.0)
@@ -71,7 +71,7 @@ def planted(n=400):
     return sign > 0, decider, 0.5 * sign, is_near
 
 
-def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_apart():
+def test_a_deciding_family_and_one_that_corrects_at_the_boundary_differ():
     labels, decider, corrector, is_near = planted()
     n = len(labels)
     both = (decider + corrector)[None]
@@ -82,7 +82,7 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     assert result["flips_near_boundary"].value == 1.0
     assert result["answers_near_boundary"].value == pytest.approx(is_near.mean())
     assert result["mean_contribution"].value == pytest.approx(0.5)
-    # Without the decider a constant is left, and half of the decisions are others.
+    # Without the decider a constant is left, and half of the decisions change.
     result = values(flip_ratios("HP", "H", both, np.full((1, n), -0.01), labels), n)
     assert result["flip_rate"].value == pytest.approx(0.5)
     # What adds nothing flips nothing, and its precision is undefined.
@@ -92,7 +92,7 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
 
 
 @pytest.mark.parametrize(("reach", "width"), [(0.0, 0.5), (6.0, 0.5), (40.0, 4.0)])
-def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width):
+def test_boundary_cells_hold_every_answer_however_far_from_the_boundary(reach, width):
     rest = reach * np.linspace(-1, 1, 50)[None]
     added = np.where(np.arange(50) % 2, 0.3, -0.3)[None] * (reach > 0)
     deployed = SimpleNamespace(
@@ -137,14 +137,14 @@ def test_flips_of_logits_that_know_nothing_are_as_precise_as_by_chance(right):
         assert chance > right + 0.1
 
 
-def test_of_a_set_without_a_labelled_answer_a_ratio_is_undefined_with_its_reason():
+def test_a_ratio_over_no_answers_is_undefined_with_its_reason():
     none = np.zeros((3, 0), bool)
     row = values([Ratio("x", "share", none, none)], 0)["share"]
     assert (row.value, row.ci_low, row.n) == (None, None, 0)
     assert row.reason == "no answer of this kind"
 
 
-def test_an_interval_is_that_of_resampling_questions_by_hand():
+def test_an_interval_equals_that_of_resampling_questions_by_hand():
     ids = np.repeat(np.arange(60), 2)  # two wordings of each
     hits = 1.0 * (np.random.default_rng(1).random((3, 120)) < 0.3)
     ratio = Ratio("x", "share", hits, np.ones_like(hits))
@@ -172,8 +172,8 @@ def test_no_share_has_an_interval_narrower_than_wilsons_of_its_questions(share):
 
 
 @pytest.mark.parametrize("right", [0.08, 0.4, 0.78])
-@pytest.mark.parametrize("strength", [0.0, 1.5])  # of scores that know nothing, or much
-def test_mistakes_that_share_the_label_alone_are_righted_as_often_as_by_chance(
+@pytest.mark.parametrize("strength", [0.0, 1.5])  # scores know nothing, or much
+def test_mistakes_that_share_only_the_label_are_corrected_as_if_by_chance(
     right, strength
 ):
     rng, names = np.random.default_rng(2), np.arange(20_000)
@@ -182,14 +182,14 @@ def test_mistakes_that_share_the_label_alone_are_righted_as_often_as_by_chance(
         mistakes(rng.normal(size=20_000) + x * labels, labels, names)
         for x in (strength, 1.5)
     )
-    righted = (theirs & ~ours).sum() / theirs.sum()
+    corrected = (theirs & ~ours).sum() / theirs.sum()
     chance = rights_by_chance(ours.mean(), labels.mean())
-    assert righted == pytest.approx(chance, abs=0.03)
+    assert corrected == pytest.approx(chance, abs=0.03)
     if right == 0.08:  # far from the share of answers that the family gets right
-        assert righted < 1 - ours.mean() - 0.1
+        assert corrected < 1 - ours.mean() - 0.1
 
 
-def test_as_many_answers_are_flagged_as_are_wrong_and_ties_fall_by_name():
+def test_as_many_answers_are_flagged_as_are_wrong_and_names_break_ties():
     labels = np.array([True, False, True, False, True])
     names = np.array(["e", "d", "c", "b", "a"])
     wrong = mistakes(np.zeros(5), labels, names)
@@ -207,7 +207,7 @@ def rows_of(datasets, splits, ids=None):
     return rows_like(labels, datasets=datasets, splits=splits, **fields)
 
 
-def test_the_same_answers_are_drawn_in_whatever_order_they_lie():
+def test_the_same_answers_are_drawn_whatever_their_order():
     where = np.arange(50)
     rows = rows_of(["one"] * 50, ["test"] * 50)
     moved_ids = rows.ids[np.random.default_rng(0).permutation(50)]
@@ -218,10 +218,10 @@ def test_the_same_answers_are_drawn_in_whatever_order_they_lie():
 
     assert drawn(moved) == drawn(rows) != drawn(rows, seed=8)
     small, large = (draw_rows(rows, where, n, 7).tolist() for n in (10, 30))
-    assert large[:10] == small  # more labels hold the fewer
+    assert large[:10] == small  # larger draws contain smaller ones
 
 
-def test_one_in_domain_set_is_not_shown_twice():
+def test_a_single_in_domain_set_is_not_judged_twice():
     rows = rows_of(["one", "held"], ["test", "ood"])
     assert judged_sets(rows) == [("all in-domain", "test"), ("held", "ood")]
     rows = rows_of(["one", "two", "held"], ["test", "test", "ood"])
@@ -245,9 +245,9 @@ def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
     assert stands_in_context(an_example(passages=passages), answer) == stands
 
 
-def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves():
+def test_shares_of_spans_and_positions_find_the_token_that_moves_the_logit():
     n, lengths = 30, np.tile([5, 1, 3], (30, 1))
-    answer = np.tile([0.0, 2.0, 0.0], (n, 1))  # the second token alone
+    answer = np.tile([0.0, 2.0, 0.0], (n, 1))  # only the second token
     families = np.zeros((n, 3, 4))
     families[:, 2, 3] = 2.0  # through attention
     families[:, 1, 0] = 0.5
@@ -268,12 +268,12 @@ def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves(
     assert value("even_share", position=1) == pytest.approx(1 / 3)
 
 
-def test_where_every_token_moves_alike_no_position_is_above_or_below_its_even_share():
+def test_if_all_tokens_move_the_logit_alike_shares_equal_even_shares():
     n, lengths = 100, np.tile([0, 3, 2], (100, 1))
     lengths[50:, 2] = 10
     answer = 1.0 * (np.arange(10) < lengths[:, 2:])
     families = np.zeros((n, 3, 4))
-    families[:, :, 0] = lengths  # as many logits as tokens
+    families[:, :, 0] = lengths  # one logit per token
     moved = TokenAttribution(families, answer, lengths, 0.0)
     rows = ratio_rows(
         "x",
@@ -293,7 +293,7 @@ def test_where_every_token_moves_alike_no_position_is_above_or_below_its_even_sh
     assert len(by_metric["share"]) == 3 + 8 + 1
 
 
-def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
+def test_a_regression_finds_planted_features_but_nothing_in_permuted_ones():
     rng = np.random.default_rng(0)
     labels = rng.random(600) < 0.5
     wide = rng.normal(size=(600, 200))
@@ -305,13 +305,13 @@ def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
         right, wrong = scores[labels[rest]], scores[~labels[rest]]
         return (right[:, None] > wrong[None]).mean()
 
-    assert auroc_of([wide, informative]) > 0.97  # two features beside two hundred
+    assert auroc_of([wide, informative]) > 0.97  # two features among two hundred
     assert abs(auroc_of([wide, rng.permutation(informative)]) - 0.5) < 0.12
     undefined = linear_scores([informative], labels, np.flatnonzero(labels)[:50], valid)
     assert np.isnan(undefined).all()
 
 
-def test_a_fifth_validates_and_no_question_that_teaches_of_a_held_out_set_is_read():
+def test_a_fifth_validates_and_only_part_of_a_held_out_set_is_a_source():
     train, valid = train_valid_split(np.arange(100))
     assert (len(train), len(valid)) == (80, 20)
     assert not set(train) & set(valid)
@@ -323,7 +323,7 @@ def test_a_fifth_validates_and_no_question_that_teaches_of_a_held_out_set_is_rea
     assert 8 < len(sources["held"]) < 32
 
 
-def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
+def test_a_case_is_the_surest_of_its_kind_and_ties_go_to_the_smaller_id():
     thresholds = np.array([0.6, 0.6])
     p = np.array([[0.9, 0.9, 0.7, 0.1, 0.5, 0.2], [0.1, 0.2, 0.9, 0.9, 0.61, 0.1]]).T
     assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
@@ -331,7 +331,7 @@ def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
     assert surest_questions(ids, p, thresholds) == {0: 1, 1: 3, 2: 5}
 
 
-def test_an_analysis_that_is_not_known_is_refused_by_its_name():
+def test_an_unknown_analysis_is_refused_by_name():
     assert chosen_analyses(AnatomyConfig()) == list(ANALYSES)
     assert chosen_analyses(AnatomyConfig(only=("flips",))) == ["flips"]
     with pytest.raises(ValueError, match="no analysis 'flip'; there are comp"):
@@ -367,7 +367,7 @@ def means(n_spans, seed=1):
 
 
 def weights(name, n_spans):
-    """Weights far enough from their first values that every part counts."""
+    """Weights moved so far from their initial values that every part counts."""
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     params = ENCODER.init(jax.random.key(0), signals(n_spans), mask)
     leaves, shape = jax.tree.flatten(params)
@@ -382,7 +382,7 @@ def logits(params, mask, features):
 
 
 def with_regression(params, n_spans, is_silent):
-    """Weights with a regression beside the network, which may have no say."""
+    """Weights with a regression and a network, whose last layer may be zero."""
     rng = np.random.default_rng(4)
     linear = {
         f"kernel_{f}": rng.normal(size=(2 + n_spans) * size).astype(np.float32)
@@ -394,7 +394,7 @@ def with_regression(params, n_spans, is_silent):
     return {"params": network, COLLECTION: {**linear, "bias": np.float32(0.5)}}
 
 
-def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
+def test_a_silent_network_can_be_skipped_without_changing_the_logits():
     mask, params = weights("HPRA", 3)
     features = signals(3)
     every = [with_regression(params, 3, is_silent) for is_silent in (True, False)]
@@ -443,7 +443,7 @@ def test_the_means_of_a_family_that_is_not_read_change_no_logit(name):
         assert np.array_equal(without, intact) == (letter not in name)
 
 
-def test_means_stand_on_real_tokens_of_their_span_alone():
+def test_means_replace_only_real_tokens_of_their_span():
     features, span_means = signals(3), means(3)
     result = replaced(features, span_means, of_span(DIMS, 3, 1))
     real = np.asarray(features.masks[1])
@@ -469,7 +469,7 @@ def test_the_order_of_examples_changes_no_logit_and_no_attribution():
     np.testing.assert_allclose(moved[0][3], plain[0][3][:, order], atol=1e-4)
 
 
-def test_the_channels_of_a_head_are_its_own_in_every_span_and_reading():
+def test_a_heads_channels_are_found_in_every_span_and_reading():
     cells = np.zeros((2, 2), bool)
     cells[1, 0] = True  # second layer, first head
     gone = channels_of_heads(DIMS, 3, cells)

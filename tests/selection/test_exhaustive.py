@@ -1,4 +1,4 @@
-"""What a run does only where it is asked for: rankings and ablations."""
+"""What a run does only on request: rankings and ablations."""
 
 import dataclasses
 import itertools
@@ -53,9 +53,9 @@ def ranking(tmp_path_factory):
 
 
 def brute_force():
-    """Another program: scikit-learn on the encoders' scores, set by set, seed by seed.
+    """The mean AUROC of every set of three, by scikit-learn on the encoders' scores.
 
-    In the planted codes everything an encoder knows is in its score.
+    In the planted codes, everything that an encoder knows is in its score.
     """
     train, valid = CODES
     result = {}
@@ -72,7 +72,7 @@ def brute_force():
     return result
 
 
-def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
+def test_the_best_set_is_the_one_found_by_brute_force_with_scikit_learn(ranking):
     theirs = brute_force()
     ours = dict(zip(map(tuple, ranking.sets.tolist()), ranking.means, strict=True))
     assert ours.keys() == theirs.keys()
@@ -92,7 +92,7 @@ def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
         assert train_heads._cache_size() == before + 1
 
 
-def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
+def test_greedy_search_and_the_enumeration_score_sets_alike(ranking):
     result = search(*CODES, margin=-1.0, max_encoders=3)
     assert result.members == KNOWING
     heads = trainer(*CODES)
@@ -109,7 +109,7 @@ def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
         np.testing.assert_array_equal(ranking.aurocs[row], aurocs)
 
 
-def test_a_rank_counts_the_better_sets_and_ties_share_it():
+def test_a_rank_counts_the_better_sets_and_ties_share_a_rank():
     aurocs = np.array([[5, 7], [6, 6], [7, 7], [4, 4]], np.float32) / 8
     ranking = Ranking(all_sets(4, 3), aurocs)
     theirs = rankdata(-aurocs.mean(axis=1), method="min")
@@ -118,7 +118,7 @@ def test_a_rank_counts_the_better_sets_and_ties_share_it():
     assert ranking.order.tolist() == [2, 0, 1, 3]
     assert ranking.gap_of(sets[3]) == 0.375
     assert ranking.rank_of(sets[1][::-1]) == 2
-    rows = _rank_rows(ranking, (0, 1, 3), some_rows())  # greedy's place
+    rows = _rank_rows(ranking, (0, 1, 3), some_rows())  # the greedy set
     expected = {"rank": 2, "n_sets": 4, "auroc_gap": 0.125}
     assert {row.metric: row.value for row in rows} == expected
 
@@ -127,7 +127,7 @@ class Stopped(Exception):
     """The run was killed here."""
 
 
-def test_a_killed_enumeration_continues_behind_its_last_call(tmp_path, ranking):
+def test_a_killed_enumeration_continues_after_its_last_finished_call(tmp_path, ranking):
     calls = []
 
     def stop_at_the_second(n_heads):
@@ -160,7 +160,7 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
     assert enumeration(tmp_path, (CODES[0], flipped)).n_missing() == 40
 
 
-def test_the_ribbon_counts_what_the_sets_carry():
+def test_parts_of_a_ranking_count_the_encoders_that_have_a_trait():
     assert len(all_sets(15, 3)) == 455 and len(all_sets(30, 3)) == 4060  # the paper's
     assert len({tuple(s) for s in all_sets(7, 3)}) == math.comb(7, 3)
     sets = all_sets(4, 3)  # 012, 013, 023, 123
@@ -186,16 +186,14 @@ def some_rows():
 @pytest.mark.parametrize(
     ("setting", "n_pool"), [("closed_book", 15), ("with_context", 30)]
 )
-def test_without_a_family_only_the_encoders_that_do_not_read_it_are_left(
-    setting, n_pool
-):
+def test_without_a_family_only_the_encoders_that_do_not_read_it_remain(setting, n_pool):
     for family, letter in zip(FAMILIES, "HPRA", strict=True):
         left = ablation.candidates_without(setting, n_pool, family)
         assert len(left) == n_pool // 15 * 7  # 2^3 - 1 subsets of the other three
         assert all(letter not in SUBSET_NAMES[i % N_SUBSETS] for i in left)
 
 
-def test_the_variants_are_four_families_and_the_settings_spans():
+def test_the_variants_remove_each_family_and_each_span_of_the_setting():
     families = ["without_hidden", "without_prob", "without_resid", "without_attn"]
 
     def spans(*names):
@@ -207,7 +205,7 @@ def test_the_variants_are_four_families_and_the_settings_spans():
     )
 
 
-def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
+def test_the_papers_ablation_zeroes_a_span_in_training_and_not_in_evaluation():
     rng = np.random.default_rng(0)
     masks = tuple(np.ones((2, n), bool) for n in (5, 4))
     tokens = (rng.normal(size=(4, 5, 3)).astype(np.float32),)
@@ -241,7 +239,7 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         assert np.all(item.masks[0]) and not np.any(item.masks[1])
 
 
-def test_the_encoders_alone_say_the_mean_of_their_probabilities():
+def test_own_scores_are_the_mean_probability_of_the_encoders():
     logits = np.random.default_rng(0).normal(size=(2 * N_SUBSETS, 6))
     outputs = MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4)))
     pool = pool_outputs((outputs,), 2, np.ones(6, bool), np.arange(6))
@@ -250,7 +248,7 @@ def test_the_encoders_alone_say_the_mean_of_their_probabilities():
     np.testing.assert_allclose(result, by_hand.mean(axis=1), rtol=1e-6)
 
 
-def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
+def test_the_outputs_of_retrained_encoders_replace_the_old_ones():
     grid = np.arange(2 * N_SUBSETS, dtype=np.float32)
     outputs = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
     subsets = (subset_index("P"), subset_index("HA"))
@@ -261,10 +259,10 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
     others = np.setdiff1d(np.arange(30), at)
     np.testing.assert_array_equal(result.logits[others], outputs.logits[others])
     np.testing.assert_array_equal(result.pooled.any(axis=(1, 2)).nonzero()[0], at)
-    assert not outputs.pooled.any()  # what was given is left as it was
+    assert not outputs.pooled.any()  # the input is unchanged
 
 
-def test_a_search_that_found_nothing_is_null_with_its_reason():
+def test_a_search_that_found_nothing_gives_null_rows_with_the_reason():
     result = ablation.undefined_rows("without_prob", some_rows())
     assert [(r.dataset, r.split, r.metric, r.n, r.n_failed) for r in result] == [
         (dataset, split, metric, *counts)
@@ -275,7 +273,7 @@ def test_a_search_that_found_nothing_is_null_with_its_reason():
     assert all(r.value is None and "better than chance" in r.reason for r in result)
 
 
-def test_traits_part_the_pool_by_family_and_pass():
+def test_traits_split_the_pool_by_family_and_pass():
     result = traits("with_context", 30)
     assert list(result)[:2] == [("H", "closed_book"), ("H", "with_context")]
     assert {int(t.sum()) for t in result.values()} == {8}  # subsets that hold a family

@@ -1,4 +1,4 @@
-"""Greedy search, and how much too good it looks where it searched."""
+"""Greedy search, and how much too good it looks on the rows that it searched."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ def search(*codes, **options):
 
 
 def test_greedy_finds_the_planted_encoders_and_stops():
-    # Of 300 rows half a point is noise.
+    # On 300 rows, half a point of AUROC is noise.
     selection = search(random_codes(400, 0), random_codes(300, 1), margin=0.01)
     assert set(selection.members) == {1, 4}
     assert not selection.path[-1].accepted and len(selection.path) == 3
@@ -69,7 +69,7 @@ def test_slots_grow_by_doubling_and_validation_rows_of_one_class_are_refused():
         search(codes, codes._replace(labels=jnp.ones(50)))
 
 
-def test_only_the_candidates_are_searched_and_nothing_is_compiled_anew():
+def test_only_the_candidates_are_searched_and_nothing_is_compiled_again():
     parts = random_codes(400, 0), random_codes(300, 1)
     assert search(*parts, max_encoders=1).members[0] in (1, 4)
     n_traces = train_heads._cache_size()
@@ -79,7 +79,7 @@ def test_only_the_candidates_are_searched_and_nothing_is_compiled_anew():
 
 
 def outputs_of_two_families(labels, knowing, seed):
-    """Three encoders a seed, of which one knows half of the answer."""
+    """Outputs of three encoders per seed, one of which sees the label with noise."""
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((N_SEEDS * 3, len(labels)))
     logits[knowing::3] = 1.5 * labels + rng.standard_normal(len(labels))
@@ -116,7 +116,7 @@ CONFIG = SelectConfig(
 
 
 def rows_of(n_questions, variants=("original", "rewritten")):
-    """Two sets of questions, each in two wordings; a third of each are training."""
+    """Questions of two sets, by default in two wordings; a third of each set trains."""
     n = n_questions * len(variants)
     question = np.repeat(np.arange(n_questions), len(variants))
     return rows_like(
@@ -129,7 +129,7 @@ def rows_of(n_questions, variants=("original", "rewritten")):
 
 
 def pool_of_noise(rows, signal):
-    """Encoders of noise, which say the label as loudly as `signal`."""
+    """A pool of encoders of noise, to which `signal` times the label is added."""
     rng = np.random.default_rng(1)
     n = len(rows.ids)
     logits = rng.normal(size=(N_SUBSETS, n)) + signal * rows.labels
@@ -148,7 +148,7 @@ def pool_of_noise(rows, signal):
     )
 
 
-def test_halves_part_every_set_evenly_and_keep_wordings_together():
+def test_halves_split_every_set_evenly_and_keep_wordings_together():
     rows = rows_of(60)
     seen, unseen = halves(rows, 0, 7)
     assert not set(rows.ids[seen]) & set(rows.ids[unseen])
@@ -161,7 +161,7 @@ def test_halves_part_every_set_evenly_and_keep_wordings_together():
     assert set(seen) != set(halves(rows, 1, 7)[0])
 
 
-def test_a_search_sees_its_half_alone_in_a_shape_that_all_halves_share():
+def test_a_search_sees_only_its_half_in_a_shape_that_all_halves_share():
     rows = rows_of(60)
     pool = pool_of_noise(rows, 1.0)
     first, second = (searched_on(pool, halves(rows, i, 7)[0]).valid for i in (0, 1))
@@ -171,7 +171,7 @@ def test_a_search_sees_its_half_alone_in_a_shape_that_all_halves_share():
     np.testing.assert_array_equal(jnp.asarray(first.labels), rows.labels[where])
 
 
-def test_the_best_of_fifteen_noises_is_too_good_where_it_was_chosen():
+def test_the_best_of_fifteen_noises_looks_too_good_on_the_half_that_chose_it():
     rows = rows_of(240, variants=("original",))
     pool = pool_of_noise(rows, 0.0)
     result = [gaps(pool, CONFIG, *halves(rows, i, 7)) for i in range(6)]
@@ -180,7 +180,7 @@ def test_the_best_of_fifteen_noises_is_too_good_where_it_was_chosen():
     assert abs(np.mean([item["early_fusion"] for item in result])) < 0.05
 
 
-def test_a_half_that_tells_nothing_is_left_out_of_the_gap_and_counted():
+def test_a_split_without_a_defined_gap_is_left_out_and_counted():
     rows = rows_of(40)
     split = halves(rows, 0, 7)
     unranked = gaps(pool_of_noise(rows, -9.0), CONFIG.resized(epochs=0), *split)

@@ -31,14 +31,14 @@ def test_sweep_finds_the_planted_layer_and_the_others_are_at_chance():
         (1e-9 * (hidden - 50), y) for hidden, y in (states(500, 0), states(400, 1))
     ]
     small = sweep_layers(*small[0], *small[1], config)
-    np.testing.assert_allclose(small, aurocs, atol=1e-3)  # a unit is worth nothing
+    np.testing.assert_allclose(small, aurocs, atol=1e-3)  # units do not matter
     hidden, labels = states(50, 0)
     with pytest.raises(ValueError, match="one class"):
         sweep_layers(hidden, labels, hidden, np.ones(50, bool))
 
 
 def several_sets():
-    """Three sets, one after another as they are stored, each in two wordings."""
+    """Rows of three sets, one set after another, every question in two wordings."""
     sizes, rates = {"one": 600, "two": 300, "three": 100}, (0.4, 0.2, 0.9)
     ids, datasets, labels = [], [], []
     for (name, n), rate in zip(sizes.items(), rates, strict=True):
@@ -60,12 +60,12 @@ def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
         assert (len(of_set), rows.labels[of_set].sum()) == (n, n_right)
     again, other = (sweep_rows(rows, "train", 200, seed=s) for s in (0, 1))
     assert (again == drawn).all() and (other != drawn).any()
-    everything = sweep_rows(rows, "train", 1000, seed=0)  # where there are no more
+    everything = sweep_rows(rows, "train", 1000, seed=0)  # there are no more
     assert everything.tolist() == list(range(0, 2000, 2))
 
 
 def stored(setting, *loudness, n=400):
-    """Answers of two tokens; how loudly each kept layer says whether they are right."""
+    """Answers of two tokens; `loudness` is how clearly each layer shows the label."""
     rng = np.random.default_rng(len(setting))
     labels = rng.random(n) < 0.5
     hidden = rng.standard_normal((2 * n, 3, 4)).astype(np.float32)
@@ -83,7 +83,7 @@ def stored(setting, *loudness, n=400):
     return store, rows_like(labels, setting=setting, splits=splits)
 
 
-def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean():
+def test_one_layer_is_chosen_for_all_settings_the_best_on_average():
     stores = {
         "closed_book": stored("closed_book", 3.0, 1.5, 0.0),
         "with_context": stored("with_context", 0.0, 1.5, 3.0),
