@@ -1,4 +1,4 @@
-"""From signals to a probe and back, and the verb that does it for one's own model."""
+"""Fitting a probe on signals, saving it, and the verb `fit` for a model of your own."""
 
 import copy
 import dataclasses
@@ -57,7 +57,7 @@ def probe(run, signals):
     )
 
 
-def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, probe):
+def test_fit_on_signals_of_a_run_gives_the_detector_of_its_verbs(run, signals, probe):
     verbs = beatrice.load(run.path)
     assert verbs.detector.provenance.layer == probe.layer
     for name, head in probe.detector.heads.items():
@@ -66,10 +66,10 @@ def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, 
     for case in (*({"signals": alone} for alone in signals.values()), both):
         p_correct = probe.predict(**case)
         np.testing.assert_allclose(verbs.predict(**case), p_correct, atol=1e-6)
-        assert np.ptp(p_correct) > 0.05  # it says something
+        assert np.ptp(p_correct) > 0.05  # the predictions differ
 
 
-def test_maps_of_a_run_keep_every_answer_apart_and_those_of_the_paper_do_not(
+def test_maps_of_a_run_tell_most_answers_apart_and_those_of_the_paper_do_not(
     run, signals, tmp_path
 ):
     paper = shutil.copytree(run.path, tmp_path / "run")
@@ -86,7 +86,7 @@ def test_maps_of_a_run_keep_every_answer_apart_and_those_of_the_paper_do_not(
 def test_a_saved_probe_predicts_the_same(signals, probe, tmp_path):
     folder = tmp_path / "probe"
     probe.save(folder, untrustworthy=True)
-    probe.save(folder, untrustworthy=True)  # replaces itself
+    probe.save(folder, untrustworthy=True)  # saving again replaces it
     some = signals["closed_book"][:20]
     again = beatrice.load(folder)
     assert np.array_equal(again.predict(some), probe.predict(some))
@@ -102,7 +102,7 @@ def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
     assert (report["value"] <= report["ci_high"]).all()
 
 
-def test_three_right_answers_on_top_are_no_certain_ranking():
+def test_three_right_answers_on_top_do_not_make_the_ranking_certain():
     p, labels = np.linspace(0.01, 0.99, 100), np.arange(100) > 96
     config = BootstrapConfig(n_resamples=20)
     row = metric_rows(p, p, labels, np.arange(100), config)[0]
@@ -110,7 +110,7 @@ def test_three_right_answers_on_top_are_no_certain_ranking():
     assert row["ci_high"] == row["value"] == 1.0
 
 
-def test_the_interval_of_the_calibration_error_holds_the_true_one():
+def test_the_interval_of_the_calibration_error_contains_the_true_error():
     rng, config, n_held = np.random.default_rng(0), BootstrapConfig(n_resamples=60), 0
     for true in (0.0, 0.15):
         for _ in range(10):
@@ -122,7 +122,7 @@ def test_the_interval_of_the_calibration_error_holds_the_true_one():
 
 
 def planted_signals(rng, n_answers=300):
-    """Three families under names of their own; one of them knows, if little."""
+    """Return signals of three own families, and labels; only `sae` depends on them."""
     lengths = rng.integers(1, 6, n_answers)
     labels = rng.random(n_answers) < 0.5
     at = np.repeat(np.arange(n_answers), lengths)
@@ -156,9 +156,7 @@ def held_out_auroc(rng, labels_of, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["linear", "encoder", "paper"])
-def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
-    rng, recipe
-):
+def test_probes_on_families_of_your_own_find_only_what_is_planted(rng, recipe):
     value, probe = held_out_auroc(rng, lambda truth: truth, recipe)
     assert value > 0.85
     (head,) = probe.detector.heads.values()
@@ -166,16 +164,16 @@ def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(
     assert not probe.detector.doubts
     value, probe = held_out_auroc(rng, rng.permutation, recipe)
     assert 0.3 < value < 0.7  # 80 answers: two standard errors are .13
-    if recipe == "linear":  # whose validation rows have chosen nothing
+    if recipe == "linear":  # it chooses nothing by its validation rows
         assert "not shown to be better than chance" in probe.detector.doubts[0]
     dims = {"activations": (2, 3), "sae": (8,), "logits": (1,)}
     far = {name: np.full((8, *shape), 3e38) for name, shape in dims.items()}
     far = beatrice.Signals.from_arrays(far, ids=["a", "b"], lengths=[4, 4])
     with pytest.raises(ValueError, match="of 2 of 2 answers overflow .* of 'a'"):
-        probe.predict(far)  # whose sums overflow
+        probe.predict(far)  # their sums overflow
 
 
-def test_a_probe_of_too_few_answers_is_saved_only_as_one_and_stays_one(rng, tmp_path):
+def test_a_doubtful_probe_is_saved_only_as_untrustworthy_and_stays_so(rng, tmp_path):
     signals, _ = planted_signals(rng, 60)
     labels = np.arange(60) % 20 == 0  # 3 right: 2 to train on, 1 to calibrate on
     probe = beatrice.fit(signals, labels, progress=False)
@@ -203,7 +201,7 @@ def test_a_group_in_two_splits_is_refused(rng):
 
 
 @pytest.mark.parametrize("unit", [1e-8, 1e-25, 1e30])
-def test_signals_in_another_unit_are_worth_the_same(rng, unit):
+def test_the_unit_of_signals_does_not_change_the_auroc(rng, unit):
     labels = np.arange(200) % 2 == 0
     rows, large = rng.normal(size=(2, 200, 2)) + labels[:, None]
 
@@ -215,8 +213,8 @@ def test_signals_in_another_unit_are_worth_the_same(rng, unit):
     assert auroc_of(rows) > auroc_of(0 * rows) + 0.02
 
 
-def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
-    n_right = np.arange(20)  # of as many answers each
+def test_about_three_tenths_validate_even_if_no_two_groups_are_alike(rng):
+    n_right = np.arange(20)  # in each group of 20 answers
     labels = np.concatenate([np.arange(20) < n for n in n_right])
     groups = np.repeat(n_right, 20)
     rows = rng.normal(size=(400, 2)) + labels[:, None]
@@ -229,7 +227,7 @@ def test_three_tenths_of_the_groups_validate_also_where_no_two_are_alike(rng):
         beatrice.fit(signals, labels | True, groups=groups, progress=False)
 
 
-def test_a_fit_leaves_the_root_logger_and_the_environment_to_the_user():
+def test_a_fit_adds_no_root_log_handlers_and_no_xla_variables():
     code = (
         "import logging, os; del os.environ['XLA_FLAGS'];"
         "import numpy as np, beatrice; y = np.arange(60) % 2 > 0;"
@@ -242,7 +240,7 @@ def test_a_fit_leaves_the_root_logger_and_the_environment_to_the_user():
 
 @pytest.fixture
 def settings_of_the_user():
-    """Settings of JAX as its users change them, of all threads."""
+    """Yield a function that changes settings of JAX for all threads, as users might."""
     values = {
         "jax_enable_x64": True,
         "jax_debug_nans": True,
@@ -280,11 +278,11 @@ def rng():
     return np.random.default_rng(0)
 
 
-def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
+def test_memory_of_signals_is_freed_with_the_last_object_that_uses_it(rng):
     signals, _ = planted_signals(rng, 20)
     url, some = signals.store.url, signals[:5]
     others = beatrice.Signals(url)
-    del others  # of an address gives nothing back
+    del others  # signals opened by an address free nothing
     assert len(signals[0]["sae"])
     del signals
     assert len(some[0]["sae"]) and open_kvstore(url).list().result()
@@ -292,7 +290,7 @@ def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
     assert not open_kvstore(url).list().result()
 
 
-def test_signals_in_memory_go_along_to_a_copy_and_to_another_process(rng):
+def test_signals_in_memory_survive_copying_and_pickling(rng):
     signals, _ = planted_signals(rng, 20)
     values, some = signals[7]["sae"], signals[5:10]
     sent = ForkingPickler.loads(ForkingPickler.dumps(some))
@@ -302,7 +300,7 @@ def test_signals_in_memory_go_along_to_a_copy_and_to_another_process(rng):
         assert len(again) == 5 and np.array_equal(again[2]["sae"], values)
 
 
-def test_a_part_of_signals_is_those_answers(rng):
+def test_a_subset_of_signals_holds_the_chosen_answers(rng):
     signals, _ = planted_signals(rng, 20)
     where = np.arange(20) % 3 == 1
     some = signals[where]
@@ -312,15 +310,15 @@ def test_a_part_of_signals_is_those_answers(rng):
     assert "20 answers" in repr(signals) and "3 families" in repr(signals)
 
 
-def test_answers_are_read_beside_closed_book_ones_to_the_same_question(rng):
+def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
     lengths = np.full(200, 2)
     spans = np.tile([[0, 1], [1, 1], [1, 2]], (200, 1, 1))
-    labels = np.repeat(rng.random(100) < 0.5, 2)  # two contexts a question
+    labels = np.repeat(rng.random(100) < 0.5, 2)  # two contexts per question
     rows = rng.normal(size=(2, 400, 3)) + 0.8 * np.repeat(labels, 2)[:, None]
     from_arrays, names = beatrice.Signals.from_arrays, np.array([*map(str, range(100))])
     ids = [f"{n}{again}" for n in range(100) for again in ("", "-2")]
     stored = from_arrays({"a": rows[0]}, lengths=lengths, spans=spans, ids=ids)
-    # In another order, and without the questions that are not fitted on.
+    # In another order, and only for the questions that are fitted on.
     order = rng.permutation(80)
     closed_book = rows[1, ::4][order]
     passes = {
@@ -432,7 +430,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_holds_rows_has_the_rows_of_an_array(kind):
+def test_every_kind_of_table_is_read_like_an_array_of_its_rows(kind):
     rows = np.arange(12.0).reshape(6, 2)
     signals = beatrice.Signals.from_arrays({"a": KINDS[kind](rows)})
     assert len(signals) == 6
@@ -441,7 +439,7 @@ def test_whatever_holds_rows_has_the_rows_of_an_array(kind):
     assert named.ids == ("0", "1", "2", "3", "4", "5")  # a tensor's numbers
 
 
-def test_a_store_of_other_arrays_is_not_written_over(tmp_path):
+def test_a_store_of_other_arrays_is_not_overwritten(tmp_path):
     def save(rows):
         return beatrice.Signals.from_arrays({"a": rows}, store=tmp_path / "store")
 
@@ -476,18 +474,18 @@ def test_a_store_of_other_arrays_is_not_written_over(tmp_path):
         ({"seed": "1"}, "seed"),
     ],
 )
-def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
+def test_arguments_that_fit_cannot_use_are_refused_in_one_sentence(rng, change, named):
     signals, labels = planted_signals(rng, 20)
     given = {"signals": signals, "labels": labels, "config": "smoke", **change}
     with pytest.raises(ValueError, match=named):
         beatrice.fit(**given, progress=False)
 
 
-def test_two_labels_of_an_answer_or_two_rows_of_it_are_refused(rng):
+def test_contradictory_labels_and_repeated_answers_are_refused(rng):
     signals, truth = planted_signals(rng, 20)
     named = zip(signals.ids, truth.tolist(), strict=True)
     labels = [a_label(is_right, example_id=name) for name, is_right in named]
-    beatrice.fit(signals, [*labels, *labels], progress=False)  # of two who agree
+    beatrice.fit(signals, [*labels, *labels], progress=False)  # two labels that agree
     other = a_label(not truth[3], example_id="3")
     for change, named in (
         ({"labels": [*labels, other]}, "labels: the answer .'3'.* has two"),
@@ -497,15 +495,15 @@ def test_two_labels_of_an_answer_or_two_rows_of_it_are_refused(rng):
             beatrice.fit(**{"signals": signals, "labels": labels, **change})
 
 
-def test_a_fit_shows_how_far_it_is_unless_it_is_told_not_to(rng, capsys):
+def test_a_fit_shows_its_progress_unless_told_not_to(rng, capsys):
     signals, labels = planted_signals(rng, 60)
     for progress in (True, False):
         probe = beatrice.fit(signals, labels, config="smoke", progress=progress)
         assert ("fit closed_book" in capsys.readouterr().err) == progress
-    assert probe.predict(signals[[]]).shape == (0,)  # no answers have no P
+    assert probe.predict(signals[[]]).shape == (0,)  # without answers there is no P
 
 
-def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
+def test_a_missing_label_in_a_table_or_tensor_is_an_unknown_label(rng):
     signals, truth = planted_signals(rng, 60)
     labels = pandas.array(truth.tolist(), dtype="boolean")
     labels[:20] = pandas.NA
@@ -533,14 +531,12 @@ def test_a_label_that_a_table_or_tensor_has_not_is_one_that_nobody_knows(rng):
         ({"n_resamples": 2.5}, "n_resamples: expected a whole number"),
     ],
 )
-def test_a_setting_of_another_type_is_refused_when_it_is_made(fields, named):
+def test_a_setting_of_the_wrong_type_is_refused_when_the_config_is_made(fields, named):
     with pytest.raises(ValueError, match=named):
         beatrice.FitConfig(**fields)
 
 
-def test_answers_of_any_length_and_number_are_predicted_without_a_compilation(
-    rng, caplog
-):
+def test_predicting_answers_of_any_length_and_number_compiles_nothing(rng, caplog):
     signals, labels = planted_signals(rng, 60)
     probe = beatrice.fit(signals, labels, config="smoke", progress=False)
     shapes = {"activations": (2, 3), "sae": (8,), "logits": ()}
@@ -578,14 +574,14 @@ def questions(examples, tmp_path):
     return write_lines(tmp_path / "questions.jsonl", map(question_row, examples))
 
 
-def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
+def test_a_model_and_questions_become_a_probe_that_reports_its_quality(
     questions, tmp_path
 ):
     done = fit_verb("embedded", questions, tmp_path / "probe", "--untrustworthy")
     for words in ("perplexity", "text alone", "length alone", "ECE", "minutes"):
         assert words in done.output
     lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
-    assert len(lines) == 5  # whose P is looked at where the probe is loaded
+    assert len(lines) == 5  # their P is checked when the probe is loaded
     card = (tmp_path / "probe" / "README.md").read_text()
     assert "| perplexity's | of text alone |" in card
     assert not (tmp_path / "probe.work").exists()
@@ -599,7 +595,7 @@ def test_a_model_and_questions_become_a_probe_that_says_what_it_is_worth(
         assert score.decision == "unknown" and "trust" in score.warnings[0]
 
 
-def test_questions_with_passages_are_asked_both_ways_and_so_are_their_answers_judged(
+def test_a_probe_from_questions_with_passages_judges_both_kinds_of_answer(
     examples, tmp_path
 ):
     rows = [question_row(e, passages=passage_rows(e)) for e in examples]
@@ -643,7 +639,7 @@ def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
         probe.score(question, answer)
 
 
-def test_a_probe_of_a_services_words_knows_its_prompts_and_no_others(
+def test_a_probe_with_a_template_of_your_own_recognises_only_its_prompts(
     examples, tmp_path
 ):
     words = {"with_context": "Known: {context} Asked: {question} Answer:"}
@@ -688,7 +684,7 @@ def same_ids(model, text):
     return tuple(model.backbone.tokenizer(text)["input_ids"])
 
 
-def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tmp_path):
+def test_too_few_or_only_wrong_answers_are_refused_with_how_many_suffice(tmp_path):
     lines = [
         {"question": f"where is place {i}?", "answer": "here", "label": i < 5}
         for i in range(24)
@@ -701,7 +697,7 @@ def test_answers_that_are_all_wrong_or_few_are_refused_with_how_many_would_do(tm
     assert "too few to fit: 0 right and 19 wrong" in fit_verb(*words, code=1).output
 
 
-def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
+def test_answers_that_match_no_gold_are_reported_at_once_with_advice(
     questions, tmp_path
 ):
     rows = map(json.loads, questions.read_text(encoding="utf-8").splitlines())
@@ -710,7 +706,7 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     done = fit_verb("embedded", questions, tmp_path / "probe", code=1)
     assert "none of the first 50 answers from memory is right ('" in done.output
     assert "expected 'nothing like it'" in done.output and "--labelled" in done.output
-    # Another prompt begins anew beside what is there.
+    # Another prompt starts over, next to the answers already written.
     (tmp_path / "words.json").write_text('{"closed_book": "Asked: {question} Answer:"}')
     words = ("--template", tmp_path / "words.json")
     done = fit_verb("embedded", questions, tmp_path / "probe", *words, code=1)
@@ -718,7 +714,7 @@ def test_answers_that_match_no_gold_are_said_at_once_with_what_to_do(
     assert "none of the first 50 answers from memory is right ('" in done.output
 
 
-def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path):
+def test_interrupted_answering_resumes_from_the_answers_already_written(tmp_path):
     model = beatrice.LanguageModel("embedded")
     questions = [f"where was Skiband {word} born?" for word in "abcdefghij" * 30]
     store = tmp_path / "signals"
@@ -741,7 +737,7 @@ def test_a_fit_that_was_killed_goes_on_with_the_answers_that_are_there(tmp_path)
         model.answer(questions, max_new_tokens=5, read=True, store=store)
 
 
-def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
+def test_the_verb_refuses_bad_files_in_one_sentence_before_loading_a_model(
     questions, tmp_path
 ):
     empty = write_lines(tmp_path / "empty.jsonl", [])
@@ -766,7 +762,7 @@ def test_what_the_verb_cannot_use_is_one_sentence_before_a_model_is_loaded(
         assert "no-model" not in done.output
 
 
-def test_of_the_folder_beside_a_probe_only_what_the_fit_wrote_is_cleared(tmp_path):
+def test_clearing_a_work_folder_removes_only_what_the_fit_wrote(tmp_path):
     for name in ("mine", "empty"):
         (tmp_path / name / "signals-0123456789ab.written").mkdir(parents=True)
         (tmp_path / name / ".lock").touch()
@@ -776,7 +772,7 @@ def test_of_the_folder_beside_a_probe_only_what_the_fit_wrote_is_cleared(tmp_pat
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
 
 
-def test_whoever_fits_a_probe_waits_for_the_other_and_then_finds_it(tmp_path):
+def test_a_second_fit_waits_for_the_first_and_then_finds_its_probe(tmp_path):
     folder, errors = tmp_path / "probe", []
 
     def fit():

@@ -1,4 +1,4 @@
-"""A probe on the Hub: what is published, what is left alone, what a cache lends."""
+"""A probe on the Hub: what a push replaces and leaves, and loading from the cache."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ PROBE = ["config.json", "probe.safetensors", "README.md", CHECKSUMS]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The Hub as far as publishing goes: repositories of names of files."""
+    """The part of the Hub that publishing needs; repositories hold only file names."""
 
     def do_GET(self):
         name = self.path.split("/tree/")[0].removeprefix("/api/models/")
@@ -26,14 +26,14 @@ class Hub(BaseHTTPRequestHandler):
         self.reply(rows, 404 if files is None else 200)
 
     def do_CONNECT(self):
-        self.reply({}, 407)  # of a proxy that wants a password
+        self.reply({}, 407)  # like a proxy that wants a password
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path == "/api/repos/create":
             about = json.loads(content)
             name = f"{about.get('organization', 'me')}/{about['name']}"
-            is_asked = {"private", "visibility"} & {*about}  # by the client's version
+            is_asked = {"private", "visibility"} & {*about}  # client versions differ
             self.server.created.append((name, bool(is_asked)))
             known = name in self.server.repositories
             self.server.repositories.setdefault(name, [".gitattributes"])
@@ -67,7 +67,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def a_hub(**repositories):
-    """Run a Hub that holds repositories of `acme`; give it, and how to reach it."""
+    """Run a Hub with repositories of `acme`; yield it and the variables to reach it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repositories = {f"acme/{k}": list(v) for k, v in repositories.items()}
     server.created = []
@@ -88,7 +88,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_push_replaces_a_probe_alone_and_leaves_privacy_to_the_owner():
+def test_a_push_replaces_only_a_probe_and_leaves_privacy_to_the_owner():
     page, ours = ["README.md", "LICENSE"], [*PROBE, "figures/roc.png"]
     with a_hub(model=MODEL, probe=ours, page=page) as (hub, where):
         names = [f"acme/{x}" for x in ("model", "probe", "page", "new", "hidden")]
@@ -100,14 +100,14 @@ def test_a_push_replaces_a_probe_alone_and_leaves_privacy_to_the_owner():
     assert hub.created == [(name, name == "acme/hidden") for name in names]
 
 
-def test_a_hub_that_nobody_reaches_is_said_in_a_sentence():
+def test_an_unreachable_hub_is_reported_in_one_sentence():
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = run_python(PUSH, "acme/new", NO_PROXY="*", **nobody)
     (line,) = done.stdout.splitlines()
     assert line.startswith("hf://acme/new: ") and "can be reached" in line
 
 
-def test_a_probe_of_the_cache_loads_through_no_proxy_and_beside_other_files(tmp_path):
+def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path):
     repository = tmp_path / "models--acme--probe"
     snapshot = repository / "snapshots" / COMMIT
     shutil.copytree(PROBES / "embedded", snapshot)
@@ -123,7 +123,7 @@ def test_a_probe_of_the_cache_loads_through_no_proxy_and_beside_other_files(tmp_
     assert "fitted on embedded" in done.stdout
 
 
-def test_a_licence_beside_a_probe_is_no_damage(tmp_path):
+def test_a_licence_next_to_a_probe_does_not_count_as_damage(tmp_path):
     folder = shutil.copytree(PROBES / "embedded", tmp_path / "clone")
     for name in ("LICENSE", "NOTICE"):
         (folder / name).write_text("terms")

@@ -1,4 +1,4 @@
-"""Of which model a probe is, wherever that model lies, and what is another's."""
+"""Which model a probe belongs to, wherever that model is, and which it does not."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ def model():
 
 
 def probe_of(here, **changes):
-    """Return a probe beside a model, as of a run; of its fit other things are said."""
+    """Return a probe like a run's for a model, with changes to its provenance."""
     detector = make_detector(here.backbone)
     trained = dataclasses.replace(detector.provenance, **changes)
     detector = dataclasses.replace(detector, provenance=trained)
@@ -30,7 +30,7 @@ def probe_of(here, **changes):
     return beatrice.Probe(detector, layer=LAYER, open_scorer=lambda: scorer)
 
 
-def test_what_another_model_says_is_saved_with_no_probe(model, tmp_path):
+def test_hashes_and_examples_of_another_model_are_not_saved(model, tmp_path):
     for revision, is_its in ((model.backbone.revision, True), ("f" * 64, False)):
         probe = probe_of(model, revision=revision)
         assert probe.scorer is not None
@@ -59,7 +59,7 @@ assert beatrice.load("embedded", model=older).load_scorer()
 
 @pytest.fixture
 def changed(tmp_path):
-    """A copy of the embedded model in which a number of a tensor is another."""
+    """A copy of the embedded model with one number of a tensor changed."""
     folder = shutil.copytree(WEIGHTS, tmp_path / "changed")
     tensors = load_file(folder / "model.safetensors")
     next(iter(tensors.values())).view(-1)[0] += 1
@@ -67,7 +67,7 @@ def changed(tmp_path):
     return folder
 
 
-def test_a_probe_of_a_commit_loads_it_and_takes_the_same_files_from_elsewhere(
+def test_a_probe_of_a_commit_loads_it_or_the_same_files_from_elsewhere(
     model, changed, tmp_path
 ):
     repository = tmp_path / "models--owner--name"
@@ -91,9 +91,7 @@ def test_a_probe_of_a_commit_loads_it_and_takes_the_same_files_from_elsewhere(
         beatrice.LanguageModel(copied, revision=OLDER)
 
 
-def test_signals_of_another_model_type_or_answer_span_are_refused_as_answers_are(
-    model, changed
-):
+def test_signals_of_another_model_precision_or_answer_span_are_refused(model, changed):
     answers = model.as_answers([("where was he born?", "Guzolt Falls")])
     usual = {"layers": [LAYER], "config": ExtractConfig()}
     signals, probe = model.read(answers, **usual), probe_of(model)
@@ -123,7 +121,7 @@ def test_signals_of_another_model_type_or_answer_span_are_refused_as_answers_are
         (probe, signals),
         (probe, beatrice.Signals(signals.store)),
         (probe_of(model, **in_memory), ours.read(answers, **usual)),
-        (probe_of(model, **in_memory), signals),  # of the files of the same model
+        (probe_of(model, **in_memory), signals),  # from files of the same model
         (probe, beatrice.Signals.from_arrays(arrays, spans=spans, layers=[LAYER])),
     ):
         assert known.predict(read) == pytest.approx(probe.predict(signals))

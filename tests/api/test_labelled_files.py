@@ -1,4 +1,4 @@
-"""Files of labelled answers, as people's tables and logs write them."""
+"""Files of labelled answers in the forms of users' tables and logs."""
 
 import json
 
@@ -22,7 +22,7 @@ def a_row(label, **more):
     return {"question": "where?", "answer": "Rome", "label": label, **more}
 
 
-def test_labels_are_read_as_people_write_them_and_a_missing_one_leaves_its_row_out(
+def test_labels_are_read_in_every_usual_spelling_and_unlabelled_rows_left_out(
     tmp_path,
 ):
     rows = [a_row(written) for written, _ in KNOWN]
@@ -34,9 +34,7 @@ def test_labels_are_read_as_people_write_them_and_a_missing_one_leaves_its_row_o
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize("labels", [[True, False, True], [1, 0, 1], [1, 0, None]])
-def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
-    tmp_path, suffix, labels
-):
+def test_a_table_written_by_pandas_keeps_its_labels(tmp_path, suffix, labels):
     path, notes = tmp_path / f"table.{suffix}", []
     table = pd.DataFrame([a_row(label) for label in labels])
     write = table.to_csv if suffix == "csv" else table.to_parquet
@@ -67,7 +65,7 @@ def test_a_table_that_pandas_writes_has_the_same_labels_as_in_pandas(
         ),
     ],
 )
-def test_what_is_no_labelled_answer_is_refused_by_line_and_field(tmp_path, row, words):
+def test_a_bad_labelled_answer_is_refused_by_line_and_field(tmp_path, row, words):
     path = write_lines(tmp_path / "l.jsonl", [a_row(True), a_row(None), row])
     with pytest.raises(ValueError) as caught:
         read_labelled(path, print)
@@ -93,13 +91,13 @@ def test_a_file_without_any_label_is_refused(tmp_path):
         read_labelled(path, print)
 
 
-def test_labelled_answers_are_not_asked_as_questions_whose_golds_they_are(tmp_path):
+def test_labelled_answers_are_not_taken_for_questions_with_golds(tmp_path):
     path = write_lines(tmp_path / "l.jsonl", [a_row(False), a_row(True)])
     assert "--labelled" in beatrice("fit", "none", path, tmp_path / "p", code=1).output
 
 
-def test_labelled_answers_are_read_line_by_line_and_what_is_not_read_is_named(tmp_path):
-    text = "Guzolt\u2028Falls"  # ends no line, though Python's splitlines() says so
+def test_labelled_answers_are_read_by_line_and_unread_fields_are_named(tmp_path):
+    text = "Guzolt\u2028Falls"  # no line end, although splitlines() splits there
     row = {"question": "where?", "answer": text, "label": True}
     lines = [row, {**row, "label": False, "passages": ["Guzolt.", " "], "p": 0.5}]
     path, notes = tmp_path / "labelled.jsonl", []

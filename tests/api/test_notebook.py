@@ -1,4 +1,4 @@
-"""What a notebook does: questions, answers, signals, a probe, a score."""
+"""The steps of a notebook: questions, answers, signals, a probe, a score."""
 
 import copy
 import dataclasses
@@ -91,7 +91,7 @@ def test_the_first_lines_of_the_readme_print_what_it_shows(capsys):
     assert capsys.readouterr().out == expected
 
 
-def test_completion_offers_the_public_names_and_rooms_alone():
+def test_completion_offers_only_public_names_modules_and_rooms():
     names = {name for name in dir(beatrice) if not name.startswith("__")}
     files = {path.stem for path in (ROOT / "api").iterdir()}
     assert {*beatrice.__all__} <= names
@@ -108,7 +108,7 @@ def test_the_gate_of_the_readme_keeps_the_answer_with_the_higher_p():
     assert kept.answer == ("Guzolt Falls" if kept.is_grounded else draft.answer)
 
 
-def test_answers_are_those_of_the_verb(run, model, examples):
+def test_answers_equal_those_of_the_verb(run, model, examples):
     passages = [e.passages for e in examples]
     for setting, contexts in (("closed_book", None), ("with_context", passages)):
         known = {a.key: a for a in read_answers(run, setting)}
@@ -116,7 +116,7 @@ def test_answers_are_those_of_the_verb(run, model, examples):
             assert answer == known[answer.key]
 
 
-def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
+def test_signals_in_memory_and_in_a_folder_equal_those_of_the_verb(
     run, model, examples, tmp_path
 ):
     answers = model.answer(examples, max_new_tokens=10)
@@ -132,7 +132,7 @@ def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
     assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
 
 
-def test_a_packaged_probe_takes_the_signals_of_a_run_as_of_its_model(
+def test_the_packaged_probes_script_takes_a_runs_signals_as_its_models(
     run, model, examples
 ):
     stored = runpy.run_path(str(ROOT / "docs" / "packaged_probe.py"))["stored"]
@@ -142,7 +142,7 @@ def test_a_packaged_probe_takes_the_signals_of_a_run_as_of_its_model(
 
 
 class Failing:
-    """A reader that is lost at its fifth batch."""
+    """A reader whose device is lost at the fifth batch."""
 
     def __init__(self, reader):
         self._reader, self._numbers = reader, itertools.count(1)
@@ -169,7 +169,7 @@ def test_signals_that_could_not_all_be_read_leave_nothing_in_memory(examples):
     assert {*memory.list().result()} <= before
 
 
-def test_whoever_reads_into_a_folder_waits_for_the_other(model, tmp_path):
+def test_reading_into_a_folder_waits_until_its_lock_is_free(model, tmp_path):
     answers = model.answer(QUESTIONS, max_new_tokens=4)
     store, read = tmp_path / "signals", []
     reading = threading.Thread(
@@ -190,7 +190,7 @@ QUESTIONS = [QUESTION, "where was Guzolt Falls born?", "where was Skiband born?"
 @pytest.mark.parametrize("contexts", [None, CONTEXTS])
 def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
     inputs = {"questions": QUESTIONS, "contexts": contexts}
-    inputs["max_new_tokens"] = np.int64(8)  # as of an array's largest length
+    inputs["max_new_tokens"] = np.int64(8)  # such as the largest length in an array
     answers, signals = model.answer(**inputs, read=True, layers=[1, 3])
     inputs["max_new_tokens"] = 8
     assert answers == model.answer(**inputs)
@@ -202,7 +202,7 @@ def test_answers_are_read_in_the_passes_that_write_them(model, contexts):
             np.testing.assert_allclose(read[name], rows, rtol=1e-2, atol=1e-3)
 
 
-def test_an_example_that_is_there_twice_is_not_read_and_nothing_is_written(
+def test_a_repeated_example_is_not_read_and_nothing_is_written(
     model, examples, tmp_path
 ):
     twice = [*examples[:2], examples[0]]
@@ -212,7 +212,7 @@ def test_an_example_that_is_there_twice_is_not_read_and_nothing_is_written(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_model_that_cannot_be_read_so_says_it_and_reads_again(model):
+def test_a_model_that_needs_a_second_pass_warns_and_is_read_again(model):
     tokenizer = model.backbone.tokenizer
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "n_layer": 2, "n_head": 2}
     bloom = BloomForCausalLM(BloomConfig(**sizes))
@@ -240,9 +240,7 @@ def test_a_probe_answers_and_scores_in_one_pass(run, model):
         probe.answer(QUESTIONS, CONTEXTS[:2])
 
 
-def test_a_probe_writes_what_the_answers_of_its_fit_said_and_so_does_a_saved(
-    model, tmp_path
-):
+def test_fitted_and_saved_probes_answer_with_the_settings_of_the_fit(model, tmp_path):
     questions = [f"where was {name} born?" for name in "ABCDEFGHIJKLMNOPQRST"]
     (whole,) = model.answer([QUESTION])
     stop = [whole.text[3]]
@@ -270,7 +268,7 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
-def test_a_fitted_probe_and_its_signals_are_copied_and_sent_and_leave_their_model_be(
+def test_copying_or_pickling_a_probe_and_signals_leaves_their_model_intact(
     model,
 ):
     answers, signals = model.answer([f"where is {n}?" for n in range(20)], read=True)
@@ -329,13 +327,13 @@ def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
         beatrice.fit(both, dict.fromkeys(both, labels), config="smoke", progress=False)
 
 
-def test_a_question_has_one_id_in_every_list_and_twice_in_a_list_it_has_two():
+def test_a_question_has_one_id_in_every_list_and_another_if_it_is_repeated():
     first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
     again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
     assert again == first[1::-1] and first[2] == f"{first[0]}-2"
 
 
-def test_a_model_that_is_loaded_leaves_transformers_as_loud_as_it_was():
+def test_loading_a_model_does_not_change_the_verbosity_of_transformers():
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_info()
     logging.enable_progress_bar()
@@ -348,7 +346,7 @@ def test_a_model_that_is_loaded_leaves_transformers_as_loud_as_it_was():
         logging.disable_progress_bar()
 
 
-def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
+def test_a_model_that_is_no_longer_used_is_freed_even_after_reading():
     model = beatrice.LanguageModel("embedded")
     model.answer(QUESTIONS[:1], max_new_tokens=2, read=True)
     weights = weakref.ref(model.backbone.model)
@@ -357,7 +355,7 @@ def test_a_model_that_nobody_holds_is_given_back_with_what_has_read_it():
     assert weights() is None
 
 
-def test_a_model_in_memory_takes_no_larger_tokenizer_and_no_other_device(model):
+def test_a_model_in_memory_accepts_no_larger_tokenizer_and_no_device(model):
     with pytest.raises(ValueError, match="a model in memory keeps its device"):
         beatrice.load("embedded", model=model, device="cpu")
     tokenizer = copy.deepcopy(model.backbone.tokenizer)
@@ -373,7 +371,7 @@ def test_a_model_without_its_tokenizer_neither_answers_nor_makes_answers(model):
             call(["where?"])
 
 
-def test_a_model_of_ones_own_stays_as_it_is_and_is_read_without_its_dropout(model):
+def test_a_users_model_stays_unchanged_and_is_read_without_its_dropout(model):
     own = copy.deepcopy(model.backbone.model).requires_grad_(True)
     dropout = torch.nn.Dropout(0.5)
     own.model.layers[0].mlp.register_module("noise", dropout)
@@ -383,7 +381,7 @@ def test_a_model_of_ones_own_stays_as_it_is_and_is_read_without_its_dropout(mode
     language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
     (expected,) = language_model.answer([QUESTION])
     own.eval()
-    dropout.train()  # alone, as for draws by dropout
+    dropout.train()  # only this module, as for Monte Carlo dropout
     assert language_model.answer([QUESTION]) == [expected]
     assert dropout.training and all(p.requires_grad for p in own.parameters())
 
@@ -409,7 +407,7 @@ def test_weights_that_change_in_memory_are_noticed(model):
     assert other.backbone.revision != language_model.backbone.revision
 
 
-def test_a_probe_of_a_model_in_memory_is_for_the_saved_model_too(
+def test_a_probe_of_a_model_in_memory_also_works_with_the_saved_model(
     model, examples, tmp_path
 ):
     own, tokenizer = copy.deepcopy(model.backbone.model), model.backbone.tokenizer
@@ -435,7 +433,7 @@ def test_a_probe_of_a_model_in_memory_is_for_the_saved_model_too(
         beatrice.load(tmp_path / "probe", model=tmp_path / "model").score(*given)
 
 
-def test_a_model_of_a_relative_path_is_that_model_in_another_folder(
+def test_a_model_given_by_a_relative_path_is_found_from_another_folder(
     model, working_folder, monkeypatch
 ):
     shutil.copytree(WEIGHTS, "tiny")
@@ -453,7 +451,7 @@ def test_a_model_of_a_relative_path_is_that_model_in_another_folder(
         assert there.score(*given).p_correct == pytest.approx(expected, abs=1e-4)
 
 
-def test_signals_on_disk_go_on_when_their_model_was_moved(model, working_folder):
+def test_signals_on_disk_are_resumed_after_their_model_was_moved(model, working_folder):
     questions, parts = [f"where is {n}?" for n in range(20)], []
     for folder in ("here", "there"):
         shutil.copytree(WEIGHTS, folder)
@@ -465,9 +463,9 @@ def test_signals_on_disk_go_on_when_their_model_was_moved(model, working_folder)
     assert probe.detector.provenance.model == str(working_folder / "there")
 
 
-def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
+def test_the_identity_of_a_model_in_memory_ignores_how_it_is_used(model):
     backbones, uses = [], {"use_cache": False, "transformers_version": "9"}
-    uses |= {"output_hidden_states": True, "architectures": None}  # of no file
+    uses |= {"output_hidden_states": True, "architectures": None}  # as if from no file
     for name, value in {"use_cache": True, **uses}.items():
         ours = copy.deepcopy(model.backbone.model)
         setattr(ours.config, name, value)
@@ -500,7 +498,7 @@ def test_the_identity_of_a_model_in_memory_is_not_of_how_it_is_used(model):
         ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
+def test_a_model_that_cannot_be_opened_is_refused_in_one_sentence(given, named):
     with pytest.raises(ValueError, match=named):
         beatrice.LanguageModel(**given)
 
@@ -523,12 +521,12 @@ def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
         ({"read": True, "layers": [2.5]}, "layers: expected numbers"),
     ],
 )
-def test_what_cannot_be_answered_or_kept_so_is_one_sentence(model, given, named):
+def test_bad_arguments_of_answer_are_refused_in_one_sentence(model, given, named):
     with pytest.raises(ValueError, match=named):
         model.answer(**{"questions": ["where?"], **given})
 
 
-def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_long(
+def test_all_questions_are_answered_or_an_error_names_the_overlong_one(
     model,
 ):
     may_cut = dataclasses.replace(model.prompt, overlong="drop-passages")
@@ -550,10 +548,10 @@ def test_every_question_has_an_answer_or_all_an_error_that_names_what_is_too_lon
         model.answer(["who " * 900])  # there are no passages to drop
 
 
-def test_answers_to_a_question_meet_whoever_wrote_them_in_whatever_order(model):
+def test_answers_to_a_question_are_matched_whatever_their_source_and_order(model):
     questions = [f"where is {n}?" for n in range(4)]
     closed_book = [(question, "there") for question in questions]
-    # Each with two contexts, all in another order and some among the other answers.
+    # Two contexts each, in another order; later mixed with the closed-book answers.
     contexts = [(q, "here", [text]) for q in questions[::-1] for text in ("a", PASSAGE)]
     written = model.answer([q for q, *_ in contexts], [c for *_, c in contexts])
     mixed = model.as_answers([*contexts, *closed_book])
@@ -563,7 +561,7 @@ def test_answers_to_a_question_meet_whoever_wrote_them_in_whatever_order(model):
         ids = [[a.example_id for a in answers] for answers in (with_context, without)]
         where = partners(*ids)
         assert [questions[i] for i in where] == [q for q, *_ in contexts]
-        assert not {*ids[0][::2]} & {*ids[0][1::2]}  # or a store would hold half
+        assert not {*ids[0][::2]} & {*ids[0][1::2]}  # else a store would hold only half
 
 
 def test_signals_under_two_prompts_are_not_fitted_together(model, tmp_path):
@@ -583,7 +581,7 @@ def test_signals_under_two_prompts_are_not_fitted_together(model, tmp_path):
     assert probe.detector.provenance.prompt == model.prompt
 
 
-def test_only_answers_are_read_in_layers_that_the_model_has(model):
+def test_read_accepts_only_answers_and_layers_that_the_model_has(model):
     for no_answers in (None, [], "text", ["text"]):
         with pytest.raises(ValueError, match="answers"):
             model.read(no_answers)
@@ -596,7 +594,7 @@ def test_only_answers_are_read_in_layers_that_the_model_has(model):
         model.read(answers, config="smoke")
 
 
-def test_a_data_frame_gets_p_and_its_reasons_beside_each_row():
+def test_a_data_frame_gets_columns_with_the_p_and_reasons_of_each_row():
     probe = beatrice.load("embedded")
     answers = ["Guzolt Falls", "", "Vovem Works"]
     frame = pandas.DataFrame({"question": QUESTION, "answer": answers}, index=[7, 5, 3])

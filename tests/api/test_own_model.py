@@ -1,4 +1,4 @@
-"""What `fit` makes of labelled answers before it fits: parts of whole questions."""
+"""How `fit` prepares answers: splits of whole questions, and work done only once."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ from tests.extract.datasets.published import write_lines
 from tests.records import an_example, labelled_rows
 
 
-def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart():
+def test_every_split_has_its_share_of_right_answers_and_whole_questions():
     labels = np.arange(400) % 10 == 0
     splits = split_answers(labels, [str(i) for i in range(400)])
     for name, n in {"train": 200, "validation": 100, "test": 100}.items():
@@ -40,7 +40,7 @@ def test_every_part_has_its_share_of_right_answers_and_no_question_is_torn_apart
     splits = split_answers(labels, questions)
     assert {len(set(splits[k::80])) for k in range(80)} == {1}
     assert set(splits) == {"train", "validation", "test"}
-    # Of two answers each, one in ten questions has both right, the others have one.
+    # Two answers each: one in ten questions has both right, the others have one.
     labels = np.concatenate([np.arange(400) % 10 == 0, np.ones(400, bool)])
     splits = split_answers(labels, [str(i) for i in range(400)] * 2)
     assert (labels[:400] & (splits[:400] == "test")).sum() == 10
@@ -66,7 +66,7 @@ def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
     assert len(notes) == 1
 
 
-def test_a_question_in_another_spelling_is_not_torn_from_the_first():
+def test_a_question_in_another_spelling_is_in_the_same_split():
     labels = np.arange(200) % 3 == 0
     names = [f"Who wrote book {i}?" for i in range(200)]
     twins = [name.lower().rstrip("?") + " ?" for name in names]
@@ -74,8 +74,8 @@ def test_a_question_in_another_spelling_is_not_torn_from_the_first():
     assert (splits[:200] == splits[200:]).all()
 
 
-def test_parts_have_enough_by_their_questions_not_by_their_answers():
-    names = [str(i % 16) for i in range(320)]  # eight right ones, eight wrong ones
+def test_a_setting_needs_enough_questions_not_just_enough_answers():
+    names = [str(i % 16) for i in range(320)]  # eight are answered right, eight wrong
     labels = np.array([int(name) < 8 for name in names])
     both = {
         "closed_book": answered(np.arange(200) % 2 == 0, [str(i) for i in range(200)]),
@@ -99,7 +99,7 @@ def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
     assert len(notes) == 1
 
 
-def test_the_answers_that_a_forecast_is_made_by_are_not_written_again(tmp_path):
+def test_the_answers_that_a_forecast_is_based_on_are_not_written_again(tmp_path):
     model, sizes, notes = beatrice.LanguageModel("embedded"), [], []
     texts = [f"Where was person {i} born?" for i in range(60)]
     decoder = model.backbone.layout.decoder
@@ -120,7 +120,7 @@ def test_the_answers_that_a_forecast_is_made_by_are_not_written_again(tmp_path):
     assert [row.text for row in rows] == [answer.text for answer in alone]
 
 
-def test_answers_that_ended_at_other_tokens_are_not_gone_on_with(tmp_path):
+def test_answers_with_other_stop_tokens_are_not_resumed(tmp_path):
     model, store = beatrice.LanguageModel("embedded"), tmp_path / "signals"
     question = an_example(question="Where was Skiband born?")
     options = {"max_new_tokens": 1, "read": True, "store": store}
@@ -150,11 +150,11 @@ def test_labelled_answers_that_were_read_are_not_read_again(tmp_path):
     read_given(model, rows, tmp_path, print)
     assert 0 < n_passes == len(passes)
     with locked(tmp_path):
-        clear_work(tmp_path)  # what a probe that is saved does not need
+        clear_work(tmp_path)  # a saved probe does not need it
     assert not tmp_path.exists()
 
 
-def test_prompts_of_one_length_are_answered_together_in_whatever_order(tmp_path):
+def test_prompts_are_answered_by_length_and_signals_keep_the_given_order(tmp_path):
     model, store = beatrice.LanguageModel("embedded"), tmp_path / "signals"
     texts = [f"Where was {'very ' * (i * 7 % 30)}{i} born?" for i in range(300)]
     options = {"max_new_tokens": 1, "read": True, "store": store}
@@ -165,7 +165,7 @@ def test_prompts_of_one_length_are_answered_together_in_whatever_order(tmp_path)
     assert list(signals.ids) == [answer.example_id for answer in answers]
 
 
-def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_path):
+def test_repeating_labelled_answers_adds_no_evidence(smoke_run, tmp_path):
     examples = read_examples(RunDir(smoke_run))[:120]
     rows = [row for example in examples for row in labelled_rows(example)]
     evidence, intervals = [], []
@@ -184,9 +184,9 @@ def test_an_answer_that_is_given_many_times_is_no_new_evidence(smoke_run, tmp_pa
 
 
 @pytest.mark.parametrize("n", [2, 4, 5])
-def test_of_few_unlike_groups_each_validates_with_some_seed(n):
+def test_each_of_a_few_unlike_groups_validates_under_some_seeds(n):
     names, number = np.divmod(np.arange(n * n), n)
-    labels = number < names  # as many of a group are right as its number
+    labels = number < names  # group k has k right answers
     truth = {"closed_book": (labels, np.ones(n * n, bool))}
     n_times = np.zeros(n)
     for seed in range(100):
@@ -194,10 +194,10 @@ def test_of_few_unlike_groups_each_validates_with_some_seed(n):
         drawn = np.unique(names[splits == "validation"])
         n_times[drawn] += 1
         assert 1 <= len(drawn) < n
-    assert n_times.min() > 15  # of 30 or more
+    assert n_times.min() > 15  # at least 30 are expected
 
 
-def test_a_group_and_a_question_are_the_same_in_both_settings():
+def test_groups_and_questions_are_matched_across_both_settings():
     lengths, rows = np.full(40, 2), np.ones((80, 2))
     spans = np.tile([[0, 1], [1, 1], [1, 2]], (40, 1, 1))
     from_arrays = beatrice.Signals.from_arrays

@@ -1,4 +1,4 @@
-"""A probe is a folder: whole or refused, the same numbers on a machine without JAX."""
+"""A probe is a folder: complete or refused, with the same numbers without JAX."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ from tests.process import (
 )
 from tests.records import flip_bit
 
-TRAINING_ALONE = (
+TRAINING_ONLY = (
     "jax", "flax", "optax", "orbax", "tensorstore", "sklearn", "scikit_learn", "scipy",
     "matplotlib", "pyarrow", "pandas", "bm25s", "openai",
 )  # fmt: skip
@@ -77,7 +77,7 @@ def probe():
     )
 
 
-def test_threads_that_ask_a_probe_first_load_its_model_once(probe):
+def test_threads_that_use_a_new_probe_load_its_model_only_once(probe):
     opened = []
 
     def open_scorer():
@@ -91,8 +91,8 @@ def test_threads_that_ask_a_probe_first_load_its_model_once(probe):
     assert len(opened) == 1
 
 
-@pytest.mark.filterwarnings(r"ignore:os\.fork")  # of JAX, which other tests have loaded
-def test_a_process_that_was_forked_while_a_thread_loads_a_model_has_it_whole(probe):
+@pytest.mark.filterwarnings(r"ignore:os\.fork")  # JAX warns if other tests loaded it
+def test_a_process_forked_while_a_thread_loads_a_model_has_the_whole_model(probe):
     begun = threading.Event()
 
     def open_slowly():
@@ -101,7 +101,7 @@ def test_a_process_that_was_forked_while_a_thread_loads_a_model_has_it_whole(pro
         return probe.scorer
 
     def child():
-        assert fresh._scorer is probe.scorer  # whole, before there was a child
+        assert fresh._scorer is probe.scorer  # loaded completely before the fork
         other = beatrice.Probe(probe.detector, layer=LAYER, open_scorer=open_slowly)
         assert other.scorer is probe.scorer
 
@@ -129,7 +129,7 @@ def saved(probe, tmp_path_factory):
         ("smoke_run", "other process"),
     ],
 )
-def test_a_probe_that_has_its_model_may_be_copied_and_opens_it_again_there(
+def test_a_probe_with_a_loaded_model_scores_alike_in_copies_and_processes(
     request, place, copied
 ):
     probe = beatrice.load(request.getfixturevalue(place))
@@ -149,7 +149,7 @@ def folder(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "probe"))
 
 
-def test_a_loaded_probe_scores_as_the_saved_and_keeps_report_and_examples(
+def test_a_loaded_probe_scores_like_the_saved_one_and_saves_the_same_files(
     probe, saved, tmp_path
 ):
     loaded = beatrice.load(saved)
@@ -175,7 +175,7 @@ def test_a_loaded_probe_scores_as_the_saved_and_keeps_report_and_examples(
         ("examples.jsonl", '{"question": "q", "p_correct": 0.5, "raw": 0}\n' * 6),
     ],
 )
-def test_a_file_that_was_sealed_with_another_content_is_named(folder, name, content):
+def test_a_file_with_wrong_content_but_a_right_checksum_is_named(folder, name, content):
     (folder / name).write_text(content)
     write_checksums(folder)
     with pytest.raises(ValueError, match=f"{name}.*save the probe again"):
@@ -191,7 +191,7 @@ def test_arrays_whose_names_make_no_tree_are_refused(folder, names):
         beatrice.load(folder)
 
 
-def test_a_head_of_more_slots_than_memory_has_pairs_is_refused(folder):
+def test_a_head_with_too_many_slots_is_refused(folder):
     text = re.sub(r'"n_slots": \d+', '"n_slots": 60000', (folder / CONFIG).read_text())
     (folder / CONFIG).write_text(text)
     write_checksums(folder)
@@ -199,7 +199,7 @@ def test_a_head_of_more_slots_than_memory_has_pairs_is_refused(folder):
         beatrice.load(folder)
 
 
-def test_the_card_has_its_numbers_and_may_be_edited(folder):
+def test_a_card_has_the_numbers_of_the_report_and_may_be_edited(folder):
     card = folder / "README.md"
     text = card.read_text()
     front, _, body = text.removeprefix("---\n").partition("---\n")
@@ -212,7 +212,7 @@ def test_the_card_has_its_numbers_and_may_be_edited(folder):
 
 
 @pytest.mark.parametrize("case", ["named", "in memory", "context alone", "arrays"])
-def test_the_code_of_a_card_runs_whether_its_model_has_a_name_or_none(
+def test_the_code_of_a_card_runs_for_every_kind_of_model_and_probe(
     probe, tmp_path, case
 ):
     backbone, detector = probe.scorer.probed.backbone, probe.detector
@@ -240,14 +240,14 @@ def test_the_code_of_a_card_runs_whether_its_model_has_a_name_or_none(
 
 
 @pytest.mark.parametrize("n_passes", [1, 2])
-def test_a_card_says_both_passes_exactly_where_a_head_reads_both(probe, n_passes):
+def test_a_card_mentions_both_passes_only_if_a_head_reads_both(probe, n_passes):
     heads = dict(probe.detector.heads)
-    if n_passes == 1:  # as of every recipe but "paper"
+    if n_passes == 1:  # as with every recipe except "paper"
         heads["with_context"] = heads["single_pass"]
     detector = dataclasses.replace(probe.detector, heads=heads)
     assert len(detector.passes_of("with_context")) == n_passes
     text = card(detector, [{**probe.rows[0], "head": name} for name in heads])
-    n_lines = 1 + len(PRECISIONS)  # of its worth, and of its decisions
+    n_lines = 1 + len(PRECISIONS)  # of its metrics, and of its decisions
     for which, n in (("their own pass", 1), ("both passes", n_passes - 1)):
         line = f"\n| answers with context, read in {which} |"
         result = f'"name": "answers with context, read in {which}"'
@@ -293,14 +293,14 @@ def test_another_format_and_an_edited_config_are_refused(folder):
 
 
 def objects_of(value, at=()):
-    """Where the objects of a config are."""
+    """Yield the path of every object in a config."""
     if isinstance(value, dict):
         yield at
         for name, part in value.items():
             yield from objects_of(part, (*at, name))
 
 
-def test_a_config_with_a_field_more_or_in_a_head_or_bank_one_fewer_is_refused(folder):
+def test_extra_config_fields_and_missing_ones_of_heads_and_banks_are_refused(folder):
     file, n_refused = folder / "config.json", 0
     text = file.read_text()
     for at in objects_of(json.loads(text)):
@@ -331,7 +331,7 @@ def test_fields_of_another_version_are_named_in_order(folder, at):
         beatrice.load(folder)
 
 
-def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
+def test_no_corrupted_folder_is_read_with_other_numbers(saved, tmp_path):
     """Two hundred folders with a few bytes changed, cut, doubled or moved."""
     rng = random.Random(0)
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
@@ -352,7 +352,7 @@ def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
             beatrice.load(folder)
         except ValueError:
             n_refused += 1
-        else:  # what was read has its checksum: only their own file was written anew
+        else:  # only the file of checksums may differ: all others are checked
             same = {k: v for k, v in before.items() if k != CHECKSUMS}
             assert path.name == CHECKSUMS
             assert all((folder / k).read_bytes() == v for k, v in same.items())
@@ -364,7 +364,7 @@ def test_no_mutant_of_a_folder_is_read_with_another_number(saved, tmp_path):
     ("reading", "remedy"),
     [(READING, "check that the model"), (1, "an earlier version saved it.*again")],
 )
-def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(
+def test_an_example_whose_p_differs_here_is_refused_with_both_numbers(
     folder, reading, remedy
 ):
     lines = (folder / "examples.jsonl").read_text().splitlines()
@@ -379,7 +379,7 @@ def test_an_example_whose_p_does_not_come_out_is_refused_with_both_numbers(
 
 
 @pytest.mark.parametrize("what", ["revision", "config", "tokenizer"])
-def test_another_model_or_tokenizer_is_refused_or_said_with_every_score(folder, what):
+def test_another_model_or_tokenizer_is_refused_or_named_in_a_warning(folder, what):
     config = folder / "config.json"
     trained = json.loads(config.read_text())["provenance"]
     digest = trained[what] if what in trained else trained["hashes"][what]
@@ -403,7 +403,7 @@ def test_another_model_or_tokenizer_is_refused_or_said_with_every_score(folder, 
         (None, "path"),
     ],
 )
-def test_what_is_no_probe_and_no_run_is_refused(working_folder, path, named):
+def test_a_path_that_is_no_probe_and_no_run_is_refused(working_folder, path, named):
     with pytest.raises(ValueError, match=named):
         beatrice.load(path)
     assert not any(working_folder.iterdir())
@@ -423,7 +423,7 @@ def test_a_probe_is_not_saved_over_something_else(probe, working_folder):
     assert note.exists()
 
 
-def test_a_probe_below_home_is_saved_and_loaded_there(
+def test_a_tilde_in_the_path_of_a_probe_means_the_home_folder(
     probe, working_folder, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(working_folder / "home"))
@@ -432,7 +432,7 @@ def test_a_probe_below_home_is_saved_and_loaded_there(
     assert beatrice.load("~/probe").rows == probe.rows
 
 
-def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
+def test_every_kind_of_row_can_be_an_example_and_a_failed_save_changes_none(
     probe, tmp_path
 ):
     passage = beatrice.Passage(title="", text=PASSAGE)
@@ -444,7 +444,7 @@ def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
     ours.save(tmp_path / "probe", examples=rows)
     scores = [score.raw for score in probe.score_many(rows)]
     loaded = beatrice.load(tmp_path / "probe")
-    assert loaded.score(QUESTION, "Guzolt Falls")  # and so were the examples
+    assert loaded.score(QUESTION, "Guzolt Falls")  # the examples were checked too
     lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
     assert [json.loads(line)["raw"] for line in lines] == scores
     for wrong in ([(QUESTION, " ")], [3]):
@@ -454,7 +454,7 @@ def test_every_row_that_is_scored_is_an_example_and_a_failed_save_changes_none(
     assert (tmp_path / "other" / "examples.jsonl").read_text().splitlines() == lines
 
 
-def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(probe):
+def test_a_doubtful_probe_is_not_pushed_unless_declared_untrustworthy(probe):
     few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
     heads = {
         name: dataclasses.replace(head, evidence=few)
@@ -469,7 +469,7 @@ def test_a_probe_of_too_few_answers_asks_the_hub_for_nothing_unless_it_shall(pro
 
 
 def renamed(detector, **changes):
-    """Return a detector of which other things are said of its model."""
+    """Return a detector with changes to its provenance."""
     trained = dataclasses.replace(detector.provenance, **changes)
     return dataclasses.replace(detector, provenance=trained)
 
@@ -485,14 +485,14 @@ def test_a_published_probe_names_no_folder_of_its_authors_machine(probe, tmp_pat
 
 
 @pytest.mark.parametrize("model", ["smollm2", "owner/name", "/a folder/gpt2"])
-def test_the_base_model_of_a_card_is_of_the_hub_which_alone_has_commits(probe, model):
+def test_a_card_names_a_base_model_only_if_its_revision_is_a_commit(probe, model):
     here = renamed(probe.detector, model=model)
     assert "base_model" not in card(here, probe.rows)
     text = card(renamed(here, revision="c" * 40), probe.rows)
     assert f'\nbase_model: "{model}"\nbase_model_relation: "adapter"\n' in text
 
 
-def test_the_probe_of_a_run_has_the_place_of_a_model_that_was_named_from_here(
+def test_the_probe_of_a_run_makes_model_paths_absolute_but_not_hub_names(
     probe, smoke_run, working_folder
 ):
     large = shutil.ignore_patterns("features", "encoders", "selection")
@@ -505,9 +505,7 @@ def test_the_probe_of_a_run_has_the_place_of_a_model_that_was_named_from_here(
         assert beatrice.load(run.path).detector.provenance.model == name
 
 
-def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
-    probe, tmp_path
-):
+def test_a_save_replaces_only_a_probes_files_and_leaves_those_of_git(probe, tmp_path):
     folder = tmp_path / "clone"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git" / "HEAD").write_text("theirs")
@@ -526,7 +524,7 @@ def test_a_save_replaces_a_probes_files_alone_and_leaves_what_git_put_there(
         probe.save(folder)
 
 
-def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
+def test_a_mount_point_is_not_replaced_and_nothing_is_left_next_to_it(tmp_path):
     (tmp_path / "disk").mkdir()
     done = on_disk(
         "size=1m",
@@ -542,7 +540,7 @@ def test_a_disk_is_no_folder_to_replace_and_nothing_stays_beside_it(tmp_path):
     assert "busy" in done.stderr and os.listdir(tmp_path) == ["disk"]
 
 
-def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp_path):
+def test_a_probe_that_does_not_fit_on_the_disk_leaves_nothing_behind(probe, tmp_path):
     with pytest.raises(OSError, match="too large"), little_room():
         probe.save(tmp_path / "probe", untrustworthy=True)
     assert not any(tmp_path.iterdir())
@@ -551,7 +549,7 @@ def test_a_probe_that_a_full_disk_cannot_hold_is_an_error_of_the_disk(probe, tmp
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-def test_a_probe_is_saved_alike_whatever_letters_the_locale_knows(tmp_path):
+def test_a_probe_is_saved_as_the_same_bytes_in_an_ascii_locale(tmp_path):
     line = "import beatrice, sys; beatrice.load('embedded').save(sys.argv[1])"
     run_python(line, tmp_path / "here")
     run_python(line, tmp_path / "there", **ASCII)
@@ -561,13 +559,13 @@ def test_a_probe_is_saved_alike_whatever_letters_the_locale_knows(tmp_path):
 
 @pytest.fixture(scope="module")
 def base_installation(tmp_path_factory):
-    """A folder of packages as `pip install beatrice-probe` without extras has it."""
+    """The packages that `pip install beatrice-probe` without extras would install."""
     packages = tmp_path_factory.mktemp("base")
     for entry in Path(site.getsitepackages()[0]).iterdir():
         is_editable = entry.suffix == ".pth" or entry.name.startswith("__editable__")
-        if not is_editable and not entry.name.lower().startswith(TRAINING_ALONE):
+        if not is_editable and not entry.name.lower().startswith(TRAINING_ONLY):
             (packages / entry.name).symlink_to(entry)
-    package = packages / "beatrice"  # wherever its folders lie here
+    package = packages / "beatrice"  # wherever its folders are on this machine
     package.mkdir()
     for entry in Path(beatrice.__file__).parent.iterdir():
         (package / entry.name).symlink_to(entry)
@@ -596,8 +594,8 @@ print(json.dumps([raw, probe.answer(rows[0]["question"]).text, heavy]))
 """
 
 
-def downloaded(cache, name):
-    """Make a repository in a cache of the Hub; return where its files lie."""
+def snapshot_folder(cache, name):
+    """Make a repository in a cache of the Hub; return the folder for its files."""
     commit, repository = "a" * 40, cache / f"models--owner--{name}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
@@ -606,15 +604,15 @@ def downloaded(cache, name):
 
 @pytest.fixture
 def hub_cache(saved, tmp_path):
-    """A cache of the Hub that holds the probe, as `snapshot_download` leaves it."""
-    shutil.copytree(saved, downloaded(tmp_path / "hub", "name"))
+    """A cache of the Hub with the probe, as `snapshot_download` would leave it."""
+    shutil.copytree(saved, snapshot_folder(tmp_path / "hub", "name"))
     return tmp_path / "hub"
 
 
-def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_installed(
+def test_a_cached_probe_scores_alike_without_any_package_for_training(
     probe, bare, hub_cache
 ):
-    words = ["hf://owner/name", json.dumps(ROWS), json.dumps(TRAINING_ALONE)]
+    words = ["hf://owner/name", json.dumps(ROWS), json.dumps(TRAINING_ONLY)]
     nobody = "http://127.0.0.1:9"
     cache = str(hub_cache)
     done = bare("-c", PROGRAM, *words, HF_HUB_CACHE=cache, HF_ENDPOINT=nobody)
@@ -624,7 +622,7 @@ def test_a_probe_of_the_hubs_cache_scores_alike_where_nothing_of_training_is_ins
     assert text and not heavy
 
 
-def test_a_base_installation_shows_the_names_that_it_has_and_says_what_it_lacks(bare):
+def test_a_base_installation_shows_its_names_and_says_what_it_lacks(bare):
     program = """
 import inspect, pydoc, beatrice
 from beatrice import *
@@ -637,7 +635,7 @@ beatrice.fit
     assert "ImportError: beatrice.fit: tensorstore is not installed" in done.stderr
 
 
-def test_every_name_of_the_list_of_probes_loads_where_nobody_answers(bare, hub_cache):
+def test_every_listed_probe_loads_without_a_network(bare, hub_cache):
     away = {"HF_HUB_CACHE": str(hub_cache), "HF_ENDPOINT": "http://127.0.0.1:9"}
     program = """
 import beatrice
@@ -648,20 +646,18 @@ print(*[name for name in local_probes() if beatrice.load(name)])
     assert "embedded" in done.stdout and f"hf://owner/name@{'a' * 40}" in done.stdout
 
 
-def test_the_list_of_probes_is_in_order_and_survives_what_else_lies_in_the_cache(
-    probe, hub_cache
-):
+def test_the_list_of_probes_is_sorted_and_survives_other_cached_files(probe, hub_cache):
     row = {"head": "single_pass", "split": "test\x1b[2J", "metric": "auroc"}
     row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
-    undefined = probe.with_report([row])  # of a set with right answers alone
-    place = downloaded(hub_cache, "undefined")
+    undefined = probe.with_report([row])  # as for a set with only right answers
+    place = snapshot_folder(hub_cache, "undefined")
     undefined.save(place)
     for name in "fdaceb":
-        shutil.copytree(place, downloaded(hub_cache, name))
-    foreign = downloaded(hub_cache, "foreign")
+        shutil.copytree(place, snapshot_folder(hub_cache, name))
+    foreign = snapshot_folder(hub_cache, "foreign")
     foreign.mkdir(parents=True)
     (foreign / "eval.json").write_text('{"accuracy": 1}')
-    unknown = downloaded(hub_cache, "unknown")
+    unknown = snapshot_folder(hub_cache, "unknown")
     shutil.copytree(place, unknown)
     about = (unknown / "eval.json").read_text()
     (unknown / "eval.json").write_text(about.replace("single_pass", "other_pass"))
@@ -680,9 +676,7 @@ def test_the_list_of_probes_is_in_order_and_survives_what_else_lies_in_the_cache
     assert "hf://owner/name" not in done.stdout and CHECKSUMS in done.stderr
 
 
-def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
-    bare, smoke_run, tmp_path
-):
+def test_an_exported_probe_scores_like_its_run_without_jax(bare, smoke_run, tmp_path):
     script = ROOT / "docs" / "probe_equality.py"
     runpy.run_path(script)["write"](smoke_run, tmp_path, 40)
     result = json.loads(bare(script, tmp_path).stdout)
@@ -693,7 +687,7 @@ def test_an_exported_probe_scores_as_its_run_where_there_is_no_jax(
         assert p_correct < 1e-3  # a step of the isotonic map has a slope of hundreds
 
 
-def test_an_exported_report_has_the_means_of_the_seeds_alone(smoke_run, tmp_path):
+def test_an_exported_report_has_only_the_means_over_seeds(smoke_run, tmp_path):
     large = shutil.ignore_patterns("features", "encoders", "selection")
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
     heads = {("champion", s): s for s in ("closed_book", "with_context")}
@@ -721,7 +715,7 @@ def test_an_exported_report_has_test_rows_of_the_head_that_scores_each_setting(
     large = shutil.ignore_patterns("features", "encoders", "selection")
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
     detector, settings = Detector.load(run.detector), [*OWN_PASS_HEADS]
-    if is_without_closed_book:  # the search with contexts is then that of one pass
+    if is_without_closed_book:  # then both heads read one pass
         single = detector.heads["single_pass"]
         heads = {"single_pass": single, "with_context": single}
         detector, settings = dataclasses.replace(detector, heads=heads), settings[1:]
@@ -784,7 +778,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_needs_training_says_what_to_install_and_what_does_not_works(bare, case):
+def test_calls_that_need_training_say_what_to_install_and_others_work(bare, case):
     words, code, shown = CASES[case]
     done = bare(*words, code=code)
     assert shown in (done.stderr if code else done.stdout).splitlines()[-1]

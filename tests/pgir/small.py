@@ -1,4 +1,4 @@
-"""Small real objects: a detector, a corpus and its server, a played controller."""
+"""Small real objects: a detector, a corpus and its server, a runner of controllers."""
 
 import contextlib
 import json
@@ -90,13 +90,13 @@ TOPICS = "river city painter novel king planet bridge opera engine island".split
 
 
 def text_of(i):
-    """Return a passage that only itself resembles."""
+    """Return a passage that resembles no other."""
     words = [TOPICS[i % 10], TOPICS[(i // 10) % 10], f"w{i % 97}", f"v{i % 89}"]
     return " ".join([*words, "is here", f"n{i}"])
 
 
 def write_passages(path, numbers):
-    """Write passages as Search-R1 and FlashRAG do."""
+    """Write passages in the format of Search-R1 and FlashRAG."""
     lines = [
         json.dumps({"id": str(i), "contents": f'"Title {i}"\n{text_of(i)}'})
         for i in numbers
@@ -113,7 +113,7 @@ def make_corpus(folder, n=60):
 
 
 def save_encoder(folder, seed=0, n_positions=64):
-    """Save a small random BERT, as `save_pretrained` does; return its settings."""
+    """Save a small random BERT with `save_pretrained`; return its settings."""
     import torch
 
     torch.manual_seed(seed)
@@ -137,7 +137,7 @@ def save_encoder(folder, seed=0, n_positions=64):
 
 
 class Ranked:
-    """A retriever that ranks as it is told, whatever is asked."""
+    """A retriever that returns the same ranking for every query."""
 
     def __init__(self, *ranking):
         self.ranking = ranking
@@ -147,7 +147,7 @@ class Ranked:
 
 
 def played(plan, serve):
-    """Return what a plan returns, and the calls it made."""
+    """Run a plan with replies from `serve`; return its result and its calls."""
     calls, value = [], None
     while True:
         try:

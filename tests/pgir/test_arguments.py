@@ -1,4 +1,4 @@
-"""What a user hands in is taken, or refused in one sentence that names it."""
+"""Arguments of users are accepted, or refused in one sentence that names them."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ DRAFT = Draft(question=QUESTION, answer=ANSWER, p_correct=0.1, decision="distrus
 
 @dataclasses.dataclass
 class Document:
-    """What is read of LangChain's."""
+    """The fields of a LangChain document that are read."""
 
     page_content: str
     metadata: dict = dataclasses.field(default_factory=dict)
@@ -41,8 +41,8 @@ def gate(scorer):
     return Gate(scorer, 0.5)
 
 
-# What is called with the scorer, its gate and a wrong value, and what the sentence
-# begins with; every value of the list is refused.
+# A call with the scorer, its gate and a wrong value, the beginning of its error
+# message, and the values, each of which is refused.
 WRONG = [
     (lambda s, g, x: s.score(x, ANSWER), "question: ", [None, 7, b"a", ["a"]]),
     (lambda s, g, x: s.score(QUESTION, x), "answer: ", [None, 7, b"a", ["a"]]),
@@ -107,7 +107,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "begin", "values"), WRONG)
-def test_every_wrong_type_ends_in_a_sentence_that_names_it(
+def test_every_wrong_argument_is_refused_in_a_sentence_that_names_it(
     scorer, gate, call, begin, values
 ):
     for value in values:
@@ -122,7 +122,7 @@ def test_every_wrong_type_ends_in_a_sentence_that_names_it(
     [None, "a text", 5, [], (QUESTION,), (QUESTION, ANSWER, None, 1), {"answers": "a"},
      (QUESTION, 3), {"question": QUESTION}],
 )  # fmt: skip
-def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
+def test_a_wrong_row_has_an_error_in_its_place(scorer, row):
     (score,) = scorer.score_many([row])
     assert score.decision == "unknown" and str(score) == f"error: {score.error}"
 
@@ -145,27 +145,27 @@ def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
         iter([PASSAGE]),
     ],
 )
-def test_a_context_is_read_however_it_is_held(context):
+def test_a_context_is_read_in_every_supported_form(context):
     assert as_passages(context, "context") == (Passage(title="", text=PASSAGE),)
 
 
 @pytest.mark.parametrize(
     ("title", "text"), [(float("nan"), ""), (pd.NA, ""), (None, ""), (1984, "1984")]
 )
-def test_a_title_as_a_table_has_it_is_no_reason_to_lose_an_answer(title, text):
+def test_a_missing_or_numeric_title_is_read_as_text(title, text):
     documents = [Document("a", {"title": title}), {"text": "a", "title": title}]
     documents.append({"page_content": "a", "title": title, "metadata": {"title": text}})
     assert as_passages(documents, "context") == (Passage(title=text, text="a"),) * 3
 
 
-def test_messages_of_a_parquet_file_are_read_from_their_frame(tmp_path):
+def test_messages_are_read_from_the_frame_of_a_parquet_file(tmp_path):
     rows = [{"messages": [{"role": "user", "content": QUESTION}], "answer": ANSWER}]
     pd.DataFrame(rows).to_parquet(tmp_path / "chats.parquet")
     (row,) = as_rows(pd.read_parquet(tmp_path / "chats.parquet"), ARGUMENTS)
     assert as_messages(row["messages"], "messages") == tuple(rows[0]["messages"])
 
 
-def test_titles_are_read_where_they_are():
+def test_titles_are_read_from_every_place_that_can_hold_them():
     held = [{"title": "T", "text": "a"}, Document("a", {"title": "T"})]
     held += [{"contents": '"T"\na'}, {"contents": "T\na"}]
     held.append({"page_content": "a", "metadata": {"title": "T"}})
@@ -187,14 +187,14 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
-    # Tables of others are read by what they offer.
+    # Tables of other libraries are read with their own conversion methods.
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
     for table in (polars, arrow):
         assert as_rows(table, ARGUMENTS) == [ROW]
 
 
-def test_a_column_that_is_not_read_is_named_once_in_a_frame_or_its_tuples(
+def test_an_unread_column_is_named_once_for_a_frame_or_its_tuples(
     scorer,
 ):
     frame = pd.DataFrame([{"id": 7, **ROW}, {**ROW, "context": PASSAGE, "gold": "Ann"}])
@@ -205,14 +205,14 @@ def test_a_column_that_is_not_read_is_named_once_in_a_frame_or_its_tuples(
     assert [score.error for score in scores[0]] == [None, None]
 
 
-def test_one_questions_context_has_either_name_and_an_empty_one_its_place(scorer):
+def test_answer_takes_context_or_contexts_and_says_which_question_is_empty(scorer):
     with pytest.raises(ValueError, match="^question 2 of 2 is empty"):
         scorer.answer([QUESTION, " "])
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
 
 
-def test_a_model_in_memory_is_taken_and_one_of_other_weights_refused(backbone, probed):
+def test_a_model_in_memory_is_accepted_only_with_the_probes_weights(backbone, probed):
     holder = SimpleNamespace(backbone=backbone)
     assert Scorer(holder, probed.detector).score(**ROW).p_correct is not None
     other = dataclasses.replace(backbone, revision="0" * 64)

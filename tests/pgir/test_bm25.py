@@ -1,4 +1,4 @@
-"""The index of words that a corpus keeps in its folder."""
+"""The BM25 index that a corpus keeps in its folder."""
 
 import os
 
@@ -31,12 +31,12 @@ def test_the_index_in_the_folder_finds_what_one_in_memory_does(corpus):
     expected = [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
     assert search(corpus, notes) == expected and not any(expected[2:])
     before, arrays = files_of(folder), open_bm25(corpus, notes.append).index.scores
-    assert isinstance(arrays["data"], np.memmap)  # loaded, and not made again
+    assert isinstance(arrays["data"], np.memmap)  # loaded, not built again
     assert search(corpus, notes) == expected
     assert files_of(folder) == before and notes == []
 
 
-def test_an_index_that_is_damaged_or_of_others_is_made_again(corpus, tmp_path):
+def test_an_index_that_is_damaged_or_of_another_corpus_is_built_again(corpus, tmp_path):
     notes, folder = [], corpus.folder / "bm25"
     expected, before = search(corpus, notes), files_of(folder)
     flip_bit(folder / "data.csc.index.npy")
@@ -49,7 +49,7 @@ def test_an_index_that_is_damaged_or_of_others_is_made_again(corpus, tmp_path):
     assert len(notes) == 1
 
 
-def test_where_no_index_can_be_written_it_is_in_memory_and_a_note_says_so(tmp_path):
+def test_an_index_that_cannot_be_written_is_kept_in_memory_with_a_note(tmp_path):
     corpus, notes = make_corpus(tmp_path, 400), []
     with little_room():
         ranking = search(corpus, notes)
@@ -57,7 +57,7 @@ def test_where_no_index_can_be_written_it_is_in_memory_and_a_note_says_so(tmp_pa
     assert "kept only in memory" in notes[0] and not (corpus.folder / "bm25").exists()
 
 
-def test_words_are_searched_beside_a_jax_that_fits_no_jaxlib(tmp_path):
+def test_bm25_works_next_to_a_jax_that_does_not_fit_its_jaxlib(tmp_path):
     (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.4')")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -33,7 +33,7 @@ def make_detector(config, reads, hidden_spans="all", **options):
 
 
 def passes_of(detector):
-    """Signals of both passes."""
+    """Return random signals for each pass of a detector."""
     return {
         s: ragged_features(s, bank.dims, seed=3) for s, bank in detector.banks.items()
     }
@@ -66,7 +66,7 @@ def test_a_head_of_one_to_nine_encoders_of_both_passes_scores_alike(n_read):
     assert_alike(make_detector(CONFIG, reads), "with_context")
 
 
-def test_hidden_states_of_the_answer_alone_are_read_alike():
+def test_hidden_states_of_only_the_answer_are_read_alike():
     reads = {"with_context": (("with_context", "HPRA"), ("with_context", "H"))}
     detector = make_detector(CONFIG, reads, hidden_spans="answer")
     assert_alike(detector, "with_context")
@@ -79,14 +79,14 @@ def test_hidden_states_of_the_answer_alone_are_read_alike():
 def test_while_a_detector_scores_no_other_thread_rounds_its_products():
     seen = []
 
-    class Asked(Features):
+    class Recording(Features):
         @property
         def n_examples(self):
             seen.append(precision_beside())
             return len(self.masks[0])
 
     detector = make_detector(CONFIG, {"closed_book": (("closed_book", "HPRA"),)})
-    passes = {"closed_book": Asked(*passes_of(detector)["closed_book"])}
+    passes = {"closed_book": Recording(*passes_of(detector)["closed_book"])}
     TorchForward(detector).score("closed_book", passes)
     assert set(seen) == {torch.backends.mkldnn.matmul.fp32_precision}
 
@@ -123,8 +123,8 @@ def test_a_detector_scores_on_the_device_of_its_model():
 
 
 @pytest.mark.parametrize("what", ["encoders", "heads"])
-def test_on_a_gpu_jax_rounds_no_factor_of_what_torch_does_not(what):
-    """By default it would keep ten bits of them, as TF32 has."""
+def test_jax_multiplies_at_the_highest_precision_on_a_gpu(what):
+    """Torch rounds no factors; JAX by default keeps ten bits of them, as TF32 does."""
     config = dataclasses.replace(CONFIG, is_linear_first=True)
     reads = {"closed_book": (("closed_book", "HPRA"),)}
     detector = make_detector(config, reads)
@@ -165,7 +165,7 @@ def test_a_padded_token_and_a_neighbour_in_the_batch_change_no_score():
         np.testing.assert_allclose(alone, together[i : i + 1], atol=2e-6)
 
 
-def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
+def test_scores_do_not_depend_on_how_many_answers_fit_in_memory(probed):
     questions = [QUESTION, "what is the genre of Skiband Rugrond?"] * 6
     contexts = {"closed_book": (), "with_context": [Passage(title="", text=PASSAGE)]}
     passes = {
@@ -191,7 +191,7 @@ def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
         np.testing.assert_allclose(parts.encoders, whole.encoders, atol=1e-5)
 
 
-def test_batches_are_hardly_padded_behind_the_worked_examples_of_all(probed):
+def test_batches_are_hardly_padded_after_the_shared_worked_examples(probed):
     rng = np.random.default_rng(0)
     lengths, sizes = rng.integers(8, 40, 256), []
     shots = rng.integers(3, 90, 69)

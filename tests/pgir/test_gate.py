@@ -1,4 +1,4 @@
-"""The gate, the pipelines of others that it stands in, and what a person plugs in."""
+"""The gate, pipelines of other libraries, and users' own retrievers and judges."""
 
 import concurrent.futures
 import copy
@@ -62,14 +62,14 @@ ANSWER = "Guzolt Falls"
 
 
 def strict(scorer):
-    return Gate(scorer, 1.0)  # the map keeps away from certainty: nothing stands
+    return Gate(scorer, 1.0)  # calibrated P never reaches 1: no answer stands
 
 
 def lenient(scorer):
-    return Gate(scorer, 1e-6)  # everything stands
+    return Gate(scorer, 1e-6)  # every answer stands
 
 
-def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scorer):
+def test_a_draft_is_the_models_answer_and_stands_at_or_above_the_threshold(scorer):
     drafts = strict(scorer).draft([QUESTION, OTHER])
     assert [draft.question for draft in drafts] == [QUESTION, OTHER]
     texts = [score.text for score in scorer.answer([QUESTION, OTHER])]
@@ -82,7 +82,7 @@ def test_the_draft_is_the_backbones_answer_and_stands_from_the_threshold_on(scor
     assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
 
 
-def test_a_draft_without_a_word_is_never_trusted(probed, scorer):
+def test_an_empty_draft_is_never_trusted(probed, scorer):
     (score,) = scorer.answer([QUESTION])
     config = dataclasses.replace(probed.config, stop=(score.text[0],))
     gate = lenient(Scorer(probed.backbone, probed.detector, config))
@@ -91,7 +91,7 @@ def test_a_draft_without_a_word_is_never_trusted(probed, scorer):
     assert gate.keep(empty, ANSWER, [PASSAGE]).answer == ANSWER
 
 
-def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(scorer):
+def test_an_overlong_question_goes_to_retrieval_and_affects_no_other(scorer):
     gate, long = lenient(scorer), "who is " * 600
     short, overlong = gate.draft([QUESTION, long])
     assert [short] == gate.draft([QUESTION]) and not short.retrieve
@@ -104,7 +104,7 @@ def test_a_question_too_long_for_the_model_is_retrieved_for_and_costs_no_other(s
         scorer.answer(QUESTION, [PASSAGE * 90])
 
 
-def test_a_question_that_no_prompt_can_hold_is_retrieved_for_and_costs_no_other(scorer):
+def test_a_question_no_prompt_can_hold_goes_to_retrieval_and_affects_no_other(scorer):
     gate, control = (
         lenient(scorer),
         f"what is {scorer.probed.backbone.tokenizer.bos_token}?",
@@ -118,7 +118,7 @@ def test_a_question_that_no_prompt_can_hold_is_retrieved_for_and_costs_no_other(
         scorer.answer([QUESTION, control])
 
 
-def test_a_model_that_can_be_asked_nothing_is_an_error_and_no_reason_of_each(probed):
+def test_a_missing_chat_template_is_one_error_and_not_a_reason_per_draft(probed):
     scorer = Scorer(probed.backbone, probed.detector, probed.config)
     assert probed.backbone.tokenizer.chat_template is None
     scorer.probed.template = PromptConfig(chat=True).prompt_template()
@@ -129,7 +129,7 @@ def test_a_model_that_can_be_asked_nothing_is_an_error_and_no_reason_of_each(pro
 
 
 @pytest.mark.parametrize("bad", ["", "what is <s>?", "who is " * 600])
-def test_a_question_that_no_prompt_can_hold_is_an_error_in_its_place(scorer, bad):
+def test_a_question_that_no_prompt_can_hold_has_an_error_in_its_place(scorer, bad):
     questions = [QUESTION, bad, OTHER]
     first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
     expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
@@ -138,7 +138,7 @@ def test_a_question_that_no_prompt_can_hold_is_an_error_in_its_place(scorer, bad
     assert re.search("is empty|take it out|has a window", wrong.error)
 
 
-def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
+def test_a_prompt_too_large_for_the_device_fails_only_its_question(scorer):
     questions = [QUESTION, "who is " * 30, OTHER]
     with room_for(scorer.probed.backbone, n_tokens=60):
         first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
@@ -152,7 +152,7 @@ def test_a_prompt_that_the_device_cannot_hold_costs_its_question_alone(scorer):
     assert wrong.answer is None and "does not fit in the device" in wrong.error
 
 
-def test_an_answer_too_long_to_be_read_again_costs_its_question_alone(probed):
+def test_an_answer_too_long_to_be_read_again_fails_only_its_question(probed):
     scorer = Scorer(probed.backbone, probed.detector, probed.config)
     scorer.probed.why_read_again = "its attention does not allow it"
     questions = [QUESTION, "who is " * 30, OTHER]
@@ -175,9 +175,7 @@ def test_an_answer_too_long_to_be_read_again_costs_its_question_alone(probed):
         ),
     ],
 )
-def test_beside_a_prompt_that_the_device_cannot_hold_others_are_written_together(
-    scorer, ask
-):
+def test_a_prompt_too_large_for_the_device_leaves_others_in_large_batches(scorer, ask):
     questions, sizes = [f"where is Guzolt {i}?" for i in range(40)], []
     questions[7] = "who is " * 30
     decoder = scorer.probed.backbone.layout.decoder
@@ -193,7 +191,7 @@ def test_beside_a_prompt_that_the_device_cannot_hold_others_are_written_together
     assert max(sizes) >= 20
 
 
-def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
+def test_a_gate_decides_alike_after_copying_or_pickling():
     gate = Gate(load("embedded"), 0.5)
     drafts = gate.draft([QUESTION])
     for other in (
@@ -203,7 +201,7 @@ def test_a_gate_that_is_copied_or_sent_to_a_process_decides_alike():
         assert other.draft([QUESTION]) == drafts
 
 
-def test_a_gate_decides_in_a_process_that_was_forked_while_a_thread_asked_it(scorer):
+def test_a_gate_works_in_a_process_forked_while_a_thread_was_using_it(scorer):
     gate, leave = strict(scorer), threading.Event()
     drafts, asked = gate.draft([QUESTION]), threading.Event()
 
@@ -232,17 +230,17 @@ def draft(p, decision="distrust"):
 @pytest.mark.parametrize(
     ("share", "draft_share", "decision", "expected"),  # shares of the grounded P
     [
-        (None, 0.9, "distrust", (ANSWER, "distrust")),  # neither stands: the better
+        (None, 0.9, "distrust", (ANSWER, "distrust")),  # neither stands: the better one
         (None, 1.1, "distrust", ("own", "distrust")),
         (None, 1.0, "distrust", ("own", "distrust")),  # a tie
         (None, None, "unknown", (ANSWER, "distrust")),
-        (0.5, 0.75, "trust", ("own", "trust")),  # the first that stands
+        (0.5, 0.75, "trust", ("own", "trust")),  # the first one that stands
         (0.5, 0.25, "distrust", (ANSWER, "trust")),
-        # Without passages a probe may ask for more than with them.
+        # The draft's own threshold may be higher than the grounded answer's.
         (0.5, 1.1, "distrust", (ANSWER, "trust")),
     ],
 )
-def test_the_first_answer_that_stands_is_kept_else_the_better(
+def test_the_first_answer_that_stands_is_kept_or_else_the_better_one(
     scorer, share, draft_share, decision, expected
 ):
     theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
@@ -256,13 +254,13 @@ def test_the_first_answer_that_stands_is_kept_else_the_better(
 
 
 @pytest.mark.parametrize("p_correct", [0.1, None])
-def test_a_grounded_answer_without_a_word_is_never_kept(scorer, p_correct):
+def test_a_blank_grounded_answer_is_never_kept(scorer, p_correct):
     best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
     assert (best.answer, best.p_correct, best.is_grounded) == ("own", p_correct, False)
     assert "the grounded answer is empty" in best.reason
 
 
-def test_a_grounded_answer_that_is_worse_is_told_from_one_that_could_not_be_read(
+def test_only_a_grounded_answer_that_could_not_be_read_gives_a_reason(
     scorer,
 ):
     gate = strict(scorer)
@@ -280,7 +278,7 @@ def test_a_grounded_answer_that_is_worse_is_told_from_one_that_could_not_be_read
     ("grounded", "reason"),
     [(f"{ANSWER}</s>", "'</s>'"), (f"{ANSWER}\ud800", "lone surrogate")],
 )
-def test_a_grounded_answer_that_no_score_is_given_leaves_the_draft(
+def test_a_grounded_answer_that_cannot_be_scored_leaves_the_draft(
     scorer, grounded, reason
 ):
     kept = strict(scorer).keep(draft(0.1), grounded, [PASSAGE])
@@ -288,7 +286,7 @@ def test_a_grounded_answer_that_no_score_is_given_leaves_the_draft(
     assert reason in kept.reason
 
 
-def test_passages_that_no_prompt_holds_cost_no_grounded_answer(scorer):
+def test_passages_that_no_prompt_can_hold_are_left_out_or_changed(scorer):
     gate, plain = strict(scorer), "Guzolt Falls is < /s> a place."
     expected = gate.keep(draft(0.0), ANSWER, [plain])
     kept = gate.keep(draft(0.0), ANSWER, [" ", plain.replace("< /s>", "</s>")])
@@ -312,7 +310,7 @@ def test_without_a_threshold_the_probes_own_decisions_hold():
         Gate(load("embedded", precision=0.995))
 
 
-def test_the_gate_of_a_probe_of_too_few_answers_needs_a_threshold_and_warns(probed):
+def test_a_probe_fitted_on_too_few_answers_needs_a_threshold_and_warns(probed):
     few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
     p = np.linspace(0, 1, 100)
     head = dataclasses.replace(
@@ -331,7 +329,7 @@ def test_the_gate_of_a_probe_of_too_few_answers_needs_a_threshold_and_warns(prob
     assert "too few to trust" in draft.warnings[0]
 
 
-def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
+def test_a_gate_needs_a_policy_from_control_or_a_threshold(tmp_path):
     with pytest.raises(ValueError, match="run `beatrice control`, or give a thr"):
         Gate.load(tmp_path)
     (tmp_path / "control").mkdir()
@@ -341,9 +339,7 @@ def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):
         Gate.load(tmp_path)
 
 
-def test_a_threshold_is_of_the_detector_that_control_has_chosen_it_for(
-    tmp_path, backbone
-):
+def test_a_threshold_from_control_applies_only_to_its_own_detector(tmp_path, backbone):
     run, detector = make_run(tmp_path / "run"), make_detector(backbone)
     run.settle("answer", ANSWER_PRESETS)
     detector.save(run.detector)
@@ -359,12 +355,12 @@ def test_a_threshold_is_of_the_detector_that_control_has_chosen_it_for(
 
 
 class FlashRagDataset:
-    """What a judger reads of FlashRAG's dataset."""
+    """The part of FlashRAG's dataset that a judger reads."""
 
     question = [QUESTION, OTHER]
 
 
-def test_flashrag_gets_a_verdict_for_each_question_of_its_run_or_gate(scorer, tmp_path):
+def test_flashrag_gets_verdicts_and_a_missing_run_is_refused(scorer, tmp_path):
     config = {"judger_name": "beatrice", "device": "cpu"}
     judger = FlashRagJudger(config, gate=strict(scorer))
     assert judger.judge(FlashRagDataset()) == [True, True]
@@ -390,7 +386,7 @@ def test_a_pipeline_whose_package_is_missing_says_what_to_install(scorer):
                 make(*arguments)
 
 
-def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
+def test_a_graph_retrieves_only_if_needed_and_keeps_the_better_answer(scorer):
     pytest.importorskip("langgraph")
     app = langgraph_app(lenient(scorer), never, never)
     state = app.invoke({"question": QUESTION})
@@ -407,7 +403,7 @@ def test_a_graph_retrieves_only_if_need_be_and_keeps_the_better_answer(scorer):
 
 @pytest.fixture
 def notes(working_folder):
-    """The README's module, in the folder that one stands in."""
+    """The README's retriever, from its module in the working folder."""
     text = (ROOT / "pgir" / "README.md").read_text()
     (block,) = re.findall(r"```python\n(# my_search\.py\n.*?)```", text, re.S)
     (working_folder / "my_search.py").write_text(block)
@@ -416,7 +412,7 @@ def notes(working_folder):
 
 
 class Fixed:
-    """A retriever that finds what it is told to, and counts how often it is asked."""
+    """A retriever that returns what `give` returns, and counts its queries."""
 
     identity = "fixed"
 
@@ -432,7 +428,7 @@ def finding(passage=PASSAGE):
     return Fixed(lambda queries, depth: [[passage]] * len(queries))
 
 
-def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
+def test_the_readmes_retriever_and_judge_work_in_python(scorer, notes):
     from my_search import stands_in_a_passage
 
     def answer(threshold=0.8, **options):
@@ -450,7 +446,7 @@ def test_the_readmes_retriever_and_judge_answer_in_python(scorer, notes):
 
 
 class Guarded:
-    """A tokenizer that only the thread may use that has its model's lock."""
+    """A tokenizer that only a thread holding its model's lock may use."""
 
     def __init__(self, tokenizer, lock):
         self._tokenizer, self._lock = tokenizer, lock
@@ -471,10 +467,10 @@ def guarded(backbone):
     return dataclasses.replace(backbone, tokenizer=tokenizer)
 
 
-def test_no_thread_uses_the_tokenizer_while_another_is_in_the_model(scorer):
+def test_the_tokenizer_is_used_only_under_its_models_lock(scorer):
     probed = scorer.probed
     alone = Scorer(guarded(probed.backbone), probed.detector, probed.config)
-    bos = probed.backbone.tokenizer.bos_token  # no prompt holds it: it is split
+    bos = probed.backbone.tokenizer.bos_token  # split, since no prompt may contain it
     retriever = finding(f"{bos} {PASSAGE}")
     (result,) = run_pgir(alone, [QUESTION], retriever, **DOUBTING)
     assert result.n_generations > 1 and result.error is None
@@ -486,7 +482,7 @@ def test_no_thread_uses_the_tokenizer_while_another_is_in_the_model(scorer):
     assert model.as_answers([(QUESTION, ANSWER)])
 
 
-def test_the_readmes_retriever_and_judge_run_in_control(smoke_run, notes, tmp_path):
+def test_the_readmes_retriever_and_judge_work_in_control(smoke_run, notes, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(smoke_run, run)
     judge = "my_search:stands_in_a_passage"
@@ -501,7 +497,7 @@ def test_the_readmes_retriever_and_judge_run_in_control(smoke_run, notes, tmp_pa
     assert PASSAGE in searches.read_text()
 
 
-def test_what_an_own_retriever_found_is_kept_under_its_indices(tmp_path):
+def test_passages_of_a_users_retriever_are_stored_under_stable_indices(tmp_path):
     passages = [[PASSAGE, {"title": "T", "text": "b"}], [" ", PASSAGE]]
     plug = Fixed(lambda queries, depth: passages)
     retriever = OwnRetriever(plug, tmp_path / "kept.jsonl")
@@ -529,13 +525,13 @@ def broken(queries, depth):
         (lambda queries, depth: [[3]], r"passages\[0\]\[0\]: expected a text"),
     ],
 )
-def test_a_retriever_that_fails_ends_in_a_sentence(give, message):
+def test_a_broken_retriever_is_reported_in_a_sentence(give, message):
     with pytest.raises(ValueError, match=message):
         OwnRetriever(Fixed(give)).search(["a"], 2)
 
 
 @pytest.mark.parametrize("held", [tuple, iter, np.array])
-def test_rankings_are_read_however_they_are_held_down_to_the_depth(held):
+def test_rankings_in_any_container_are_read_down_to_the_depth(held):
     rankings = [["x", "z"], ["y", "z"]]
     retriever = OwnRetriever(Fixed(lambda queries, depth: held(rankings)))
     assert retriever.search(["a", "b"], 1) == [(0,), (1,)]
@@ -554,10 +550,10 @@ def test_an_async_search_is_refused_before_it_is_called():
         OwnRetriever(Async())
 
 
-DOUBTING = {"threshold": 1.0, "query": "question"}  # every question searches
+DOUBTING = {"threshold": 1.0, "query": "question"}  # every question is searched for
 
 
-def test_a_connection_that_fails_fails_its_questions_alone(scorer):
+def test_a_failed_connection_fails_only_its_own_questions(scorer):
     def give(queries, depth):
         if queries[0] != QUESTION or len(queries) > 1:
             raise ConnectionError(f"{queries[-1]} is down")
@@ -575,7 +571,7 @@ def test_a_connection_that_fails_fails_its_questions_alone(scorer):
     ]
 
 
-def test_a_passage_that_fits_no_window_costs_its_question_no_draft(scorer):
+def test_a_question_whose_passage_fits_no_window_keeps_its_draft(scorer):
     long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
     bad, good = run_pgir(scorer, [QUESTION, OTHER], long, **DOUBTING)
     assert good.error is None and good.n_generations == 2
@@ -597,7 +593,7 @@ def test_a_draft_that_the_detector_cannot_read_is_never_trusted(scorer):
     assert read.is_trusted and read.p_correct and read.reason is None
 
 
-def test_what_was_written_is_returned_though_its_judge_is_away(scorer):
+def test_an_answer_is_returned_even_if_its_judge_cannot_be_reached(scorer):
     def away(question, answer, passages):
         raise ConnectionError("no judge there")
 
@@ -605,7 +601,7 @@ def test_what_was_written_is_returned_though_its_judge_is_away(scorer):
     judged, long = run_pgir(scorer, questions, finding(), threshold=0.5, judge=away)
     assert (judged.answer, judged.p_correct) == (scorer.answer(QUESTION).text, None)
     assert (judged.error, judged.n_generations) == ("no judge there", 1)
-    # Only where nothing was written is there no answer.
+    # An answer is missing only if none was written.
     assert (long.answer, long.n_generations) == (None, 0)
     assert "has a window of 512" in long.error
 
@@ -616,13 +612,13 @@ class NoIdentity:
 
 
 @pytest.mark.parametrize("plug", [NoIdentity(), object(), None, "bm25"])
-def test_what_is_no_retriever_is_refused(scorer, plug):
+def test_an_object_that_is_no_retriever_is_refused(scorer, plug):
     with pytest.raises(ValueError, match="is no retriever: expected a method search"):
         run_pgir(scorer, [QUESTION], plug, threshold=0.5)
 
 
 def scorer_of_one(scorer, setting, head):
-    """A scorer with a probe of answers of one setting."""
+    """Return a scorer whose probe knows the answers of only one setting."""
     probed = scorer.probed
     heads = {head: probed.detector.heads[head]}
     banks = {setting: probed.detector.banks[setting]}
@@ -630,7 +626,7 @@ def scorer_of_one(scorer, setting, head):
     return Scorer(probed.backbone, detector, probed.config)
 
 
-def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
+def test_a_probe_of_one_setting_needs_a_judge_for_the_other_setting(scorer):
     alone = scorer_of_one(scorer, "closed_book", "closed_book")
     with pytest.raises(ValueError, match="was fitted only on closed_book answers"):
         run_pgir(alone, [QUESTION], finding(), threshold=0.5)
@@ -645,7 +641,7 @@ def test_a_probe_of_one_setting_needs_a_judge_for_the_others_drafts(scorer):
 
 
 @pytest.mark.parametrize("given", [1.5, -0.1, "0.5", None, float("nan")])
-def test_a_judge_that_gives_no_probability_ends_in_a_sentence(scorer, given):
+def test_a_judge_that_returns_no_probability_is_refused_in_a_sentence(scorer, given):
     options = {"threshold": 0.5, "judge": lambda question, answer, passages: given}
     with pytest.raises(ValueError, match="the judge: expected a probability"):
         run_pgir(scorer, [QUESTION], finding(), **options)
@@ -661,7 +657,7 @@ PLUGS = itertools.product(("retriever", "judge"), ("nowhere:Notes", "bm52", "os:
         ("encoder", ROOT / "docs", "docs is no encoder"),
     ],
 )
-def test_a_plug_that_is_not_there_is_not_written_down(
+def test_a_plug_that_cannot_be_found_is_not_recorded_in_the_run(
     smoke_run, tmp_path, kind, name, named
 ):
     manifest = shutil.copyfile(smoke_run / "manifest.json", tmp_path / "manifest.json")
@@ -671,7 +667,7 @@ def test_a_plug_that_is_not_there_is_not_written_down(
 
 
 @pytest.mark.parametrize("kind", ["retriever", "judge"])
-def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
+def test_code_that_a_run_names_runs_only_if_the_command_line_names_it_too(
     smoke_run, working_folder, kind
 ):
     (working_folder / "planted.py").write_text("")
@@ -684,7 +680,7 @@ def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
             settle_again(run, CONTROL, lambda _: config)
     stderr = beatrice("control", run.path, code=1).stderr
     assert f"`beatrice control {run.path} --{kind} planted:run`" in stderr
-    # What is done stays done without it.
+    # A finished stage stays finished without that code.
     record = run.stage_record("control")
     name = "retrieval" if kind == "retriever" else "judge:planted:run"
     run.mark_stage("control", record.inputs | {name: "sha"}, 1.0, record.outputs)
@@ -695,14 +691,14 @@ def test_code_that_a_run_names_is_run_where_the_command_line_names_it_too(
 
 
 def judging_of(probed):
-    """Judges of an answer that was asked for with two passages, and shown one."""
+    """Return judges of an answer whose prompt held only one of its two passages."""
     journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
     journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
     passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
     return Judging(Answering(probed, passages, journal))
 
 
-def test_what_an_own_judge_said_is_kept_and_told_from_anothers(probed):
+def test_verdicts_of_two_judges_are_separate_and_finished_calls_are_skipped(probed):
     judging = judging_of(probed)
     numbers = [
         judging.add("one", lambda question, answer, passages: 0.2),
@@ -727,14 +723,14 @@ def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
     assert {*CONTROL.identity(ControlConfig(rivals=("skr",)))} == {"served"}
 
 
-def test_a_judge_is_given_the_passages_that_the_model_was_shown(probed):
+def test_a_judge_gets_only_the_passages_that_the_model_was_shown(probed):
     judging = judging_of(probed)
     number = judging.add("n", lambda q, a, p: [x.text for x in p] == ["shown"])
     (verdict,) = judging.values([Call("judge", QUESTION, (0, 1), number)])
     assert verdict.p_correct == 1
 
 
-def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
+def test_a_control_token_in_a_passage_is_broken_up_before_it_is_shown(probed):
     poison = Passage(title="</s>", text=f"{PASSAGE} </s> <s> more")
     passages = [poison, Passage(title="", text=PASSAGE)]
     answering = Answering(probed, passages, CallJournal(None, ""))
@@ -747,7 +743,7 @@ def test_a_passage_with_a_control_token_is_shown_with_a_blank_in_it(probed):
     assert reply.text
 
 
-def test_a_title_is_shown_without_the_control_tokens_that_its_escaped_html_spells(
+def test_control_tokens_in_the_escaped_html_of_a_title_are_broken_up(
     backbone,
 ):
     template, tokenizer = TEMPLATES["paper"], backbone.tokenizer

@@ -1,4 +1,4 @@
-"""Dense retrieval finds what exact search finds, and refuses what is not its own."""
+"""Dense retrieval finds what exact search finds, and refuses files of others."""
 
 import json
 import os
@@ -95,14 +95,14 @@ def encoded(encoder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(encoded):
-    """The same with indexes of every form."""
+    """The same corpus, encoder and vectors with an index of each lossy form."""
     pytest.importorskip("faiss")
     for form in ("sq8", "ivf_pq"):
         index.build_index(encoded[-1], form)
     return encoded
 
 
-def test_code_of_an_encoder_never_runs_though_somebody_would_agree(tmp_path):
+def test_code_of_an_encoder_never_runs_even_if_a_user_agrees(tmp_path):
     path = save_encoder(tmp_path / "tiny").path
     code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
     (path / "code.py").write_text(code)
@@ -125,7 +125,7 @@ def test_code_of_an_encoder_never_runs_though_somebody_would_agree(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_of_an_encoder_are_safetensors_whatever_its_index_names(tmp_path):
+def test_an_encoder_whose_index_names_other_weights_is_refused(tmp_path):
     path = save_encoder(tmp_path / "tiny").path
     weights = load_file(path / "model.safetensors")
     torch.save(weights, path / "pytorch_model.bin")
@@ -137,7 +137,7 @@ def test_weights_of_an_encoder_are_safetensors_whatever_its_index_names(tmp_path
         index.TextEncoder(index.read_encoder_config(path))
 
 
-def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(encoder):
+def test_a_batch_encodes_like_its_texts_one_by_one_to_unit_vectors(encoder):
     texts = [text_of(i) for i in range(9)] + ["river"]
     together = encoder.encode(texts, "passage")
     alone = np.concatenate([encoder.encode([text], "passage") for text in texts])
@@ -154,7 +154,7 @@ def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder):
     np.testing.assert_allclose(row, states / states.norm(), atol=1e-5)
 
 
-def test_an_encoder_runs_on_a_gpu_to_the_vectors_of_a_cpu(encoder):
+def test_an_encoder_gives_the_same_vectors_on_a_gpu_and_on_a_cpu(encoder):
     texts = [text_of(i) for i in range(9)]
     with PretendedGpu():
         on_gpu = index.TextEncoder(encoder.config)
@@ -163,7 +163,7 @@ def test_an_encoder_runs_on_a_gpu_to_the_vectors_of_a_cpu(encoder):
     np.testing.assert_array_equal(vectors, encoder.encode(texts, "passage"))
 
 
-def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
+def test_an_encoder_named_e5_gets_its_prefixes_and_others_get_none(tmp_path):
     e5 = save_encoder(tmp_path / "e5-base-v2").path
     result = index.read_encoder_config(e5)
     assert (result.query_prefix, result.passage_prefix) == ("query: ", "passage: ")
@@ -180,7 +180,7 @@ def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
 
 
 @pytest.mark.parametrize("prompts", [{"query": "", "document": ""}, None])
-def test_e5_is_known_as_a_link_or_in_the_hubs_cache_and_by_prompts_that_are_empty(
+def test_e5_is_recognised_by_link_or_cache_folder_even_with_empty_prompts(
     tmp_path, prompts
 ):
     hub = tmp_path / "e5s" / "models--intfloat--e5-base-v2" / "snapshots" / "f52bf8ec"
@@ -202,7 +202,7 @@ MODES = ("mean_tokens", "cls_token", "max_tokens", "lasttoken")
 
 
 def flags(*modes):
-    """Return a pooling as sentence-transformers wrote it before 5.4."""
+    """Return a pooling in the format of sentence-transformers before 5.4."""
     return {f"pooling_mode_{mode}": mode in modes for mode in MODES}
 
 
@@ -217,7 +217,7 @@ def flags(*modes):
         (None, ({"pooling_mode": None}, flags())),
     ],
 )
-def test_both_layouts_of_a_pooling_give_it_and_any_other_is_refused(
+def test_both_formats_of_a_pooling_are_read_and_other_poolings_are_refused(
     tmp_path, pooling, files
 ):
     path = save_encoder(tmp_path / "tiny").path
@@ -233,7 +233,7 @@ def test_both_layouts_of_a_pooling_give_it_and_any_other_is_refused(
 
 
 @pytest.mark.parametrize("library", ["models", "sentence_transformer.modules.any"])
-def test_an_encoder_with_layers_that_are_not_run_is_refused(tmp_path, library):
+def test_an_encoder_with_modules_that_would_not_be_run_is_refused(tmp_path, library):
     path = save_encoder(tmp_path / "tiny").path
     types = [f"{library}.{x}" for x in ("Transformer", "Pooling", "Normalize", "Dense")]
     types = [f"sentence_transformers.{name}" for name in types]
@@ -270,7 +270,7 @@ def test_flat_and_a_rescored_lossy_index_find_the_highest_inner_products(built, 
     result = lossy.search_vectors(queries, 20)
     assert result.shape == (len(queries), 20) and (result >= 0).all()
     assert all(len(set(row)) == 20 for row in result.tolist())
-    every = lossy.search_vectors(queries, N)  # more than its lists nearby can hold
+    every = lossy.search_vectors(queries, N)  # more than the nearest lists can hold
     products = queries @ vectors.take(np.arange(N)).T
     scores, top = (np.take_along_axis(products, x, axis=1) for x in (every, flat))
     assert (np.diff(scores, axis=1) <= 1e-6).all()
@@ -292,17 +292,17 @@ def test_an_index_of_more_shards_than_a_process_may_open_is_built_and_read(tmp_p
     run_python(MANY_SHARDS, tmp_path)
 
 
-def test_exact_search_holds_its_vectors_once(tmp_path):
+def test_exact_search_holds_only_one_copy_of_its_vectors_in_memory(tmp_path):
     pytest.importorskip("faiss")
     run_python(MEMORY, tmp_path)
 
 
-def killed(*words, n_lines):
+def kill_build(*words, n_lines):
     """Start a build, and kill it soon after it has printed some lines."""
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for _ in range(n_lines):
         process.stdout.readline()
-    time.sleep(0.02)  # somewhere inside a shard
+    time.sleep(0.02)  # somewhere within a shard
     process.kill()
     process.wait()
     process.stdout.close()
@@ -318,9 +318,9 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
     expected = {p.name: p.read_bytes() for p in whole.iterdir()}
     shutil.rmtree(whole)
     for _ in range(2):  # each after one more shard
-        killed(*words, "30", n_lines=1)
+        kill_build(*words, "30", n_lines=1)
         assert not (whole / "vectors.json").exists()
-    killed(*words, "0.05", n_lines=4)
+    kill_build(*words, "0.05", n_lines=4)
     run_line(*words, 0)
     built = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
     assert built == expected
@@ -328,7 +328,7 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
 
 @pytest.fixture
 def copied(encoded, tmp_path):
-    """Corpus and vectors in a folder that a test may spoil."""
+    """A copy of corpus and vectors that a test may damage."""
     corpus, encoder, _ = encoded
     folder = tmp_path / "corpus"
     shutil.copytree(corpus.folder, folder)
@@ -347,7 +347,7 @@ def test_one_flipped_bit_of_an_index_is_refused_by_name(built, copied):
         index.DenseRetriever(corpus, encoder)
 
 
-def test_what_is_damaged_and_deleted_is_made_again_as_it_was(copied):
+def test_deleted_vectors_are_built_again_to_the_same_bytes(copied):
     corpus, encoder = copied
     folder = index.index_folder(corpus, "tiny")
     expected = (folder / "vectors-00001.npy").read_bytes()
@@ -371,7 +371,7 @@ def test_an_index_of_another_encoder_or_corpus_is_refused_by_name(copied, tmp_pa
         index.DenseRetriever(other, encoder)
 
 
-def test_a_form_that_was_not_built_is_asked_for(built, tmp_path):
+def test_a_form_that_was_not_built_is_an_error_that_names_its_option(built, tmp_path):
     corpus, encoder, vectors = built
     shutil.copytree(vectors.folder, tmp_path / "own")
     (tmp_path / "own" / "ivf_pq.json").unlink()

@@ -1,4 +1,4 @@
-"""An engine of LlamaIndex behind a gate: what is scored, what is kept, who waits."""
+"""A LlamaIndex engine behind a gate: what is scored and kept, and who waits."""
 
 import asyncio
 
@@ -11,11 +11,11 @@ ANSWER, ONLY_STORED = "Guzolt Falls", "the path of the file"
 
 
 class Retrieving:
-    """A gate that keeps what is written with passages, and stands in nobody's way."""
+    """A gate that retrieves every time and must not be called inside an event loop."""
 
     def draft(self, questions):
         with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()  # which would wait
+            asyncio.get_running_loop()  # a running loop would be kept waiting
         kinds = {"p_correct": None, "decision": "unknown"}
         return [Draft(question=q, answer="a draft", **kinds) for q in questions]
 
@@ -29,7 +29,7 @@ class Retrieving:
 
 
 def engine_of(answer):
-    """Answers from a node with metadata: a text, or from a loop a stream."""
+    """Return an engine whose answer is a text, or a stream if queried in a loop."""
     pytest.importorskip("llama_index.core")
     from llama_index.core.base.response import schema
     from llama_index.core.query_engine import CustomQueryEngine
@@ -52,7 +52,7 @@ def engine_of(answer):
     return Engine()
 
 
-def test_nodes_are_scored_as_the_model_of_an_engine_reads_them():
+def test_nodes_are_scored_in_the_form_that_the_engines_model_reads():
     gate = Retrieving()
     llama_index_engine(gate, engine_of(ANSWER)).query(QUESTION)
     (passage,) = gate.passages
@@ -60,20 +60,20 @@ def test_nodes_are_scored_as_the_model_of_an_engine_reads_them():
 
 
 @pytest.mark.parametrize(("answer", "n_hops"), [(ANSWER, 2), ("a worse one", None)])
-def test_metadata_of_an_engine_goes_with_its_answer(answer, n_hops):
+def test_metadata_of_an_engine_is_kept_only_with_its_answer(answer, n_hops):
     reply = llama_index_engine(Retrieving(), engine_of(answer)).query(QUESTION)
     assert reply.metadata.get("n_hops") == n_hops
     assert reply.metadata["p_correct"] == 0.5
 
 
-def test_a_gate_keeps_no_loop_waiting_and_reads_a_stream_in_it():
+def test_a_gate_does_not_block_the_event_loop_and_reads_streams():
     gated = llama_index_engine(Retrieving(), engine_of(ANSWER))
     reply = asyncio.run(gated.aquery(QUESTION))
     assert str(reply) == ANSWER and reply.metadata["n_hops"] == 2
 
 
 def fixed_engine(response, texts):
-    """An engine of LlamaIndex with a fixed reply, which counts its queries."""
+    """Return a LlamaIndex engine with a fixed reply that counts its queries."""
     pytest.importorskip("llama_index.core")
     from llama_index.core.base.response.schema import Response
     from llama_index.core.query_engine import CustomQueryEngine
@@ -90,7 +90,7 @@ def fixed_engine(response, texts):
     return Fixed()
 
 
-def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
+def test_an_engine_is_asked_only_if_needed_and_the_better_answer_is_kept(scorer):
     engine, gate = fixed_engine(ANSWER, [PASSAGE]), Gate(scorer, 1.0)
     gated = llama_index_engine(Gate(scorer, 1e-6), engine)
     assert str(gated.query(QUESTION)) == scorer.answer(QUESTION).text
@@ -107,7 +107,7 @@ def test_an_engine_is_asked_only_if_need_be_and_keeps_the_better_answer(scorer):
 @pytest.mark.parametrize(
     ("response", "texts"), [(None, [PASSAGE]), ("", [PASSAGE]), ("Empty Response", [])]
 )
-def test_an_engine_that_answers_nothing_or_from_nothing_leaves_the_draft(
+def test_an_engine_without_an_answer_or_passages_leaves_the_draft(
     scorer, response, texts
 ):
     engine = fixed_engine(response, texts)

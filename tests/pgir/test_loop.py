@@ -1,4 +1,4 @@
-"""Controllers: what they decide, what it costs, and the rows that say so."""
+"""Controllers: their decisions, their costs, and the rows that report them."""
 
 import dataclasses
 import json
@@ -70,10 +70,10 @@ def trace_of(*scores):
         ((0.9, 0.99), 4, (0, 1, True)),
         ((0.1, 0.7, 0.9), 4, (1, 2, True)),
         ((0.1, 0.5, 0.3), 2, (1, 3, False)),
-        ((0.1, 0.2, 0.99), 1, (1, 2, False)),  # no second retrieval is seen
+        ((0.1, 0.2, 0.99), 1, (1, 2, False)),  # the budget allows no second retrieval
     ],
 )
-def test_a_policy_returns_the_first_confident_draft_or_the_best(
+def test_a_policy_returns_the_first_confident_draft_or_else_the_best(
     scores, budget, expected
 ):
     decision = decide(trace_of(*scores), Policy(threshold=0.6, budget=budget))
@@ -91,14 +91,14 @@ def test_a_decision_never_costs_more_than_its_budget(scores, threshold, budget):
     assert decision.round < decision.n_generations <= budget + 1
 
 
-def test_a_page_without_news_is_skipped_for_a_deeper_one():
+def test_passages_already_shown_are_skipped_for_deeper_ones():
     assert fresh_passages([1, 2, 3, 4, 5, 6], frozenset({1, 2, 3}), 3) == (4, 5, 6)
     assert fresh_passages([1, 2, 3, 4], frozenset({1, 3}), 3) == (2,)
     assert fresh_passages([1, 2], frozenset({1, 2}), 3) == ()
 
 
 def planted(ranking=lambda query: range(12), wanted=None):
-    """Right, and surely so, once it is shown passage `wanted`."""
+    """Return a service whose answers are right and confident once shown `wanted`."""
 
     def serve(call):
         if call.kind == "search":
@@ -118,7 +118,7 @@ def shown(trace):
 def test_no_passage_is_shown_twice_and_every_round_shows_something_new():
     trace, _ = played(drafts("who?", ControllerConfig(depth=12)), planted())
     assert shown(trace) == [(), (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
-    serve = planted(lambda query: range(4))  # soon used up
+    serve = planted(lambda query: range(4))  # soon exhausted
     trace, _ = played(drafts("who?", ControllerConfig()), serve)
     assert shown(trace) == [(), (0, 1, 2), (3,)]
 
@@ -133,7 +133,7 @@ def test_a_passage_that_does_not_fit_the_window_counts_as_not_shown():
     assert shown(trace) == [(), (0, 1), (2,)]
 
 
-def test_a_score_that_is_no_number_is_below_all_others():
+def test_a_nan_score_ranks_below_all_others():
     policy = Policy(threshold=0.9, budget=2)
     assert decide(trace_of(math.nan, 0.1, 0.2), policy).round == 2
     assert decide(trace_of(math.nan, math.nan), policy).round == 0
@@ -145,12 +145,12 @@ def test_a_score_that_is_no_number_is_below_all_others():
         ("draft", ["who? guess", "who? right"]),
         ("question", ["who?", "who?"]),
         ("question_first", ["who?", "who? right"]),
-        ("sure_draft", ["who?", "who? right"]),  # sure of what passage 1 says
+        ("sure_draft", ["who?", "who? right"]),  # sure once shown passage 1
         ("fused", ["who?", "who? guess"]),
         ("both", ["who?", "who? guess"]),
     ],
 )
-def test_queries_take_the_draft_where_they_say(query, expected):
+def test_each_kind_of_query_uses_the_draft_as_documented(query, expected):
     config = ControllerConfig(max_budget=2, query=query, depth=12)
     _, calls = played(drafts("who?", config), planted(wanted=1))
     queries = [call.text for call in calls if call.kind == "search"]
@@ -162,11 +162,11 @@ def test_queries_take_the_draft_where_they_say(query, expected):
 @pytest.mark.parametrize(
     ("query", "passages"),
     [
-        ("fused", (2, 0, 1)),  # ranks 3 and 1, 1 and 4; then 2 alone
-        ("both", (0, 1, 2, 9, 8)),  # once each
+        ("fused", (2, 0, 1)),  # ranks 3 and 1, 1 and 4; then only rank 2
+        ("both", (0, 1, 2, 9, 8)),  # each once
     ],
 )
-def test_two_queries_are_fused_by_their_ranks_or_shown_both(query, passages):
+def test_rankings_of_two_queries_are_fused_or_both_shown(query, passages):
     rankings = planted(lambda q: (0, 1, 2, 3) if q == "who?" else (2, 9, 8, 0))
     config = ControllerConfig(max_budget=1, query=query)
     trace, _ = played(drafts("who?", config), rankings)
@@ -174,7 +174,7 @@ def test_two_queries_are_fused_by_their_ranks_or_shown_both(query, passages):
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5, 0.95])
-def test_the_loop_answers_as_the_policy_decides_on_the_trace(threshold):
+def test_the_loop_gives_the_answer_that_the_policy_chooses_from_the_trace(threshold):
     policy, config = Policy(threshold=threshold, budget=3), ControllerConfig()
     serve = planted(wanted=4)
     trace, _ = played(drafts("who?", config), serve)
@@ -185,7 +185,7 @@ def test_the_loop_answers_as_the_policy_decides_on_the_trace(threshold):
     assert n_answers == decision.n_generations
 
 
-def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
+def test_an_oracle_for_one_part_loses_only_what_the_other_parts_lose():
     # Round 1 is trusted and wrong, round 2 would be right.
     scores = {(): 0.3, (0, 1, 2): 0.8, (3, 4, 5): 0.9}
 
@@ -206,12 +206,12 @@ def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
     assert result("judge", "right") == ("right", 3)
     assert result("gate", "right") == ("wrong", 2)
     assert result("gate", "guess") == ("guess", 1)
-    assert result("choice", "right") == ("wrong", 2)  # never drafted
-    assert result("choice", "guess") == ("guess", 2)  # drafted, and thrown away
+    assert result("choice", "right") == ("wrong", 2)  # right answer never drafted
+    assert result("choice", "guess") == ("guess", 2)  # drafted and discarded
 
 
 def validated(gold, *scores):
-    """Ten validation questions of the same drafts, `a0` and so on."""
+    """Return ten validation questions with the same drafts, `a0`, `a1` and so on."""
     examples = tuple(an_example(id=f"q{i}", golds=(gold,)) for i in range(10))
     return Traced(
         dataset="world",
@@ -221,7 +221,7 @@ def validated(gold, *scores):
     )
 
 
-def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
+def test_the_policy_search_finds_the_planted_policy_and_obeys_the_cap():
     # Closed-book scores are worthless here; the second retrieval is right.
     questions = validated("a2", 0.5, 0.4, 0.9)
     free, (right, generations) = choose_policy(
@@ -232,26 +232,26 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
     assert right.all() and set(generations.tolist()) == {3}
     with pytest.raises(ValueError, match="no policy stays under"):
         choose_policy([questions], ControllerConfig(max_generations=0.5))
-    # Only the fourth retrieval is right, and it is the fifth generation.
+    # Only the fourth retrieval, which is the fifth generation, is right.
     questions = validated("a4", 0.5, 0.4, 0.3, 0.3, 0.9)
     low, high = (
         choose_policy([questions], ControllerConfig(max_generations=cap))[0].budget
         for cap in (4.0, 5.0)
     )
     assert high == 4 > low
-    # The first retrieval is right, and no cheaper policy is.
+    # The first retrieval is right, and any cheaper policy is wrong.
     best, (right, _) = choose_policy([validated("a1", 0.5, 0.9)], ControllerConfig())
     assert best.budget == 1 and right.all()
 
 
-def test_other_maps_change_probabilities_by_pass_and_nothing_else():
+def test_recalibration_maps_each_passs_probabilities_and_nothing_else():
     result = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
     assert [draft.p_correct for draft in result] == pytest.approx([0.25, 0.6, 0.1])
     assert [d.answer for d in result] == ["a0", "a1", "a2"]
     assert [d.raw for d in result] == [0.5, 0.4, 0.9]
 
 
-def test_a_cross_fitted_probability_does_not_see_the_labels_of_its_fold(
+def test_a_cross_fitted_probability_ignores_the_labels_of_its_own_fold(
     smoke_run, tmp_path
 ):
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
@@ -281,7 +281,7 @@ def test_the_cap_is_a_setting_of_the_run(tmp_path):
         assert section["control"]["max_generations"] == 4.63
         assert CONTROL.settle(run).max_generations == 4.63
         other = ControlOptions(cross_fit=True).change
-        settle_again(run, CONTROL, other)  # another search of the policy may follow
+        settle_again(run, CONTROL, other)  # the policy may be searched for again
         settled = ControlConfig(max_generations=4.63, cross_fit=True)
         assert CONTROL.settle(run) == settled
 
@@ -300,20 +300,20 @@ TEXTS = ["राम का घर", "राम की भाषा", "बाघ 
 @pytest.mark.parametrize(
     ("texts", "queries", "expected"),
     [
-        # Words with vowel signs, and of one character.
+        # Words with vowel signs, and words of one character.
         (TEXTS, ["भाषा", "राम", "का", "c", "5"], [[1], [0, 1], [0, 2], [3], [4]]),
-        # Two encodings of a letter are one word.
+        # Two encodings of a letter match.
         (
             ["caf\u00e9 \u0958लम"],
             ["cafe\u0301", "\u0915\u093cलम", "cafe"],
             [[0], [0], []],
         ),
-        # Scripts without blanks, and a soft hyphen.
+        # A script without spaces, and a soft hyphen.
         (["首都是北京。", "a hy\u00adphen"], ["北京在哪里", "hyphen"], [[0], [1]]),
         (["word3", "shared"], ["zzzz", "?!", "word3 zzzz"], [[], [], [0]]),
     ],
 )
-def test_bm25_finds_the_passages_that_share_a_word_and_no_other(
+def test_bm25_finds_the_passages_that_share_a_word_and_no_others(
     texts, queries, expected
 ):
     retriever = Bm25Retriever([Passage(title="", text=text) for text in texts])
@@ -326,12 +326,12 @@ RANKED = ("no_rag", "vanilla_rag", "draft_rag", "pgir", "perfect_judge")
 
 
 def traced():
-    """Four questions, "yes" always right; the plain retrieval helps one of them."""
+    """Four questions, all with the gold "yes"; plain retrieval helps one of them."""
     traces = (
-        trace(("yes", 0.9)),  # kept; the ranking was used up
-        trace(("no", 0.2), ("yes", 0.7), ("no", 0.1)),  # asked again, and trusted
+        trace(("yes", 0.9)),  # kept; the ranking was exhausted
+        trace(("no", 0.2), ("yes", 0.7), ("no", 0.1)),  # retrieved for, and trusted
         trace(("no", 0.8), ("yes", 0.9), ("yes", 0.9)),  # trusted, and wrong
-        trace(("no", 0.1), ("no", 0.3), ("yes", 0.2), ("yes", 0.9)),  # the wrong kept
+        trace(("no", 0.1), ("no", 0.3), ("yes", 0.2), ("yes", 0.9)),  # a wrong one kept
     )
     examples = tuple(
         an_example(id=f"q{i}", question=f"question {i}?", golds=("yes",))
@@ -340,11 +340,11 @@ def traced():
     return Traced(dataset="world", split="test", examples=examples, traces=traces)
 
 
-PLAIN = (90, 91, 92)  # what the question alone finds
+PLAIN = (90, 91, 92)  # what a search with only the question finds
 
 
 def serve_from(replies, vanilla):
-    """Give the drafts of a trace, round by round of three passages."""
+    """Return a service that replies with a trace's drafts, three passages a round."""
 
     def serve(call):
         if call.kind == "search":
@@ -361,7 +361,7 @@ def serve_from(replies, vanilla):
 
 
 def answers_of(loop, vanilla=("no", "no", "yes", "no")):
-    """What every controller answers, its cost counted from its calls."""
+    """Return every controller's answers, with costs counted from its calls."""
     config = ControllerConfig()
     result = {name: [] for name in RANKED}
     for example, item, plain in zip(loop.examples, loop.traces, vanilla, strict=True):
@@ -393,28 +393,28 @@ def measured(metric):
 
 
 @pytest.mark.parametrize(
-    ("metric", "sums"),  # over the four questions, of the controllers in `RANKED`
+    ("metric", "sums"),  # over the four questions, for the controllers in `RANKED`
     [
-        ("em", (1, 1, 3, 2, 4)),  # draft_rag: round one of every trace, or all there is
+        ("em", (1, 1, 3, 2, 4)),  # draft_rag: round 1 of every trace, or its only one
         ("generations", (4, 4, 1 + 2 + 2 + 2, 1 + 2 + 1 + 3, 1 + 2 + 2 + 3)),
-        # That the first question's ranking is used up, a search of draft_rag finds out.
+        # draft_rag must search to find that the first question's ranking is exhausted.
         ("retrievals", (0, 4, 4, 0 + 1 + 0 + 2, 0 + 1 + 1 + 2)),
         ("forwards", (0, 0, 0, 1 + 2 + 1 + 3, 1 + 2 + 2 + 3)),
     ],
 )
-def test_the_query_is_told_from_the_judgement_and_every_call_is_paid_for(metric, sums):
+def test_controllers_have_the_expected_accuracy_and_every_call_is_counted(metric, sums):
     values = {name: row.value for name, row in measured(metric).items()}
     assert values == {name: n / 4 for name, n in zip(RANKED, sums, strict=True)}
 
 
-def test_a_larger_budget_never_asks_less():
+def test_a_larger_budget_never_generates_less():
     points = frontier("pgir", [traced()], POLICY, ControllerConfig(max_budget=3))
     assert [point["budget"] for point in points] == [1, 2, 3]
     costs = [point["generations"] for point in points]
     assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
 
 
-def test_the_questions_of_two_sets_of_one_size_are_resampled_apart():
+def test_two_question_sets_of_equal_size_are_resampled_independently():
     first = traced()
     other = dataclasses.replace(first, dataset="held", split="ood")
     answers = [answers_of(first), answers_of(other)]
@@ -425,7 +425,7 @@ def test_the_questions_of_two_sets_of_one_size_are_resampled_apart():
         for row in rows
         if (row.detector, row.metric, row.against) == ("no_rag", "em", None)
     }
-    # A mean of twice as many questions, not of the same ones twice.
+    # The mean is over twice as many questions, not over the same ones twice.
     assert widths["macro"] < 0.9 * widths["world"] == 0.9 * widths["held"]
 
 
@@ -434,7 +434,7 @@ def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     other = dataclasses.replace(first, dataset="held", split="ood")
     config = BootstrapConfig(n_resamples=500)
     answers = [answers_of(first), answers_of(other, ("yes",) * 4)]
-    for of_set in answers:  # what nobody has given a title
+    for of_set in answers:  # a controller without a title
         of_set["judge:own"] = of_set["no_rag"]
     rows = control_rows([first, other], answers, config)
     paired = [r for r in rows if r.experiment == "controller_paired"]
@@ -446,13 +446,13 @@ def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     assert {r.dataset: r.value for r in gains} == by_set
     for row in gains:
         assert row.ci_low <= row.value <= row.ci_high and 0 < row.p_value <= 1
-    gain = np.array([1, 1, -1, 0])  # of pgir over plain retrieval, question by question
+    gain = np.array([1, 1, -1, 0])  # of pgir over plain retrieval, per question
     means = [gain[drawn].mean() for drawn in drawn_clusters(4, config)]
     (row,) = (r for r in gains if r.dataset == "world")
     assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(np.array(means)))
 
 
-def test_cases_are_taken_from_every_set_by_one_rule():
+def test_cases_are_chosen_from_every_question_set_by_one_rule():
     given = traced()
     others = [
         dataclasses.replace(given, dataset=d, split="ood") for d in ("nq", "popqa")
@@ -465,7 +465,7 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         ("popqa", 1, "Retrieve, then trust"),
         ("world", 3, "Retrieve; all flagged, none trusted"),
         ("nq", 2, "Trusted, and wrong"),
-    ]  # none of the questions was trusted in a second round
+    ]  # no question was trusted in a second round
     reversed_fields = {"traces": given.traces[::-1], "examples": given.examples[::-1]}
     turned = dataclasses.replace(given, **reversed_fields)
     for questions, expected in ((given, [0, 1, 3, 2]), (turned, [3, 2, 0, 1])):
@@ -473,6 +473,6 @@ def test_cases_are_taken_from_every_set_by_one_rule():
         assert [case.example_index for case in cases] == expected
 
 
-def test_a_preset_runs_every_controller_but_the_dearest():
+def test_the_demo_runs_every_rival_but_the_dearest_and_the_paper_all():
     assert set(EVERY_RIVAL) - set(CONTROL_PRESETS["demo"].rivals) == {"seakr"}
     assert CONTROL_PRESETS["paper"].rivals == EVERY_RIVAL

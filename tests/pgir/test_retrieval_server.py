@@ -1,4 +1,4 @@
-"""The server of a retriever: shapes of replies, wrong requests, and how it ends."""
+"""The retrieval server: shapes of replies, wrong requests, shutting down."""
 
 import http.client
 import json
@@ -34,21 +34,21 @@ def post(url, value):
 
 
 def refusal(url, value):
-    """Return with which status a request is refused, and the error in the reply."""
+    """Return the status of a refused request, and the error in its reply."""
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(url, value)
     with refused.value as reply:
         return reply.code, json.load(reply)["error"]
 
 
-def test_a_port_that_is_taken_is_named():
+def test_a_port_that_is_in_use_is_an_error_that_names_it():
     with corpus_server() as server:
         taken = server.server_port
         with pytest.raises(ValueError, match=f"listen on 127.0.0.1:{taken}: .* in use"):
             RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=taken)
 
 
-def test_replies_have_the_shapes_that_the_two_protocols_say():
+def test_replies_have_the_shapes_of_the_two_protocols():
     with serving(corpus_server()) as url:
         two = {"queries": ["word3 shared"], "topk": 2}
         scored = post(f"{url}/retrieve", two | {"return_scores": True})
@@ -66,17 +66,17 @@ def test_replies_have_the_shapes_that_the_two_protocols_say():
     assert many[1] == [[1.0, 0.5]]
     assert len(default["result"][0]) == 3
     assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
-    assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # it has no more
+    assert read_reply(scored, 1, 60) == read_reply(scored, 1, 2)  # there are no more
 
 
-def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
+def test_a_passage_comes_back_unchanged_whatever_its_title_and_line_ends():
     texts = ("one line", "a\nb", '"a"\nb\n', "\nb", "a\r\nb")
     passages = [Passage(title=t, text=x) for t in ("", "T", '"T"', " ") for x in texts]
     request = {"query": ["q"], "top_n": len(passages)}
     with RetrievalServer(Ranked(*range(99)), passages, port=0) as server:
         replies = [server.answer("/batch_search", request)]
     fields = [{"title": p.title, "text": p.text} for p in passages]
-    for reply in (*replies, [fields]):  # of ours, and of who sends them apart
+    for reply in (*replies, [fields]):  # ours, and one with separate fields
         (documents,) = read_reply(reply, 1, len(passages))
         assert [from_document(document) for document in documents] == passages
     assert from_document(as_served(Passage(title="a\nb", text="c"))).title == "a b"
@@ -95,14 +95,14 @@ def test_a_passage_comes_back_as_it_was_with_or_without_a_title_and_line_ends():
         ("/elsewhere", {"queries": ["x"]}, 404),
     ],
 )
-def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, status):
+def test_a_wrong_request_is_refused_and_the_server_goes_on(path, value, status):
     with serving(corpus_server()) as url:
         assert refusal(url + path, value)[0] == status
         assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
 
 
 @pytest.mark.parametrize("queries", [[], [" "], ["", "word3", "\n"]])
-def test_a_question_without_a_word_has_an_empty_ranking_among_others(queries):
+def test_an_empty_question_gets_an_empty_ranking_among_others(queries):
     with corpus_server(depth=1) as server:
         rankings = server.answer("/retrieve", {"queries": queries})["result"]
         (match,) = server.answer("/search", {"query": "word3"})
@@ -110,14 +110,14 @@ def test_a_question_without_a_word_has_an_empty_ranking_among_others(queries):
     assert rankings == [[match] if query == "word3" else [] for query in queries]
 
 
-def test_a_client_that_falls_silent_is_not_waited_for_for_ever():
+def test_a_connection_on_which_the_client_falls_silent_is_closed():
     with corpus_server(timeout=0.2) as server, serving(server):
         with socket.create_connection(server.server_address, timeout=10) as silent:
             silent.sendall(b"POST /retr")
             assert silent.recv(1) == b""
 
 
-def test_a_client_that_is_gone_leaves_no_traceback(capsys):
+def test_a_client_that_disconnects_causes_no_traceback(capsys):
     reset = struct.pack("ii", 1, 0)  # close() then sends a reset
     body = json.dumps({"queries": ["word3"] * 200, "topk": 10}).encode()
     with corpus_server() as server:
@@ -148,7 +148,7 @@ class Gone(list):
         (Ranked(0), Gone(CORPUS), "OSError: passages.txt: no", "in __getitem__"),
     ],
 )
-def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(
+def test_a_failed_search_is_reported_to_the_client_and_traced_on_stderr(
     capsys, retriever, passages, reason, place
 ):
     with RetrievalServer(retriever, passages, port=0) as server:
@@ -158,7 +158,7 @@ def test_who_asks_is_told_that_a_search_failed_and_who_serves_sees_where(
     assert place in capsys.readouterr().err
 
 
-def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others():
+def test_a_closing_server_finishes_the_running_search_and_refuses_others():
     class Slow(Bm25Retriever):
         begun = threading.Event()
 
@@ -185,7 +185,7 @@ def test_a_server_that_closes_replies_to_the_search_that_runs_and_refuses_others
         assert reply.code == 503 and "shutting down" in json.load(reply)["error"]
 
 
-def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
+def test_a_terminated_service_exits_cleanly(tmp_path):
     folder = make_corpus(tmp_path, 20).folder
     words = [sys.executable, "-m", "beatrice", "corpus", folder, "--serve"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -197,7 +197,7 @@ def test_a_service_that_is_told_to_stop_ends_well(tmp_path):
     assert served.returncode == 0
 
 
-def test_a_reply_does_not_wait_until_its_head_is_acknowledged():
+def test_connections_are_accepted_with_tcp_nodelay():
     with corpus_server() as server, serving(server):
         connection = http.client.HTTPConnection(*server.server_address, timeout=10)
         connection.request("GET", "/health")
@@ -208,7 +208,7 @@ def test_a_reply_does_not_wait_until_its_head_is_acknowledged():
 
 
 def replies_to(server, text):
-    """Send a text, and return all that comes until the connection is closed."""
+    """Send a text, and return everything received until the connection closes."""
     with socket.create_connection(server.server_address, timeout=10) as client:
         client.sendall(text.encode())
         client.shutdown(socket.SHUT_WR)
@@ -222,7 +222,7 @@ def replies_to(server, text):
         ("Transfer-Encoding: chunked", "GET /elsewhere HTTP/1.1\r\n\r\n"),
     ],
 )
-def test_the_body_of_a_request_that_needs_none_is_not_taken_for_another(header, body):
+def test_the_unneeded_body_of_a_request_is_not_taken_for_another_request(header, body):
     with corpus_server() as server, serving(server):
         text = replies_to(server, f"GET /health HTTP/1.1\r\n{header}\r\n\r\n{body}")
         assert text.count("HTTP/1.1 ") == 1 and "Connection: close" in text
@@ -240,7 +240,7 @@ def test_the_body_of_a_request_that_needs_none_is_not_taken_for_another(header, 
         ("this is none", "{", "use POST /retrieve"),
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_refused_in_json_and_closes_the_connection(
+def test_a_malformed_request_is_refused_in_json_and_the_connection_closed(
     capsys, head, begin, error
 ):
     with corpus_server() as server, serving(server):
@@ -258,13 +258,13 @@ def test_what_is_no_request_is_refused_in_json_and_closes_the_connection(
         "GET /health HTTP/1.1\r\nTransfer-Encoding: chunked",
     ],
 )
-def test_a_client_whose_body_is_not_wanted_can_send_it_and_read_why(head):
+def test_a_client_can_send_an_unwanted_body_and_read_the_reply(head):
     with corpus_server() as server, serving(server):
         text = replies_to(server, f"{head}\r\n\r\n{'x' * (16 << 20)}")
     assert text.startswith("HTTP/1.1 ") and "Connection: close" in text
 
 
-def test_head_is_answered_without_a_body():
+def test_a_head_request_is_answered_without_a_body():
     with corpus_server() as server, serving(server):
         text = replies_to(server, "HEAD /health HTTP/1.1\r\n\r\n")
         assert text.startswith("HTTP/1.1 200 ") and text.endswith("\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Corpora hold each passage once; retrievers behind HTTP, and servers that babble."""
+"""Corpora that hold each passage once, retrievers over HTTP, and broken servers."""
 
 import contextlib
 import dataclasses
@@ -77,9 +77,7 @@ def client(url, cache, **options):
 
 
 @pytest.mark.parametrize("path", ["/retrieve", "/batch_search"])
-def test_both_protocols_find_what_the_retriever_finds_and_are_asked_once(
-    tmp_path, path
-):
+def test_both_protocols_give_the_retrievers_rankings_and_cache_them(tmp_path, path):
     expected = Bm25Retriever(CORPUS).search(QUERIES, 3)
     with serving(corpus_server()) as url:
         served = client(url + path, tmp_path / "cache.jsonl")
@@ -87,13 +85,13 @@ def test_both_protocols_find_what_the_retriever_finds_and_are_asked_once(
     pairs = (served.passages, result), (CORPUS, expected)
     ours, theirs = ([[p[i] for i in row] for row in rows] for p, rows in pairs)
     assert ours == theirs and ours[0][0] == CORPUS[3]
-    again = client(url + path, tmp_path / "cache.jsonl")  # nobody answers there now
+    again = client(url + path, tmp_path / "cache.jsonl")  # the server has stopped
     assert again.search(QUERIES, 3) == result
     assert again.passages == served.passages
 
 
 class Moody(ThreadingHTTPServer):
-    """A server that does to some questions what its moods say."""
+    """A server that misbehaves as `moods` says for each question."""
 
     def __init__(self, moods):
         self.moods, self.queries, self.keys = moods, [], []
@@ -120,18 +118,18 @@ class _Moods(BaseHTTPRequestHandler):
         content = json.dumps({"result": [documents] * len(request["queries"])})
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
         content = babble.get(mood, content)
-        with contextlib.suppress(OSError):  # who asked has gone
+        with contextlib.suppress(OSError):  # the client has gone
             if mood == "trickling head":
                 self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
             self.send_response({"broken": 500, "elsewhere": 302}.get(mood, 200))
-            self.send_header("Location", "/inner")  # there it would be 501
+            self.send_header("Location", "/inner")  # a GET there would be a 501
             self.end_headers()
             if mood == "trickling":
                 self._trickle(content.encode())
             self.wfile.write(content.encode())
 
     def _trickle(self, content):
-        """Send a byte now and then, each long before a time-out of its own."""
+        """Send the bytes slowly, but each sooner than the time-out."""
         for byte in content:
             self.wfile.write(bytes([byte]))
             self.wfile.flush()
@@ -152,10 +150,10 @@ class _Moods(BaseHTTPRequestHandler):
         ("nested", "its reply is no ranking"),
         ("half a pair", "its reply is no ranking"),
         ("broken", "status 500"),
-        ("elsewhere", "status 302"),  # not followed, and nobody else gets the key
+        ("elsewhere", "status 302"),  # not followed: no other host gets the key
     ],
 )
-def test_only_the_questions_a_server_fails_are_failed_and_retried(
+def test_only_the_questions_that_a_server_fails_on_are_failed_and_retried(
     tmp_path, mood, reason
 ):
     cache, queries = tmp_path / "cache.jsonl", ["a", "b", "poison", "c"]
@@ -165,7 +163,7 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
         began = time.monotonic()
         with pytest.raises(RetrievalFailed, match="1 of 4 questions") as failed:
             asking.search(queries, 2)
-        assert time.monotonic() - began < 3  # two attempts together, two alone
+        assert time.monotonic() - began < 3  # two attempts in the batch, two on its own
         assert list(failed.value.reasons) == [2]
         assert reason in failed.value.reasons[2]
         assert sorted(failed.value.rankings) == [0, 1, 3]
@@ -176,7 +174,7 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
         assert server.queries == [["poison"]]
 
 
-def test_a_server_that_finds_others_may_find_nothing_for_a_question(tmp_path):
+def test_a_server_that_works_may_find_nothing_for_a_question(tmp_path):
     cache = tmp_path / "cache.jsonl"
     with serving(corpus_server()) as url:
         asking = client(f"{url}/retrieve", cache)
@@ -194,7 +192,7 @@ def test_a_server_that_finds_others_may_find_nothing_for_a_question(tmp_path):
         ("nothing", "expected documents for a question, found none"),
     ],
 )
-def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, reason):
+def test_a_server_that_always_fails_is_soon_asked_no_more(tmp_path, mood, reason):
     queries = [f"q{i}" for i in range(100)]
     server = Moody(dict.fromkeys(queries, mood))
     with serving(server) as url:
@@ -203,12 +201,12 @@ def test_a_server_that_answers_nothing_is_soon_asked_no_more(tmp_path, mood, rea
             asking.search(queries, 2)
         assert all(reason in text for text in failed.value.reasons.values())
         assert "no more are sent" in failed.value.reasons[99]
-        assert len(server.queries) == 2 * (1 + 3)  # a batch, then three alone
+        assert len(server.queries) == 2 * (1 + 3)  # a batch, then 3 single questions
         server.moods.clear()  # it recovers
         assert asking.search(queries, 2)[99] == (0, 1)
 
 
-def test_a_server_that_stops_answering_is_soon_asked_no_more(tmp_path):
+def test_a_server_that_stops_working_is_soon_asked_no_more(tmp_path):
     queries = [f"q{i}" for i in range(100)]
     server = Moody(dict.fromkeys(queries, "broken"))
     with serving(server) as url:
@@ -222,10 +220,10 @@ def test_a_server_that_stops_answering_is_soon_asked_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [range(1, 9), range(36)])
-def test_questions_in_a_row_that_a_server_fails_cost_no_other_its_passages(
+def test_failed_questions_in_a_row_do_not_stop_the_others_getting_passages(
     tmp_path, bad
 ):
-    queries = [f"q{i}" for i in range(40)]  # what a run before has failed stands first
+    queries = [f"q{i}" for i in range(40)]  # those failed in an earlier run come first
     server = Moody({queries[i]: "broken" for i in bad})
     with serving(server) as url:
         asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl", n_attempts=1)
@@ -236,9 +234,7 @@ def test_questions_in_a_row_that_a_server_fails_cost_no_other_its_passages(
 
 
 @pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
-def test_a_damaged_cache_is_refused_by_its_line_and_a_cut_one_is_asked_again(
-    tmp_path, line
-):
+def test_a_damaged_cache_is_refused_by_line_and_a_cut_last_line_dropped(tmp_path, line):
     cache = tmp_path / "cache.jsonl"
     whole = '{"query": "q", "depth": 1, "places": [0], "new": ["text"]}\n'
     cache.write_text(whole + whole[:30])
@@ -253,19 +249,19 @@ def test_a_damaged_cache_is_refused_by_its_line_and_a_cut_one_is_asked_again(
 @pytest.mark.parametrize(
     ("mood", "ranking", "n_empty"), [("empty", (1,), 1), ("twice", (0, 1), 0)]
 )
-def test_a_document_without_a_word_is_not_ranked_and_one_that_came_twice_once(
+def test_empty_documents_are_not_ranked_and_repeated_ones_ranked_once(
     tmp_path, mood, ranking, n_empty
 ):
     cache, server = tmp_path / "cache.jsonl", Moody({"poison": mood})
     with serving(server) as url:
-        for _ in range(2):  # as it came, and as it was kept
+        for _ in range(2):  # from the server, and from the cache
             asking = client(f"{url}/retrieve", cache)
             assert asking.search(["poison"], 3) == [ranking]
             assert asking.n_empty == n_empty
     assert server.queries == [["poison"]]
 
 
-def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
+def test_a_server_that_cannot_be_reached_fails_all_questions_at_once(tmp_path):
     with serving(corpus_server()) as url:
         pass
     asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl", n_attempts=2)
@@ -273,7 +269,7 @@ def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
     with pytest.raises(RetrievalFailed, match="cannot be reached") as failed:
         asking.search([f"q{i}" for i in range(200)], 2)
     assert len(failed.value.reasons) == 200 and not failed.value.rankings
-    assert time.monotonic() - began < 5  # one request's attempts, not two hundred's
+    assert time.monotonic() - began < 5  # the attempts of one request, not of 200
 
 
 def test_the_fused_score_is_the_sum_of_reciprocal_ranks():
@@ -285,7 +281,7 @@ def test_the_fused_score_is_the_sum_of_reciprocal_ranks():
     ("last", "others", "is_first"), [(13, (5, 8), True), (20, (5, 14), False)]
 )
 def test_the_constant_of_the_fusion_is_the_published_sixty(last, others, is_first):
-    """With 61 the first case is decided otherwise, with 59 the second."""
+    """With 61 the first case would be decided differently, with 59 the second."""
     rankings = np.arange(2, 42).reshape(2, 20)
     rankings[0, 0] = rankings[1, last - 1] = 0
     rankings[0, others[0] - 1] = rankings[1, others[1] - 1] = 1
@@ -299,14 +295,14 @@ def test_fusion_does_not_depend_on_the_order_of_the_retrievers(first, second):
     assert fuse([a, b]).tolist() == fuse([b, a]).tolist()
 
 
-def test_what_one_retriever_does_not_find_the_other_ranks_alone():
+def test_if_one_retriever_finds_nothing_the_other_decides_the_ranking():
     fused = FusedRetriever([Bm25Retriever(CORPUS), Ranked(*range(12))])
     rows = fused.search(["zzzz", "word5"], 3)
     assert [row.tolist() for row in rows] == [[0, 1, 2], [5, 0, 1]]
     assert FusedRetriever([Ranked(0), Ranked(1)]).search([], 2) == []
 
 
-def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
+def test_an_answer_is_found_as_whole_words_ignoring_case_and_articles():
     texts = {"Rome": "A parish.", "": "Paris"}
     passages = [Passage(title=title, text=text) for title, text in texts.items()]
     ranking = np.array([0, 1])
@@ -345,11 +341,11 @@ np.testing.assert_array_equal(result, expected)
 """
 
 
-def test_bm25_ranks_as_over_lists_of_words_in_less_than_half_the_memory():
-    run_python(RANKINGS)  # threads of other tests would be counted here
+def test_bm25_ranks_like_an_index_of_word_lists_in_less_than_half_the_memory():
+    run_python(RANKINGS)  # other tests' threads would count in this process
 
 
-def test_means_are_per_question_set():
+def test_recall_and_answers_are_averaged_per_question_set():
     golds = [
         Gold(dataset=name, id=str(i), question="q", golds=("x",), passages=(passage,))
         for i, (name, passage) in enumerate([("a", 0), ("a", 25), ("b", 4)])
@@ -362,7 +358,7 @@ def test_means_are_per_question_set():
     assert result["a", "answer"] == {3: 0.0, 5: 0.0, 20: 0.0}
 
 
-def test_recall_and_agreement_are_shares_among_the_first():
+def test_recall_and_agreement_are_shares_within_the_first_ranks():
     ranking = np.array([5, 1, 8, 2, 9, 3])
     assert gold_recall(ranking, [1, 3], (1, 2, 6)) == {1: 0.0, 2: 0.5, 6: 1.0}
     exact = np.tile(np.arange(20), (3, 1))
@@ -379,9 +375,7 @@ def run(tmp_path):
     return run
 
 
-def test_a_run_searches_its_own_passages_by_words_until_it_is_given_a_corpus(
-    run, tmp_path
-):
+def test_a_run_searches_its_own_passages_with_bm25_until_given_a_corpus(run, tmp_path):
     before, corpus = retrieval_of(run), make_corpus(tmp_path, 20)
     assert isinstance(before.retriever, Bm25Retriever)
     assert {passage.title for passage in before.passages} == {"Own"}
@@ -390,19 +384,19 @@ def test_a_run_searches_its_own_passages_by_words_until_it_is_given_a_corpus(
     (row,) = retrieval.retriever.search(["w7 n7"], 1)
     assert retrieval.passages[row[0]].title == "Title 7"
     assert retrieval.identity != before.identity
-    RetrievalOptions().write(run.path)  # not asked: stays
+    RetrievalOptions().write(run.path)  # not given: unchanged
     assert retrieval_config(run, "transfer_retrieval") == retrieval_config(run)
     assert retrieval_of(run).identity == retrieval.identity
 
 
-def test_what_transfer_searches_is_another_choice_than_what_control_does(run, tmp_path):
+def test_transfer_and_control_choose_their_corpora_separately(run, tmp_path):
     corpus = make_corpus(tmp_path, 20).folder
     RetrievalOptions(corpus=corpus).write(run.path, "transfer_retrieval")
     assert retrieval_config(run) == RetrievalConfig()
     assert retrieval_config(run, "transfer_retrieval").corpus == str(corpus)
 
 
-def test_questions_without_passages_are_asked_where_others_are_searched(
+def test_questions_without_passages_take_part_only_if_a_corpus_is_searched(
     run, tmp_path, probed
 ):
     passages = (Passage(title="Own", text="own w1"),)
@@ -426,7 +420,7 @@ def test_questions_without_passages_are_asked_where_others_are_searched(
         assert sets() == (["bare", "with"], ["bare", "with"])
 
 
-def test_a_link_is_written_down_by_its_name_which_tells_an_encoder(run, tmp_path):
+def test_a_link_is_recorded_by_its_own_name_not_that_of_its_target(run, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(make_corpus(tmp_path, 20).folder)
     RetrievalOptions(corpus=link).write(run.path)
@@ -439,7 +433,7 @@ def test_a_link_is_written_down_by_its_name_which_tells_an_encoder(run, tmp_path
     assert option.type_cast_value(click.Context(control), here) == here
 
 
-def test_a_persons_retriever_is_made_once_for_a_run(run, working_folder):
+def test_a_users_retriever_is_constructed_once_per_run(run, working_folder):
     (working_folder / "counted.py").write_text(
         "class Notes:\n    identity, n_made = 'notes', 0\n"
         "    def __init__(self):\n        Notes.n_made += 1\n"
@@ -452,7 +446,7 @@ def test_a_persons_retriever_is_made_once_for_a_run(run, working_folder):
     assert sys.modules.pop("counted").Notes.n_made == 1
 
 
-def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
+def test_an_incomplete_choice_of_retriever_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="needs a corpus and the encoder"):
         RetrievalOptions(retriever="fused").write(run.path)
     with pytest.raises(ValueError, match="the served retriever needs a URL"):
@@ -460,10 +454,10 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     assert retrieval_config(run) == RetrievalConfig()
 
 
-URLS = "http://127.0.0.1:9/find", "ftp://x/retrieve", "x"  # of no protocol
+URLS = "http://127.0.0.1:9/find", "ftp://x/retrieve", "x"  # none belongs to a protocol
 
 
-def test_what_is_not_there_is_not_written_down(run, tmp_path):
+def test_a_wrong_corpus_encoder_or_url_is_not_recorded_in_the_run(run, tmp_path):
     (tmp_path / "empty").mkdir()
     empty, before = tmp_path / "empty", run.manifest.read_bytes()
     dense = {"corpus": make_corpus(tmp_path, 20).folder, "retriever": "dense"}
@@ -530,7 +524,7 @@ def test_the_key_of_the_environment_goes_with_every_request(monkeypatch):
     assert server.keys == ["Bearer sk-planned"]
 
 
-def test_a_key_in_a_url_or_one_that_no_header_holds_is_refused_and_not_repeated(
+def test_a_key_in_a_url_or_with_a_line_end_is_refused_and_not_repeated(
     run, monkeypatch
 ):
     before = run.manifest.read_bytes()
@@ -544,7 +538,7 @@ def test_a_key_in_a_url_or_one_that_no_header_holds_is_refused_and_not_repeated(
     assert "sk-" not in str(refused.value)
 
 
-def test_replies_of_two_servers_lie_in_two_files(run):
+def test_replies_of_two_servers_are_cached_in_two_files(run):
     urls = [f"http://127.0.0.1:{port}/retrieve" for port in (8, 9)]
     identities = []
     for url in urls:
@@ -569,7 +563,7 @@ class Notes:
 """
 
 
-def test_control_is_done_again_where_what_it_searches_is_another_under_its_name(
+def test_control_runs_again_if_its_passages_change_under_the_same_name(
     run, working_folder
 ):
     (working_folder / "versioned.py").write_text(VERSIONED)
@@ -583,14 +577,14 @@ def test_control_is_done_again_where_what_it_searches_is_another_under_its_name(
     )
 
     def n_done(**options):
-        """Return how often the stage has been done after a line that is given twice."""
+        """Return how often the stage has run after the same choice is made twice."""
         for _ in range(2):
             RetrievalOptions(**options).write(run.path)
             run_stage(stage, run, Progress())
         return len(done)
 
     assert n_done() == 1
-    run.mark_stage("control", {}, 1.0)  # by words that the record does not name
+    run.mark_stage("control", {}, 1.0)  # a record that does not name its retrieval
     assert n_done() == 2
     assert n_done(retriever="versioned:Notes") == 3
     (working_folder / "notes.txt").write_text("of June")
@@ -601,7 +595,7 @@ def test_control_is_done_again_where_what_it_searches_is_another_under_its_name(
     assert n_done(corpus=corpus) == 6
 
 
-def test_another_encoder_in_the_same_folder_is_another_of_controls(tmp_path):
+def test_another_encoder_in_the_same_folder_changes_controls_identity(tmp_path):
     config = ControlConfig(encoder=str(tmp_path / "tiny"))
     identities = []
     for seed in (0, 0, 1):
@@ -632,17 +626,17 @@ def build(tmp_path, **files):
     return build_corpus(tmp_path / "corpus", sources, notes.append), notes
 
 
-def test_published_corpora_are_read_and_each_passage_is_there_once(tmp_path):
+def test_published_corpora_are_read_and_each_passage_is_kept_once(tmp_path):
     corpus, notes = build(tmp_path, psgs__tsv=PSGS, two__json=TITLES)
     assert [p.title for p in corpus] == ["Aaron", "Aaron", "Zoe"]
-    assert corpus[0].text == 'He said "no" twice.'  # the first wording stays
+    assert corpus[0].text == 'He said "no" twice.'  # the first wording is kept
     assert notes[1] == "two.json: 2 passages, 1 of them new"
 
 
 BY_CHAIN = {"page_content": "Paged.", "metadata": {"title": "P", "source": "x"}}
 
 
-def test_passages_are_read_without_titles_and_as_langchain_writes_them(tmp_path):
+def test_passages_are_read_without_titles_and_in_the_format_of_langchain(tmp_path):
     texts = "".join(json.dumps({"id": i, "text": f"Text {i}."}) + "\n" for i in "ab")
     paged = json.dumps(BY_CHAIN) + "\n"
     other = json.dumps({"body": "x"}) + "\n"
@@ -671,7 +665,7 @@ OTHER = {
 }
 
 
-def test_a_passage_is_there_once_whatever_its_punctuation_but_no_other_is_lost(
+def test_passages_that_differ_only_in_typography_are_merged_and_no_others(
     tmp_path,
 ):
     pairs = SAME | OTHER
@@ -681,7 +675,7 @@ def test_a_passage_is_there_once_whatever_its_punctuation_but_no_other_is_lost(
     assert [p.text for p in corpus] == texts
 
 
-def test_contexts_of_questions_are_passages_and_their_gold_ones_are_known(tmp_path):
+def test_contexts_of_questions_become_passages_and_gold_ones_are_known(tmp_path):
     question = {**BARE, "context": CONTEXT}
     corpus, _ = build(tmp_path, two__json=TITLES, asked__jsonl=question)
     assert [p.title for p in corpus] == ["Aaron", "Zoe", "Yan"]
@@ -689,14 +683,14 @@ def test_contexts_of_questions_are_passages_and_their_gold_ones_are_known(tmp_pa
     assert (gold.question, gold.passages) == ("Who is new?", (1,))
 
 
-def test_wiki18_documents_give_their_title_and_back(tmp_path):
+def test_passages_survive_conversion_to_wiki18_documents_and_back(tmp_path):
     corpus = make_corpus(tmp_path, 3)
     assert corpus[2].title == "Title 2" and corpus[2].text.endswith("n2")
     for passage in (*corpus, Passage(title="", text="No title.")):
         assert from_document(as_document(passage)) == passage
 
 
-def test_a_page_is_no_passage(tmp_path):
+def test_overlong_and_empty_passages_are_left_out_and_counted(tmp_path):
     pages = [{"title": "Page", "text": x * (MOST_WORDS + 1)} for x in ("word ", "首")]
     empty = {"title": "Page", "text": " "}
     corpus, notes = build(tmp_path, two__json=[*TITLES, *pages, empty, empty])
@@ -706,7 +700,7 @@ def test_a_page_is_no_passage(tmp_path):
     assert "2 left out for more than 1000 words, 2 left out without a word" in notes[0]
 
 
-def test_records_of_questions_that_cannot_be_used_are_counted_if_any_can(tmp_path):
+def test_unusable_question_records_are_counted_if_others_can_be_used(tmp_path):
     with pytest.raises(ValueError, match="none of the files has a passage"):
         build(tmp_path, bare__jsonl=BARE)
     assert not (tmp_path / "corpus").exists()
@@ -717,14 +711,14 @@ def test_records_of_questions_that_cannot_be_used_are_counted_if_any_can(tmp_pat
     assert "record 2 (line 2): " in notes[0]
 
 
-def test_a_corpus_that_another_process_builds_is_left_to_it(tmp_path):
+def test_a_corpus_that_another_process_is_building_is_refused(tmp_path):
     folder = tmp_path / "corpus"
     with held_alone(folder), pytest.raises(InUse, match="is in use by process"):
         build(tmp_path, psgs__tsv=PSGS)
     assert not folder.exists()
 
 
-def test_the_same_line_again_opens_the_corpus_and_other_files_are_refused(tmp_path):
+def test_the_same_files_open_an_existing_corpus_and_others_are_refused(tmp_path):
     corpus = make_corpus(tmp_path, 5)
     source = tmp_path / "wiki.jsonl"
     again = build_corpus(corpus.folder, [source], lambda text: None)
@@ -746,7 +740,7 @@ def test_a_damaged_corpus_is_refused_by_name(tmp_path, name):
 def test_a_corpus_is_searched_from_the_command_line(tmp_path):
     folder = tmp_path / "new"
     source = write_passages(tmp_path / "wiki.jsonl", range(40))
-    for _ in range(2):  # the same line again opens what is there
+    for _ in range(2):  # the same command again opens the corpus
         built = beatrice("corpus", folder, "--source", source)
         assert "40 passages" in built.stdout
     built = json.loads(beatrice("corpus", folder, "--json").stdout)

@@ -1,4 +1,4 @@
-"""Each rival does what its publication and its code do."""
+"""Each rival does what its publication and its official code do."""
 
 import copy
 import dataclasses
@@ -56,11 +56,11 @@ def kinds(calls):
 
 
 def no_call(call):
-    raise AssertionError(f"a draft that was written asks for {call.kind}")
+    raise AssertionError(f"a written draft asks for {call.kind}")
 
 
 def nine_or_x(call):
-    """Serve nine passages to a search, and "x" to all else."""
+    """Reply to a search with nine passages, and to every other call with "x"."""
     return range(9) if call.kind == "search" else reply("x")
 
 
@@ -68,7 +68,7 @@ def nine_or_x(call):
 
 
 @given(*[st.integers(0, 10)] * 2, *[st.integers(0, 400)] * 3)
-def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, same):
+def test_skr_votes_by_the_rule_that_flashrag_uses(near, hurt, better, worse, same):
     k, n_all = 10, max(1, better + worse + same)
     delta, total = near - hurt, better - worse
     least = int(total * k / n_all)
@@ -81,7 +81,7 @@ def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, s
     assert adaptive.wants_retrieval(np.array([delta]), counts, k).tolist() == [expected]
 
 
-def test_skr_asks_the_neighbours_on_which_something_changed():
+def test_skr_asks_only_neighbours_whose_outcome_the_passages_changed():
     encoder = adaptive.question_encoder(["who wrote it", "where is it", "when was it"])
     questions = [f"who wrote book {i}" for i in range(6)]
     questions += [f"where is town {i}" for i in range(6)] + ["when was it"] * 3
@@ -92,10 +92,10 @@ def test_skr_asks_the_neighbours_on_which_something_changed():
     new = encoder(["who wrote that", "where is that town"])
     assert index.retrieves(new, k=5).tolist() == [False, True]
     index = adaptive.neighbours_of(questions, without, without, encoder)
-    assert index.retrieves(new, k=5).tolist() == [False] * 2  # nobody is near
+    assert index.retrieves(new, k=5).tolist() == [False] * 2  # no neighbour is left
 
 
-def test_questions_are_near_by_their_words_in_any_script():
+def test_questions_that_share_words_are_similar_in_any_script():
     questions = ["谁写了它", "它在哪里", "भाषा की", "भाषा का"]
     vectors = adaptive.question_encoder(questions)(["他在哪里", "घर का"])
     near = (vectors @ adaptive.question_encoder(questions)(questions).T).toarray()
@@ -107,7 +107,7 @@ def test_questions_are_near_by_their_words_in_any_script():
     np.testing.assert_array_equal(vectors.toarray(), dense)
 
 
-def test_counted_words_decide_sparse_as_they_do_dense():
+def test_sparse_and_dense_word_counts_lead_to_the_same_decisions():
     rng = np.random.default_rng(0)
     questions = [" ".join(f"w{i}" for i in row) for row in rng.zipf(1.5, (200, 10))]
     encoder = adaptive.question_encoder(questions[:100])
@@ -123,7 +123,7 @@ def test_counted_words_decide_sparse_as_they_do_dense():
     assert votes[0] == votes[1] and routes[0] == routes[1]
 
 
-def test_questions_are_encoded_in_the_encoders_own_way(tmp_path):
+def test_questions_are_encoded_with_the_encoders_own_prefix_and_pooling(tmp_path):
     folder = tmp_path / "small-e5"
     save_encoder(folder, n_positions=128)
     (folder / "1_Pooling").mkdir()
@@ -148,13 +148,13 @@ def test_the_silver_label_is_the_cheapest_strategy_that_is_right():
     assert adaptive.silver_labels(right) == ["A", "B", "C", None]
 
 
-def test_known_sets_bring_a_label_of_their_own_for_some_of_their_questions():
+def test_known_question_sets_give_some_questions_a_label_of_their_own():
     given = [an_example(dataset=x) for x in ("nq", "musique", "world") for _ in "12345"]
     labels = [(e.dataset, label) for e, label in adaptive.biased(given, 2)]
     assert labels == [("nq", "B")] * 2 + [("musique", "C")] * 2
 
 
-def test_the_router_finds_a_planted_class_and_survives_one_class():
+def test_the_router_finds_planted_classes_and_can_learn_a_single_class():
     vectors, labels = (
         np.repeat(np.eye(3), 20, axis=0),
         [*"A" * 20 + "B" * 20 + "C" * 20],
@@ -165,7 +165,7 @@ def test_the_router_finds_a_planted_class_and_survives_one_class():
     assert router.predict(np.eye(3)).tolist() == [*"BBB"]
 
 
-def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
+def test_the_third_strategy_searches_by_its_last_answer_and_keeps_passages():
     answers = iter(["Rome", "Tiber", "Tiber"])
     rankings = {"who?": range(3), "Rome": range(2, 8), "Tiber": range(20, 29)}
 
@@ -173,13 +173,13 @@ def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
         return rankings[call.text] if call.kind == "search" else reply(next(answers))
 
     answer, calls = played(adaptive.iterative("who?", SEARCH), serve)
-    assert answer == "Tiber"  # it came twice
+    assert answer == "Tiber"  # written twice in a row
     assert [c.text for c in calls if c.kind == "search"] == ["who?", "Rome", "Tiber"]
     shown = [c.passages for c in calls if c.kind == "answer"]
     assert shown == [(0, 1, 2), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 20, 21, 22)]
 
 
-def test_where_a_search_finds_nothing_adaptive_rag_answers_from_memory():
+def test_if_a_search_finds_nothing_adaptive_rag_answers_from_memory():
     def serve(call):
         return [] if call.kind == "search" else reply("Tiber")
 
@@ -191,11 +191,11 @@ def test_where_a_search_finds_nothing_adaptive_rag_answers_from_memory():
     ("strategy", "expected"),
     [
         ("A", ["answer"]),
-        ("B", ["search", "answer"]),  # SKR's two are these
+        ("B", ["search", "answer"]),  # A and B are also SKR's two
         ("C", ["search", "answer"] * 2),
     ],
 )
-def test_a_strategy_searches_as_often_as_its_letter_says(strategy, expected):
+def test_strategies_a_b_and_c_search_never_once_and_repeatedly(strategy, expected):
     _, calls = played(adaptive.adaptive_rag("who?", strategy, SEARCH), nine_or_x)
     assert kinds(calls) == expected
 
@@ -203,32 +203,32 @@ def test_a_strategy_searches_as_often_as_its_letter_says(strategy, expected):
 # DRAGIN
 
 
-def test_a_word_counts_by_its_share_of_attention_times_entropy_times_length():
+def test_a_words_value_is_attention_share_times_entropy_times_word_count():
     words = Words(("the", "Tiber"), (1.0, 3.0), (2.0, 0.5))
     assert dragin.word_values(words) == pytest.approx([0.25 * 2.0 * 2, 0.75 * 0.5 * 2])
 
 
-def test_tokens_belong_to_the_word_they_are_in():
+def test_each_token_belongs_to_the_word_that_it_is_in():
     words, owners = dragin.word_owners([2, 5, 6, 12], "Guzolt Falls"[:12])
     assert words == ["Guzolt", "Falls"] and owners.tolist() == [0, 0, 0, 1]
-    # A bat of four bytes, which decode to a sign each until the last is there.
+    # A bat of four bytes, each decoded to one sign until the last one is there.
     _, owners = dragin.word_owners([1, 2, 3, 1, 3, 5], "🦇 a b")
     assert owners.tolist() == [0, 0, 0, 0, 1, 2]
 
 
-def test_the_query_is_what_the_uncertain_words_look_at_in_their_order():
+def test_the_query_is_what_uncertain_words_attend_to_in_text_order():
     attended = Attended(
         ("where", "is", "the", "Tiber", "rising", "Monte", "Fumaiolo"),
         ((0.1, 0.0, 0.5, 0.3, 0.1, 0.0, 0.0), (0.0, 0.0, 0.1, 0.2, 0.6, 0.1, 0.0)),
     )
-    # Function words are not asked for, words that triggered neither.
+    # Neither function words nor the words that triggered are in the query.
     hits = np.array([False, True])
     assert dragin.query_words(attended, hits) == "Tiber rising Monte"
     assert dragin.query_words(attended, hits, most=1) == "rising"
     assert dragin.query_words(attended, np.array([True, True])) == "Tiber rising"
 
 
-def test_where_only_function_words_trigger_these_are_asked():
+def test_function_words_may_trigger_a_query_of_content_words():
     assert dragin.content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
     attended = Attended(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
     assert dragin.query_words(attended, np.array([True])) == "Tiber rises"
@@ -247,7 +247,7 @@ def dragin_serve(call):
     return values[call.kind]
 
 
-def test_dragin_writes_again_only_if_a_word_triggers():
+def test_dragin_answers_again_only_if_a_word_triggers():
     answer, calls = played(dragin.dragin("Tiber source?", 2.5, SEARCH), dragin_serve)
     assert (answer, kinds(calls)) == ("Monte Fumaiolo", ["answer", "words"])
     answer, calls = played(dragin.dragin("Tiber source?", 1.5, SEARCH), dragin_serve)
@@ -266,7 +266,7 @@ def test_the_uncertainty_is_the_log_determinant_of_the_centred_products():
     gram = states @ centring @ states.T + 1e-3 * np.eye(4)
     expected = math.log(np.linalg.det(gram)) / 4
     assert seakr.uncertainty(states) == pytest.approx(expected)
-    assert seakr.uncertainty(states[:0]) == math.inf  # retrieve, under whatever delta
+    assert seakr.uncertainty(states[:0]) == math.inf  # retrieve, whatever delta is
 
 
 def seakr_serve(call):
@@ -277,20 +277,20 @@ def seakr_serve(call):
     return reply({(): "guess", (5,): "a", (6,): "b", (7,): ""}[call.passages])
 
 
-def test_seakr_keeps_a_certain_answer_else_the_surest_of_each_passage_alone():
+def test_seakr_keeps_a_certain_answer_or_the_surest_from_a_single_passage():
     answer, calls = played(seakr.seakr("who?", -2.0, 20, SEARCH), seakr_serve)
     assert (answer, kinds(calls)) == ("guess", ["answer", "spread"])
     answer, calls = played(seakr.seakr("who?", -6.0, 20, SEARCH), seakr_serve)
-    assert answer == "b"  # of those that say something
+    assert answer == "b"  # the surest answer with a text
     shown = [call.passages for call in calls if call.kind == "spread"]
     assert shown == [(), (5,), (6,), (7,)]
     assert {call.n for call in calls if call.kind == "spread"} == {20}
 
 
-def test_deltas_are_quantiles_of_what_was_drawn_and_one_that_never_retrieves():
+def test_deltas_are_quantiles_of_the_spreads_and_one_that_never_retrieves():
     grid = seakr.deltas([3.0, -1.0, 1.0, math.inf])
     assert (grid[0], min(grid), grid[-1]) == (1.0, -1.0, 4.0)
-    assert seakr.deltas([math.inf])[-1] == 1.0  # of no draws
+    assert seakr.deltas([math.inf])[-1] == 1.0  # without any draws
 
 
 # Probing-RAG
@@ -318,13 +318,13 @@ def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
         return (predicted.numpy().astype(bool) == (new[:, 0] > 0)).mean()
 
     few = np.arange(12) < 3
-    rows = probing.balanced(few)  # as many right as wrong ones are learned from
+    rows = probing.balanced(few)  # equally many right and wrong answers
     assert len(rows) == 6 and few[rows].sum() == 3
     assert accuracy(labels) > 0.85
     assert 0.3 < accuracy(rng.permutation(labels)) < 0.7
 
 
-def test_a_probe_is_fitted_without_seeding_gpus():
+def test_fitting_a_probe_does_not_seed_gpus():
     states = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
     with PretendedGpu() as gpu:
         gpu.seed = 5
@@ -348,25 +348,25 @@ def probed_plan(theta, serve):
     return played(plan, serve)
 
 
-def test_probing_rag_asks_with_the_question_and_then_with_all_of_its_output():
+def test_probing_rag_searches_by_the_question_and_then_by_its_whole_output():
     answer, calls = probed_plan(0.0, probing_serve((4, 5, 6)))
-    assert answer == "saw (4, 5, 6)"  # in the place of those before
+    assert answer == "saw (4, 5, 6)"  # which replace the passages before
     searched = [call.text for call in calls if call.kind == "search"]
     assert searched == ["who?", "<0> who? saw (0, 1, 2)"]
 
 
-def test_probes_in_a_tie_retrieve_four_times_unless_theta_moves_them():
+def test_tied_probes_retrieve_four_times_unless_theta_breaks_the_tie():
     _, calls = probed_plan(0.0, probing_serve(None))
     assert kinds(calls).count("search") == 4 and kinds(calls).count("answer") == 5
-    assert kinds(calls).count("probe") == 4  # the last is not judged
+    assert kinds(calls).count("probe") == 4  # the last answer is not judged
     _, calls = probed_plan(-0.1, probing_serve(None))
     assert kinds(calls) == ["answer", "probe"]
 
 
-# The threshold on perplexity, and what all share
+# The threshold on perplexity, and what all rivals share
 
 
-def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
+def test_perplexity_judges_in_the_same_loop_without_calling_the_detector():
     maps = {"closed_book": lambda x: 0.3, "with_context": lambda x: x}
     judge = adaptive.perplexity_judge(maps)
 
@@ -380,7 +380,7 @@ def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
     assert (answer, kinds(calls)) == ("sure", ["answer", "search", "answer"])
 
 
-def test_perplexity_tells_drafts_apart_as_the_detectors_increasing_map_does():
+def test_the_increasing_map_of_perplexity_keeps_different_drafts_apart():
     rng = np.random.default_rng(0)
     n = 90
     spans = np.tile([(0, 0), (0, 1), (1, 2)], (n, 1, 1))
@@ -394,7 +394,7 @@ def test_perplexity_tells_drafts_apart_as_the_detectors_increasing_map_does():
     assert (np.diff(p_correct) > 0).all()
 
 
-def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
+def test_the_best_setting_under_the_cap_is_chosen_and_the_cheapest_of_equals():
     right, wrong = np.ones(4), np.zeros(4)
     costs = {"dear": 5, "first": 3, "cheap": 2, "bad": 1}
     tried = {x: (wrong if n == 1 else right, np.full(4, n)) for x, n in costs.items()}
@@ -413,7 +413,7 @@ def answering(probed, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(answering):
-    """Two answers in the journal, without a passage and with one."""
+    """The calls of two answers in the journal, without a passage and with one."""
     calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
     answering.journal.add("first", calls, values_of(answering, calls), 0.0)
     return calls
@@ -424,18 +424,16 @@ def values_of(service, calls):
     return [values[i] for i in range(len(calls))]
 
 
-def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
-    answering, answers
-):
+def test_an_answer_that_its_passage_contains_is_surer_than_a_guess(answering, answers):
     calls = [as_kind(call, "spread", 12) for call in answers]
     (guess, _), (read, n_new) = values_of(seakr.Spreading(answering), calls)
     assert read < guess and n_new >= 12
     cost = seakr.Spreading(answering).cost(calls[1], (read, n_new))
-    assert cost == Cost(sequences=12, tokens=n_new + 12)  # each its stop token
+    assert cost == Cost(sequences=12, tokens=n_new + 12)  # one stop token each
 
 
 class TextsInTurn:
-    """A generator whose draws are given: ids and text of each."""
+    """A generator of given draws, each a pair of ids and text."""
 
     tokens_per_batch = 512
 
@@ -449,9 +447,7 @@ class TextsInTurn:
             yield index, Generated(log_probs=(-1.0,) * (len(ids) + 1), **fields)
 
 
-def test_draws_without_a_text_say_nothing_of_how_far_answers_lie_apart(
-    answering, answers
-):
+def test_draws_without_a_text_do_not_count_in_the_spread_of_answers(answering, answers):
     def spread_of(*texts):
         drawing = copy.copy(answering)
         drawing.generator = TextsInTurn(*texts)
@@ -461,11 +457,11 @@ def test_draws_without_a_text_say_nothing_of_how_far_answers_lie_apart(
         return spread
 
     told = ((40, 41), "one"), ((50,), "two")
-    # A line end alone has an id and no text; the official code leaves it out.
+    # A single line end has an id and no text; the official code leaves it out.
     assert spread_of(*told, ((60,), "")) == spread_of(*told)
 
 
-def test_the_prompt_that_draws_are_read_behind_is_computed_once(answering, answers):
+def test_the_prompt_before_the_draws_is_computed_only_once(answering, answers):
     draws = [((40 + i, 41), str(i)) for i in range(12)]
     drawing, call, sizes = copy.copy(answering), as_kind(answers[1], "spread", 12), []
     drawing.generator = TextsInTurn(*draws)
@@ -484,7 +480,7 @@ def test_the_prompt_that_draws_are_read_behind_is_computed_once(answering, answe
     assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
 
 
-def test_draws_are_read_in_halves_where_they_do_not_fit(answering, answers):
+def test_draws_are_read_in_halves_if_they_do_not_fit_in_the_device(answering, answers):
     drawing, call = copy.copy(answering), as_kind(answers[1], "spread", 12)
     drawing.probed = copy.copy(drawing.probed)
     backbone = drawing.probed.backbone
@@ -504,7 +500,7 @@ def as_kind(call, kind, n=0):
     return Call(kind, call.text, call.passages, n)
 
 
-def test_last_attention_is_that_of_transformers(backbone):
+def test_attention_of_the_last_layer_equals_that_of_transformers(backbone):
     ids = backbone.tokenizer(QUESTION)["input_ids"]
     longer = [*ids, *ids]
     attention = dragin.last_attention(backbone, [ids, longer], 4096)
@@ -516,7 +512,7 @@ def test_last_attention_is_that_of_transformers(backbone):
             for given_ids, weights in zip((ids, longer), attention, strict=True):
                 expected = model(torch.tensor([given_ids]), output_attentions=True)
                 want = expected.attentions[-1][0].numpy()
-                # Eager and ours add the same float32 products in another order.
+                # The two add the same float32 products in different orders.
                 np.testing.assert_allclose(weights, want, atol=1e-5)
     finally:
         model.set_attn_implementation(implementation)
@@ -532,7 +528,7 @@ def test_words_of_an_answer_have_attention_and_entropy(answering, answers):
     for position, row in enumerate(attended.rows):
         n_before = len(QUESTION.split()) + position
         assert sum(row) == pytest.approx(1, abs=1e-5)
-        assert not any(row[n_before:])  # of what comes before alone
+        assert not any(row[n_before:])  # only earlier words are attended to
 
 
 def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering):
@@ -545,7 +541,7 @@ def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering)
     assert words == [Words((), (), ())]
 
 
-def test_a_stop_token_with_a_word_of_its_own_is_none_of_the_answers_words(answering):
+def test_a_word_in_the_stop_token_is_not_one_of_the_answers_words(answering):
     call = Call("answer", "is it?")
     ids = answering.probed.backbone.tokenizer("Guzolt Falls")["input_ids"]
     cut = msgspec.structs.replace(reply("Guzolt Falls :"), token_ids=tuple(ids))
@@ -556,7 +552,7 @@ def test_a_stop_token_with_a_word_of_its_own_is_none_of_the_answers_words(answer
     assert attended.words == ("is", "it?", "Guzolt", "Falls")
 
 
-def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
+def test_probes_learn_from_labelled_answers_and_refuse_one_class(answering, answers):
     examples = [an_example(golds=(gold,)) for gold in ("yes", "Guzolt")]
     training = list(zip(answers, examples, strict=True))
     probe = probing.Probing(answering, training * 8)
@@ -568,17 +564,17 @@ def test_probes_are_trained_on_answers_and_judge_them(answering, answers):
         probing.Probing(answering, training[1:] * 8)
 
 
-def test_a_rival_that_cannot_learn_has_its_reason_in_its_rows():
+def test_a_rival_that_cannot_learn_is_left_out_with_its_reason():
     rows = left_out_rows({"probing_rag": "one class"})
     table = controller_table(results_of(rows))
     (line,) = table.lines
     assert line.label == CONTROLLERS["probing_rag"] and table.notes == ("one class",)
 
 
-def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
+def test_drafts_are_scored_by_the_passes_that_wrote_them_even_when_resumed(
     answering, answers
 ):
-    """A process that goes on has no signals, and writes the answers again."""
+    """A process that resumes has no signals and writes the answers again."""
     journal = answering.journal
     resumed = Answering(
         answering.probed, answering.passages, journal, probing.state_layers(6)
@@ -603,7 +599,7 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_also_after_a_kill(
         np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
 
 
-def test_an_answer_too_long_to_be_written_again_costs_its_question_alone(answering):
+def test_an_answer_too_long_to_be_written_again_fails_only_its_question(answering):
     questions = [QUESTION, "who is " * 30, "who was it?"]
     calls = [Call("answer", question) for question in questions]
     parts = answering.probed, answering.passages, CallJournal(None, "")
@@ -618,7 +614,7 @@ def test_an_answer_too_long_to_be_written_again_costs_its_question_alone(answeri
     assert [known.raw, last.raw] == raw
 
 
-def test_a_first_answer_too_long_to_be_written_again_costs_no_other_question(answering):
+def test_a_first_answer_too_long_to_be_written_again_fails_only_its_question(answering):
     questions = [QUESTION, "who is " * 60, "who was it?"]
     drafts = [Call("answer", question) for question in questions]
     shown = [Call("answer", question, (0,)) for question in questions]
@@ -639,7 +635,7 @@ def test_a_first_answer_too_long_to_be_written_again_costs_no_other_question(ans
     assert [known.raw, last.raw] == raw
 
 
-def test_states_are_kept_of_first_answers_and_written_again_of_others(answering):
+def test_states_are_kept_for_first_answers_and_computed_again_for_others(answering):
     passages = [Passage(title="", text=f"{PASSAGE} {x}") for x in ("Yes.", "No.")]
     probed, layers = answering.probed, probing.state_layers(6)
     fresh = Answering(probed, passages, CallJournal(None, ""), layers)
@@ -648,7 +644,7 @@ def test_states_are_kept_of_first_answers_and_written_again_of_others(answering)
     calls = [Call("answer", QUESTION, shown) for shown in ((), (0,), (1,))]
     fresh.journal.add("first", calls, values_of(fresh, calls), 0.0)
     prompts = [fresh.request(call)[0].prompt.ids for call in calls]
-    assert set(fresh._states) == set(prompts[:2])  # not of what is found later
+    assert set(fresh._states) == set(prompts[:2])  # not for passages found later
     before = dict(fresh._states)
     states = fresh.states_of(calls)
     assert set(fresh._states) == set(prompts)
@@ -659,7 +655,7 @@ def test_states_are_kept_of_first_answers_and_written_again_of_others(answering)
     np.testing.assert_array_equal(fresh.states_of(calls), states)
 
 
-def test_a_model_that_is_read_again_scores_alike_and_each_score_counts_a_pass(
+def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
     answering, answers
 ):
     probed = answering.probed
@@ -694,7 +690,7 @@ def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
     assert len(request.prompt.ids) + 8 <= backbone.max_length
 
 
-def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, answers):
+def test_a_reply_has_one_log_probability_per_written_token(answering, answers):
     journal = answering.journal
     for call in answers:
         value = journal.value(call)
@@ -706,7 +702,7 @@ def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, answers):
     assert journal.value(answers[1]).text == "Guzolt Falls"
 
 
-def test_a_rival_takes_no_others_name():
+def test_a_rival_cannot_take_the_name_of_another():
     assert "skr" in all_rivals()
     with pytest.raises(ValueError, match="'skr' is already defined in .*adaptive"):
         rival("skr", "2026-01")(lambda session: None)

@@ -1,4 +1,4 @@
-"""A file of answers: its layouts, its bad rows, its results, and the page of them."""
+"""Files of answers: their formats, bad rows and results, and the page of results."""
 
 import decimal
 import fcntl
@@ -36,7 +36,7 @@ PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
 
 
 def score_lines(scorer, path, out=None, identity="d"):
-    """Score a file; returns the results and how they were counted."""
+    """Score a file; return the results and their counts."""
     score, rows, written, tally = scorer.score_many, read_rows(path), [], Tally()
     score_rows(score, rows, identity, out, written.extend, tally.add)
     return [json.loads(line) for line in written], tally
@@ -84,12 +84,12 @@ CONTEXTS = [
 
 
 @pytest.mark.parametrize("passages", CONTEXTS)
-def test_a_context_is_the_same_under_every_name_in_lines_and_tables(passages, tmp_path):
+def test_a_context_is_the_same_under_both_names_in_lines_and_tables(passages, tmp_path):
     contexts = []
     for name in ("context", "passages"):
         lines = write_lines(tmp_path / "a.jsonl", [{**ROW, "label": 1, name: passages}])
         table = tmp_path / "a.csv"
-        for written in (passages, json.dumps(passages)):  # as Python writes it, or JSON
+        for written in (passages, json.dumps(passages)):  # as Python or JSON text
             frame = pd.DataFrame([{**ROW, "label": 1, name: written}])
             frame.to_csv(table, index=False)
             for path in (lines, table):
@@ -114,12 +114,12 @@ def test_passages_are_read_under_every_name_that_question_files_have(name, tmp_p
 
 
 def test_a_result_has_the_id_of_its_row(tmp_path):
-    ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # a table with gaps has 7.0 for 7
+    ids = ["a", 7, 7.5, None, float("inf"), ["a"]]  # tables with gaps hold 7 as 7.0
     rows = read_rows(write_lines(tmp_path / "a.jsonl", [{**ROW, "id": x} for x in ids]))
     assert [row.id for row in rows] == ["a", 7, 7.5, None, None, None]
 
 
-def test_a_column_that_is_not_read_may_hold_bytes_and_decimals(tmp_path):
+def test_an_unread_column_may_hold_bytes_and_decimals(tmp_path):
     image = {"bytes": b"\xff", "path": "a.png"}
     odd = {"price": decimal.Decimal("1.50"), "image": image}
     table = pd.DataFrame([{**ROW, **odd, "scan": x} for x in (b"a", b"b")])
@@ -137,18 +137,18 @@ def given(record, tmp_path, write=write_lines):
     return row.given
 
 
-def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
+def test_a_log_of_lm_eval_is_read_with_the_prompt_that_it_records(tmp_path):
     result = given({**lm_eval(3), "arguments": [["Q: who did thing 3", {}]]}, tmp_path)
     assert result == AnswerToScore(
         prompt="Q: who did thing 3",
         question="who did thing 3",
-        answer=" Ann\n",  # as it was generated, not as it was filtered
+        answer=" Ann\n",  # as generated, not as filtered
     )
     turn = {"role": "user", "content": "who did thing 3"}
     newer = {"gen_args_0": {"arg_0": [json.dumps([turn])], "arg_1": {}}}
     result = given({**lm_eval(3), "arguments": newer}, tmp_path)
     assert result.messages == (turn,) and result.question == "who did thing 3"
-    parts = [{"type": "text", "text": turn["content"]}]  # as servers take a content
+    parts = [{"type": "text", "text": turn["content"]}]  # servers accept such content
     newer["gen_args_0"]["arg_0"] = [json.dumps([{**turn, "content": parts}])]
     assert given({**lm_eval(3), "arguments": newer}, tmp_path) == result
     newer["gen_args_0"]["arg_0"] = [json.dumps([{**turn, "content": 2 * parts}])]
@@ -161,7 +161,7 @@ def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
         assert given(record, tmp_path).uses_template
 
 
-def test_what_a_prompt_of_lm_eval_shows_beside_question_and_passages_is_named(tmp_path):
+def test_fields_shown_in_a_prompt_of_lm_eval_but_not_read_are_named(tmp_path):
     document = {"question": "What is new?", "answer": "The X", "kind": "new"}
     texts = {"abstract": "We present The X.", "title": "On X", "venue": "not shown"}
     prompt = f"{texts['title']}\n{texts['abstract']}\n{PASSAGE}\n{document['question']}"
@@ -173,7 +173,7 @@ def test_what_a_prompt_of_lm_eval_shows_beside_question_and_passages_is_named(tm
 
 
 @pytest.mark.parametrize("answers", [[["4"], ["four"]], {"text": ["4"]}, None])
-def test_a_log_of_lm_eval_is_scored_whose_golds_cannot_be_read(tmp_path, answers):
+def test_a_log_of_lm_eval_is_read_even_if_its_golds_cannot_be(tmp_path, answers):
     document = {"question": QUESTION, "context": PASSAGE, "answers": answers}
     log = {"doc": document, "target": answers, "resps": [["4"]]}
     log["arguments"] = [[f"{PASSAGE}\n{QUESTION}", {}]]
@@ -188,7 +188,7 @@ def test_a_log_of_lm_eval_is_scored_whose_golds_cannot_be_read(tmp_path, answers
     "question",
     ["این کتاب\u200cها از کیست؟", """Whose "Ann's"?""", "who?\nwhen?", r"what is \pi?"],
 )
-def test_a_question_is_seen_in_messages_as_in_a_text(question, tmp_path):
+def test_a_question_is_found_in_messages_as_in_a_plain_prompt(question, tmp_path):
     record = {**lm_eval(3), "doc": {"question": question, "answer": ["Ann"]}}
     turn = {"role": "user", "content": f"Q: {question}"}
     for prompt in (turn["content"], json.dumps([turn])):
@@ -197,15 +197,15 @@ def test_a_question_is_seen_in_messages_as_in_a_text(question, tmp_path):
 
 
 @pytest.mark.parametrize("response", [["-9.43", "False"], [-9.43, True]])
-def test_log_likelihoods_of_lm_eval_are_no_answers(response, tmp_path):
+def test_log_likelihoods_of_lm_eval_are_not_taken_for_answers(response, tmp_path):
     record = {**lm_eval(3), "resps": [[response], [["-1.2", "True"]]]}
     (row,) = read_rows(write_lines(tmp_path / "a.jsonl", [record]))
     assert "its responses are log-likelihoods" in row.given
-    generated = {**record, "resps": [["True"]]}  # the answer of a yes-no task
+    generated = {**record, "resps": [["True"]]}  # the answer to a yes-no task
     assert given(generated, tmp_path).answer == "True"
 
 
-def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
+def test_a_record_of_flashrag_is_read_with_its_retrieved_passages(tmp_path):
     retrieved = [{"id": "1", "contents": f"Skiband\n{PASSAGE}"}]
     output = {"pred": "Guzolt Falls", "retrieval_result": retrieved}
     output["metric_score"] = {"em": 1.0}
@@ -221,7 +221,7 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
     assert "1 of 1 retrieved passages are not in its prompt" in row.given
 
 
-def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
+def test_scoring_a_file_continues_where_it_stopped(scorer, tmp_path):
     path = write_lines(tmp_path / "answers.jsonl", [ROW, {**ROW, "answer": ""}, ROW])
     results, _ = score_lines(scorer, path)
     out = tmp_path / "out.jsonl"
@@ -231,7 +231,7 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
     assert (tally.n_done, len(tally.bad)) == (3, 1)
 
 
-def test_a_stop_loses_no_more_than_the_rows_that_are_read_together(tmp_path):
+def test_an_interruption_loses_only_the_rows_that_were_being_read_together(tmp_path):
     path, written = write_lines(tmp_path / "answers.jsonl", [ROW] * 130), []
 
     def score(rows):
@@ -247,7 +247,7 @@ def test_a_stop_loses_no_more_than_the_rows_that_are_read_together(tmp_path):
 @pytest.mark.parametrize(
     ("batch_size", "sizes"), [(1, [64, 64, 2]), (100, [100, 30]), (512, [130])]
 )
-def test_as_many_rows_are_read_together_as_a_batch_may_have(
+def test_rows_are_read_together_in_groups_that_grow_with_the_batch_size(
     tmp_path, batch_size, sizes
 ):
     path, calls = write_lines(tmp_path / "answers.jsonl", [ROW] * 130), []
@@ -277,7 +277,7 @@ def test_a_result_names_the_line_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("precision", "decision"), [(0.6, "distrust"), (0.999, "unknown")]
 )
-def test_results_are_of_one_precision(tmp_path, precision, decision):
+def test_a_file_of_results_has_one_precision(tmp_path, precision, decision):
     path = write_lines(tmp_path / "answers.jsonl", [ROW])
     line = ["score", "--probe", "embedded", "--file", path]
     line += ["--out", tmp_path / "out.jsonl", "--precision"]
@@ -288,7 +288,7 @@ def test_results_are_of_one_precision(tmp_path, precision, decision):
     assert "another row, detector, precision" in other.output
 
 
-def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
+def test_results_of_a_version_that_read_texts_differently_are_not_continued(
     scorer, tmp_path
 ):
     path = write_lines(tmp_path / "answers.jsonl", [ROW])
@@ -310,7 +310,7 @@ def test_a_result_of_a_version_that_read_texts_otherwise_is_not_continued(
         ({}, {"answer": "Falls"}, "d", "another row, detector, precision"),
     ],
 )
-def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
+def test_results_that_were_edited_or_belong_to_other_inputs_are_not_continued(
     scorer, tmp_path, edit, row, identity, message
 ):
     path = write_lines(tmp_path / "answers.jsonl", [ROW, ROW])
@@ -321,7 +321,7 @@ def test_results_that_were_edited_or_are_of_something_else_are_not_continued(
         score_lines(scorer, path, JsonLines(out), identity)
 
 
-def test_the_page_tints_tokens_by_their_probability_and_says_so():
+def test_the_page_tints_tokens_by_their_probability_and_explains_it():
     result = {
         "line": 4,
         "id": "<b>",
@@ -345,7 +345,7 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
     assert text.count("<script") == 1
 
 
-def test_question_answer_and_passage_have_each_the_direction_of_their_script():
+def test_question_answer_and_passage_follow_the_direction_of_their_script():
     row = {"line": 1, "p_correct": 0.5, "decision": "unknown"}
     row |= {"tokens": ["תשובה"], "log_probs": [-1.0]}
     text = page("A page", "", [("שאלה", ["קטע"], row)])
@@ -355,7 +355,7 @@ def test_question_answer_and_passage_have_each_the_direction_of_their_script():
 
 
 @pytest.mark.parametrize("tokens", [[], [" "], ["\n", " "]])
-def test_an_answer_without_a_word_is_named_so_and_a_bad_row_is_not(tokens):
+def test_an_empty_answer_is_shown_as_no_answer_and_a_bad_row_is_not(tokens):
     result = {"decision": "unknown", "tokens": tokens}
     rows = [("where?", (), result), ("where?", (), {"error": "bad"})]
     assert page("A page", "", rows).count("(no answer)") == 1
@@ -363,14 +363,14 @@ def test_an_answer_without_a_word_is_named_so_and_a_bad_row_is_not(tokens):
 
 
 @pytest.mark.parametrize("other", [0.2, -1e-9])
-def test_a_token_that_moves_p_by_rounding_alone_has_no_tint(other):
+def test_a_token_that_moves_p_only_by_rounding_has_no_tint(other):
     result = {"p_correct": 0.5, "decision": "unknown", "tokens": ["a", "b"]}
     text = score_html(result, [1e-9, other])
     assert '<span title="moves P by less than 0.001">a</span>' in text
     assert text.count("rgba") == (abs(other) > 0.001) and "0.000" not in text
 
 
-def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
+def test_a_note_shared_by_rows_is_written_once_and_cited_by_number():
     results = [
         {"line": i, "p_correct": 0.5, "decision": "unknown", "warnings": ["of all"]}
         for i in range(3)
@@ -381,7 +381,7 @@ def test_a_note_of_many_rows_is_written_once_and_named_by_its_number():
     assert text.count(">notes above: 1<") == 3
 
 
-def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
+def test_the_page_counts_every_answer_and_reports_how_many_it_leaves_out():
     decisions = ["unknown"] * 1501 + ["trust"] * 1499
     rows = [
         ("q", (), {"line": i, "p_correct": i / 2999, "decision": decision})
@@ -393,11 +393,11 @@ def test_the_page_counts_every_answer_and_says_what_it_leaves_out():
     counts = map(int, re.findall(r"<title>P [^:]*: (\d+) ", text))
     assert sum(counts) == 3000
     assert "? unknown (1501)" in text and "✓ trust (499 of 1499)" in text
-    # A browser that keeps boxes unticked over a reload would hide no row by them.
+    # Without it a reload could keep boxes unticked and yet hide no row.
     assert '<form autocomplete="off">' in text
 
 
-def test_rows_that_the_page_does_not_show_are_not_kept():
+def test_rows_that_the_page_does_not_show_are_not_kept_in_memory():
     def n_kept(n_rows):
         tracemalloc.start()
         rows = score_files.PageRows()
@@ -413,7 +413,7 @@ def test_rows_that_the_page_does_not_show_are_not_kept():
 
 
 def save_run(path, detector, **backbone):
-    """Make a run with a detector, as `score` finds it."""
+    """Make a run with a detector that `score` can open."""
     sections = {
         "backbone": BackboneConfig(**backbone),
         "answer": AnswerConfig(generation=GENERATION),
@@ -428,7 +428,7 @@ def run(probed, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", probed.detector)
 
 
-def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
+def test_a_model_is_loaded_with_the_runs_settings_or_those_asked_for(run, backbone):
     with pytest.raises(ValueError, match="in float32, but .* computes in bfloat16"):
         Scorer.load(run, dtype="bfloat16")
     other = Scorer.load(run, dtype="bfloat16", device="cpu", strict=False)
@@ -436,7 +436,7 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
     assert other.probed.backbone.dtype == torch.bfloat16
     probed = Scorer.load(run).probed
     assert probed.backbone.dtype == torch.float32
-    assert probed.config == GENERATION  # its batches too
+    assert probed.config == GENERATION  # including the batch size
     assert Scorer.load(run, model=backbone).probed.backbone is backbone
     for options, message in (
         ({"dtype": "float8"}, "dtype: expected one of"),
@@ -450,7 +450,7 @@ def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_the_gpu_of_the_run_the_processor_reads(probed, tmp_path):
+def test_a_run_from_a_gpu_is_scored_on_the_cpu_if_there_is_no_gpu(probed, tmp_path):
     run = save_run(tmp_path / "run", probed.detector, device="cuda")
     assert Scorer.load(run).probed.backbone.device.type == "cpu"
 
@@ -471,7 +471,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert 0 <= json.loads(beatrice(*line[:4]).stdout)["p_correct"] <= 1
 
 
-def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
+def test_two_processes_cannot_write_results_into_one_file(run, tmp_path):
     path, out = write_lines(tmp_path / "a.jsonl", [ROW]), tmp_path / "out.jsonl"
     line = ("score", run, "--file", path, "--out", out)
     with out.open("ab") as other:
@@ -482,23 +482,23 @@ def test_two_processes_do_not_write_results_into_one_file(run, tmp_path):
     assert len(list(JsonLines(out).rows())) == 1
 
 
-def piped(run, text, *words):
-    """Score rows that come through standard input."""
+def score_piped(run, text, *words):
+    """Score rows from standard input."""
     return CliRunner().invoke(main, ["score", str(run), "--file", "-", *words], text)
 
 
-def test_a_file_may_come_through_a_pipe_and_results_go_into_one(
+def test_rows_may_come_through_a_pipe_and_results_go_to_standard_output(
     run, tmp_path, monkeypatch
 ):
     rows = [ROW, {**ROW, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     expected = beatrice("score", run, "--file", path).stdout
-    done = piped(run, path.read_text())
+    done = score_piped(run, path.read_text())
     assert (done.exit_code, done.stdout) == (0, expected)
     monkeypatch.chdir(tmp_path)
-    assert piped(run, path.read_text(), "--out", "-").stdout == expected
+    assert score_piped(run, path.read_text(), "--out", "-").stdout == expected
     assert not (tmp_path / "-").exists()
-    nothing = piped(run, "")
+    nothing = score_piped(run, "")
     assert nothing.exit_code == 1 and "empty" in nothing.stderr
     os.mkfifo(pipe := tmp_path / "pipe")
     threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes())).start()
@@ -511,12 +511,10 @@ def test_an_error_names_a_pipe_as_it_was_typed(run, tmp_path, content):
     threading.Thread(target=lambda: pipe.write_text(content)).start()
     failed = beatrice("score", run, "--file", pipe, code=1)
     assert_error_sentence(failed, f"Error: {pipe}: ")
-    assert_error_sentence(piped(run, content), "Error: standard input: ")
+    assert_error_sentence(score_piped(run, content), "Error: standard input: ")
 
 
-def test_the_counts_of_a_file_whose_results_go_into_another_are_printed_as_json(
-    run, tmp_path
-):
+def test_json_prints_the_counts_if_results_go_into_a_file(run, tmp_path):
     rows = [ROW, {**ROW, "answer": " "}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
     out = tmp_path / "out.jsonl"
@@ -560,7 +558,7 @@ def test_options_that_do_not_fit_together_are_a_usage_error(words, message):
         ("--file", "answers.jsonl", "--html", "link.jsonl"),
     ],
 )
-def test_no_file_is_written_over_another_of_the_same_line(
+def test_no_file_is_written_over_another_file_of_the_same_command(
     run, tmp_path, monkeypatch, words
 ):
     monkeypatch.chdir(tmp_path)

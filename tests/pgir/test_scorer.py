@@ -1,4 +1,4 @@
-"""Scores of answers that exist, told in any way, one or many, from any thread."""
+"""Scores of existing answers, given in any form, one or many, from any thread."""
 
 import copy
 import dataclasses
@@ -43,18 +43,18 @@ CHAT = (
 
 
 def prepared_of(probed, **given):
-    """What a model reads of an answer that is given."""
+    """Return what the model reads for a given answer."""
     return prepare(probed.backbone.tokenizer, probed.template, AnswerToScore(**given))
 
 
 def range_of(part, text):
-    """Where the characters of a part stand in a text."""
+    """Return the range of characters of a part in a text."""
     return text.index(part), text.index(part) + len(part)
 
 
 @pytest.fixture(scope="module")
 def chatting(probed):
-    """The same model, whose tokenizer has a chat template, asked through it."""
+    """The same model with a chat template, through which it is asked."""
     tokenizer = copy.deepcopy(probed.backbone.tokenizer)
     tokenizer.chat_template = CHAT
     backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
@@ -63,7 +63,7 @@ def chatting(probed):
     return ProbedBackbone(backbone, detector)
 
 
-def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
+def test_a_score_has_a_one_line_repr_and_html_that_shows_tokens_effects_on_p():
     scorer = beatrice.load("embedded").scorer
     score = scorer.score(QUESTION, ANSWER)
     words = f"{ANSWER!r}: P(correct) {score.p_correct:.3f}, {score.decision}"
@@ -73,7 +73,7 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
     for effect in score.effects:
         assert f"moves P by {effect:+.3f}" in page
     near, far = multiprocessing.Pipe()
-    near.send(score)  # to another process; what computes effects stays here
+    near.send(score)  # as to another process, without what computes effects
     assert far.recv().effects == score.effects
     assert not scorer.score_many([(QUESTION, ANSWER)] * 2)[0].effects
     odd = Score(p_correct=0.5, decision="trust", tokens=("<b>",), log_probs=(-0.1,))
@@ -84,8 +84,8 @@ def test_a_score_says_itself_in_a_line_and_tints_tokens_by_what_they_do_to_p():
 
 @pytest.mark.parametrize("span", ["emitting", "literal"])
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
-def test_an_effect_is_what_p_loses_without_the_signals_of_a_token(passages, span):
-    probed = beatrice.load("embedded").scorer.probed  # P of the small run has two steps
+def test_an_effect_is_how_much_p_falls_without_the_signals_of_a_token(passages, span):
+    probed = beatrice.load("embedded").scorer.probed  # the fixture's P has 2 steps
     trained = dataclasses.replace(probed.trained, answer_span=span)
     detector = dataclasses.replace(probed.detector, provenance=trained)
     scorer = Scorer(probed.backbone, detector)
@@ -130,7 +130,7 @@ def test_bad_text_is_refused_in_one_sentence(
         scorer.score(question, answer, context)
 
 
-def test_a_text_has_no_p_where_more_than_half_of_it_is_unknown(scorer):
+def test_a_text_has_no_p_if_more_than_half_of_its_tokens_are_unknown(scorer):
     half, more = (
         scorer.score(QUESTION, ANSWER, "Guzolt Falls" + " xyzzy" * n) for n in (2, 3)
     )
@@ -141,7 +141,7 @@ def test_a_text_has_no_p_where_more_than_half_of_it_is_unknown(scorer):
 
 
 def with_end_token(tokenizer):
-    """A tokenizer that has an end as a token, which it splits in a text."""
+    """Return a copy of a tokenizer with the special token "<end>"."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken("<end>", special=True)], special_tokens=True)
     return tokenizer
@@ -155,7 +155,7 @@ def with_end_token(tokenizer):
         ("<end>", "the answer begins with '<end>'"),
     ],
 )
-def test_an_answer_decoded_with_special_tokens_at_its_ends_is_refused(answer, words):
+def test_an_answer_with_special_tokens_at_its_ends_is_refused(answer, words):
     tokenizer = with_end_token(byte_fallback())
     template = PromptConfig().prompt_template()
     with pytest.raises(ValueError, match=words):
@@ -164,7 +164,7 @@ def test_an_answer_decoded_with_special_tokens_at_its_ends_is_refused(answer, wo
     assert prepare(tokenizer, template, anothers).answer.text == " Paris<|im_end|>"
 
 
-def test_a_special_token_spelled_inside_a_text_is_a_warning_that_names_it(probed):
+def test_a_special_token_spelled_out_in_a_text_gets_a_warning_that_names_it(probed):
     tokenizer = with_end_token(probed.backbone.tokenizer)
     backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
     scorer = Scorer(backbone, probed.detector)
@@ -176,15 +176,15 @@ def test_a_special_token_spelled_inside_a_text_is_a_warning_that_names_it(probed
         warnings = scorer.score(**{**texts, name: spelled}).warnings
         assert sum(f"{what} spells '<end>'" in w for w in warnings) == 1
         assert sum("special" in w for w in warnings) == 1
-    # In a prompt as it was sent it is read as what it is.
+    # In a prompt given as it was sent, a special token is read as one.
     score = scorer.score(prompt=f"<s> {PROMPT}", answer=ANSWER)
     assert not any("special" in warning for warning in score.warnings)
 
 
-# The prompt that was really used.
+# Prompts that were actually used.
 
 
-def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
+def test_a_given_answer_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (answer,) = probed.answer([request])
     given = prepared_of(probed, question=QUESTION, answer=answer.text).sequence
@@ -194,7 +194,7 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
 
 
 def prepending():
-    """A tokenizer as Llama 2's and Phi 3's: a text begins with a blank of its own."""
+    """Return a tokenizer like Llama 2's and Phi 3's, which prepends a space."""
     tokenizer = byte_fallback()
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -236,7 +236,7 @@ REPLY = (
         ("short", REPLY, "Paris"),
     ],
 )
-def test_an_answer_begins_as_the_model_begins_it(
+def test_a_given_answer_begins_as_the_model_would_begin_it(
     make_tokenizer, template, chat_template, written
 ):
     tokenizer = make_tokenizer()
@@ -262,13 +262,13 @@ def test_an_answer_begins_as_the_model_begins_it(
         },
     ],
 )
-def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, fields):
+def test_the_runs_own_prompt_is_recognised_in_every_form(scorer, fields):
     score = scorer.score(answer=f" {ANSWER}", prompt=WITH_CONTEXT, **fields)
     assert score == scorer.score(QUESTION, ANSWER, PASSAGE)
 
 
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
-def test_a_question_with_white_space_around_it_is_found_in_the_runs_own_prompt(
+def test_a_question_with_surrounding_white_space_is_found_in_the_runs_prompt(
     passages,
 ):
     tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
@@ -281,7 +281,7 @@ def test_a_question_with_white_space_around_it_is_found_in_the_runs_own_prompt(
     np.testing.assert_array_equal(given.sequence.spans, own.sequence.spans)
 
 
-def test_the_tokens_of_an_answer_are_its_text_where_several_are_one_character():
+def test_tokens_join_to_the_answers_text_even_if_several_make_one_character():
     tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
     text = " Paris é 德古拉 🦇"
     ids = tokenizer(text)["input_ids"]
@@ -289,7 +289,7 @@ def test_the_tokens_of_an_answer_are_its_text_where_several_are_one_character():
     prepared = prepare(tokenizer, template, given)
     assert prepared.answer.text == "".join(prepared.pieces) == text
     assert len(prepared.pieces) == len(ids)
-    # A tokenizer that leaves out the space of the first word leaves out no other.
+    # A tokenizer that drops the space before the first word drops no other.
     spaces = Strip(" ", 1, 0)
     decoder = tokenizer.backend_tokenizer.decoder
     tokenizer.backend_tokenizer.decoder = Sequence([decoder, spaces])
@@ -297,7 +297,7 @@ def test_the_tokens_of_an_answer_are_its_text_where_several_are_one_character():
     assert "".join(prepared.pieces) == text.strip()
 
 
-def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
+def test_ids_of_prompt_and_answer_give_the_same_score_as_their_texts(probed, scorer):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (answer,) = probed.answer([request])
     score = scorer.score(
@@ -310,8 +310,8 @@ def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
     assert "".join(score.tokens).replace(" ", "") == answer.text.replace(" ", "")
 
 
-def test_a_control_token_without_a_name_ends_an_answer_that_is_told_by_its_ids():
-    """As Gemma's end of a turn."""
+def test_a_control_token_without_a_name_ends_an_answer_given_as_ids():
+    """Gemma's end of turn is such a token."""
     tokenizer = with_end_token(byte_fallback())
     template = PromptConfig().prompt_template()
     ids, end = tokenizer(" Paris")["input_ids"], len(tokenizer) - 1
@@ -321,7 +321,7 @@ def test_a_control_token_without_a_name_ends_an_answer_that_is_told_by_its_ids()
     assert (answer.token_ids, answer.stop_id) == (tuple(ids), end)
 
 
-def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
+def test_a_foreign_prompt_is_read_unchanged_and_gets_a_warning(probed, scorer):
     prompt = {"prompt": FOREIGN, "answer": f" {ANSWER}"}
     texts = {"question": QUESTION, "context": PASSAGE}
     score = scorer.score(**prompt, **texts)
@@ -354,12 +354,12 @@ def test_messages_go_through_the_chat_template(chatting):
 
 
 @pytest.mark.parametrize("named", [{}, {"question": "assistant"}])
-def test_no_question_is_looked_for_in_what_a_template_writes_behind_its_message(
+def test_a_question_is_not_looked_for_in_a_templates_words_after_its_message(
     chatting, named
 ):
     chat = {"messages": [{"role": "user", "content": "assistant"}], "answer": ANSWER}
     text = Scorer(chatting.backbone, chatting.detector).render(chat["messages"])
-    assert text.count("assistant") == 2  # its header comes behind
+    assert text.count("assistant") == 2  # once in the header after the message
     place = {"question_range": range_of("assistant", text)}
     spans = prepared_of(chatting, **chat, **named).sequence.spans
     np.testing.assert_array_equal(
@@ -367,7 +367,7 @@ def test_no_question_is_looked_for_in_what_a_template_writes_behind_its_message(
     )
 
 
-def test_without_places_the_last_message_is_the_question(chatting):
+def test_the_last_message_is_the_question_unless_one_is_named(chatting):
     texts = {"system": "short", "user": PROMPT}
     messages = [{"role": role, "content": text} for role, text in texts.items()]
     prepared = prepared_of(chatting, messages=messages, answer=ANSWER)
@@ -403,9 +403,7 @@ def test_without_places_the_last_message_is_the_question(chatting):
         ({"prompt": PROMPT, "context_range": (0, 49)}, "before the last token"),
     ],
 )
-def test_a_prompt_that_is_told_wrongly_is_refused_in_one_sentence(
-    scorer, fields, message
-):
+def test_a_wrongly_described_prompt_is_refused_in_one_sentence(scorer, fields, message):
     fields = {"answer": ANSWER, **fields}
     if not fields.keys() & {"prompt", "messages", "prompt_ids"}:
         fields["question"] = QUESTION
@@ -413,13 +411,13 @@ def test_a_prompt_that_is_told_wrongly_is_refused_in_one_sentence(
         scorer.score(**fields)
 
 
-# Many at once.
+# Many answers at once.
 
 PLACES = ("Guzolt", "Guzolt Falls", "the city of Guzolt Falls", "Rugrond", "Falls")
 
 
 def mixed_rows(n):
-    """Rows of several lengths, closed-book and with one or two passages."""
+    """Yield rows of several lengths, closed-book and with one or two passages."""
     for i in range(n):
         yield {
             "question": QUESTION,
@@ -428,11 +426,11 @@ def mixed_rows(n):
         }
 
 
-def test_many_scores_are_those_of_one_by_one(scorer):
+def test_many_scores_equal_those_computed_one_by_one(scorer):
     rows = list(mixed_rows(40))
     for score, row in zip(scorer.score_many(rows), rows, strict=True):
         alone = scorer.score(**row)
-        # Sums of float32 in another order; no isotonic step of this detector is near.
+        # Sums of float32 in another order; no isotonic step of this detector is close.
         assert score.raw == pytest.approx(alone.raw, abs=1e-5)
         assert score.p_correct == pytest.approx(alone.p_correct, abs=1e-5)
         assert score.tokens == alone.tokens
@@ -441,7 +439,7 @@ def test_many_scores_are_those_of_one_by_one(scorer):
 
 @pytest.mark.parametrize(
     "prompt", [PromptConfig(), PromptConfig(template="few-shot", shots=SHOTS * 2)]
-)  # of that many worked examples no signals are read
+)  # so many worked examples have no signals
 def test_log_probabilities_are_those_of_the_untouched_model(probed, prompt):
     import torch
 
@@ -459,7 +457,7 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, prompt):
     assert "".join(score.tokens) == f" {ANSWER}"
 
 
-def test_a_bad_row_of_many_is_an_error_in_its_place(scorer):
+def test_a_bad_row_among_many_has_an_error_in_its_place(scorer):
     bad = {"question": QUESTION, "answer": " "}
     scores = scorer.score_many([*mixed_rows(2), bad, *mixed_rows(1)])
     assert [score.error is None for score in scores] == [True, True, False, True]
@@ -469,7 +467,7 @@ def test_a_bad_row_of_many_is_an_error_in_its_place(scorer):
     assert "error" in scores[2].as_json() and "error" not in scores[0].as_json()
 
 
-def test_a_row_that_the_device_cannot_hold_costs_no_other_its_score(probed, scorer):
+def test_a_row_too_large_for_the_device_costs_no_other_row_its_score(probed, scorer):
     rows = [*mixed_rows(3), {"question": QUESTION, "answer": ANSWER}]
     rows[1] = {**rows[1], "context": [PASSAGE] * 9}
     expected = scorer.score_many(rows)
@@ -484,7 +482,7 @@ def test_a_row_that_the_device_cannot_hold_costs_no_other_its_score(probed, scor
             assert score.raw == pytest.approx(whole.raw, abs=1e-5)
 
 
-def test_of_many_questions_no_more_signals_are_in_memory_than_of_a_group(probed):
+def test_many_questions_never_have_more_signals_in_memory_than_one_group(probed):
     config = GenerationConfig(max_new_tokens=1, tokens_per_batch=1024)
     scorer = Scorer(probed.backbone, probed.detector, config)
     questions = [f"where was Skiband Rugrond {i} born?" for i in range(600)]
@@ -502,19 +500,19 @@ def test_of_many_questions_no_more_signals_are_in_memory_than_of_a_group(probed)
         assert scores[i].raw == pytest.approx(alone.raw, abs=1e-5)
 
 
-def test_eight_threads_get_the_numbers_of_one(scorer):
+def test_eight_threads_get_the_same_scores_as_one(scorer):
     rows = list(mixed_rows(8)) * 2
     alone = [scorer.score(**row) for row in rows]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda row: scorer.score(**row), rows))
-    # Threads may split a product otherwise than the main thread does.
+    # Threads may split a product differently from the main thread.
     np.testing.assert_allclose(
         [s.raw for s in together], [s.raw for s in alone], atol=1e-6
     )
 
 
-def with_head(probed, precision=None, **changes):
-    """A scorer of the same backbone, with another closed-book head."""
+def scorer_with_head(probed, precision=None, **changes):
+    """Return a scorer with the same backbone and another closed-book head."""
     head = dataclasses.replace(probed.detector.heads["closed_book"], **changes)
     heads = {**probed.detector.heads, "closed_book": head}
     detector = dataclasses.replace(probed.detector, heads=heads)
@@ -522,7 +520,7 @@ def with_head(probed, precision=None, **changes):
 
 
 def scoped(probed, **changes):
-    """A scorer whose with-context signals lay between two bounds in training."""
+    """Return a scorer whose with-context signals had these bounds in training."""
     bank = probed.detector.banks["with_context"]
     scope = wide_scope(bank.dims.total)._replace(limits=np.zeros(4), **changes)
     bank = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
@@ -532,7 +530,7 @@ def scoped(probed, **changes):
     return Scorer(probed.backbone, detector)
 
 
-def test_signals_outside_the_range_of_training_are_a_warning_and_others_none(probed):
+def test_only_signals_outside_the_range_of_training_get_a_warning(probed):
     assert scoped(probed).score(QUESTION, ANSWER, PASSAGE).warnings == ()
     dims = probed.detector.banks["with_context"].dims
     high = np.full(dims.total, 1e9, np.float32)
@@ -541,14 +539,14 @@ def test_signals_outside_the_range_of_training_are_a_warning_and_others_none(pro
     assert "100.0% of the prob signals lie outside" in warning
 
 
-def test_a_context_as_long_as_the_longest_in_training_is_no_warning(probed):
+def test_only_a_context_longer_than_any_in_training_gets_a_warning(probed):
     longest = f"{PASSAGE} Guzolt Falls Skiband Rugrond"
     assert scoped(probed).score(QUESTION, ANSWER, longest).warnings == ()
     (warning,) = scoped(probed).score(QUESTION, ANSWER, f"{longest} Falls").warnings
     assert "the context has 13 tokens, but at most 12 in training" in warning
 
 
-def test_another_script_than_in_training_is_a_warning_and_a_stray_letter_is_none(
+def test_words_in_a_new_script_get_a_warning_and_a_single_letter_does_not(
     probed,
 ):
     warnings = [
@@ -559,7 +557,7 @@ def test_another_script_than_in_training_is_a_warning_and_a_stray_letter_is_none
     assert warnings[0] == [] and "are CYRILLIC" in warnings[1][0]
 
 
-def test_an_answer_that_was_cut_is_a_warning_and_a_whole_one_is_not():
+def test_a_cut_answer_gets_a_warning_and_a_whole_one_does_not():
     probe = beatrice.load("embedded")
     cut, whole = (probe.answer(QUESTION, max_new_tokens=n) for n in (1, 32))
     assert any("cut answer: it has 1 tokens" in warning for warning in cut.warnings)
@@ -567,18 +565,18 @@ def test_an_answer_that_was_cut_is_a_warning_and_a_whole_one_is_not():
 
 
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])
-def test_a_second_pass_over_what_was_written_is_a_warning_where_it_rounds(dtype, n):
+def test_reading_in_a_second_pass_gets_a_warning_if_the_dtype_rounds(dtype, n):
     probe = beatrice.load("embedded", dtype=dtype, strict=False)
     assert probe.detector.provenance.path == "decode"
     warnings = probe.score(QUESTION, ANSWER).warnings
     assert sum(f"{dtype} rounds the two differently" in text for text in warnings) == n
 
 
-def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
+def test_of_answers_written_together_only_those_read_again_get_a_warning():
     probe = beatrice.load("embedded", dtype="bfloat16", strict=False)
     questions = [QUESTION, "what is the genre of Skiband Rugrond?"]
     first, _ = probe.answer(questions)
-    stop = "".join(first.tokens[-2:])[1:]  # it begins in a token before the last
+    stop = "".join(first.tokens[-2:])[1:]  # it begins before the last token
     scores = probe.answer(questions, stop=[stop])
     *_, streamed = probe.stream(QUESTION, stop=[stop])
     assert scores[0].text != first.text
@@ -588,7 +586,7 @@ def test_of_answers_written_together_those_that_were_read_again_warn_of_it():
     ] == [1, 0, 1]
 
 
-def test_an_answer_whose_states_overflow_has_no_p_and_costs_no_other(probed):
+def test_an_answer_whose_states_overflow_has_no_p_and_affects_no_other(probed):
     model = copy.deepcopy(probed.backbone.model)
     backbone = Backbone.from_model(model, probed.backbone.tokenizer)
     detector = make_detector(backbone)
@@ -608,17 +606,17 @@ def test_an_answer_whose_states_overflow_has_no_p_and_costs_no_other(probed):
     assert other.p_correct == expected.p_correct
 
 
-def judged(probed, p_correct, evidence=KNOWN["evidence"], precision=None):
-    """Score an answer of this P, where from .8 on all were right, and wrong to .3."""
+def score_with_p(probed, p_correct, evidence=KNOWN["evidence"], precision=None):
+    """Score an answer with this P; validation is all wrong to .3, all right from .8."""
     p = np.linspace(0, 1, 301)
     labels = np.where(p < 0.3, False, np.where(p > 0.8, True, np.arange(301) % 2 == 0))
     changes = {"validation": Validation(p, labels), "evidence": evidence}
     flat = Calibrator(name="isotonic", scores=(0, 1), p_correct=(p_correct, p_correct))
-    scorer = with_head(probed, precision, calibrator=flat, **changes)
+    scorer = scorer_with_head(probed, precision, calibrator=flat, **changes)
     return scorer.score(QUESTION, ANSWER)
 
 
-def test_an_answer_is_trusted_from_one_threshold_on_and_distrusted_up_to_another(
+def test_an_answer_is_trusted_above_one_threshold_and_distrusted_below_another(
     probed,
 ):
     for p, decision, reason in (
@@ -626,31 +624,31 @@ def test_an_answer_is_trusted_from_one_threshold_on_and_distrusted_up_to_another
         (0.1, "distrust", "up to which at least 0.9 of all answers are wrong"),
         (0.5, "unknown", "lies between"),
     ):
-        score = judged(probed, p)
+        score = score_with_p(probed, p)
         assert (score.p_correct, score.decision) == (p, decision)
         assert score.reason is None if reason is None else reason in score.reason
 
 
-def test_decisions_are_as_sure_as_the_caller_asks(probed):
-    assert judged(probed, 0.6).decision == "unknown"
-    assert judged(probed, 0.6, precision=0.6).decision == "trust"
-    never = judged(probed, 0.99, precision=0.99)
+def test_decisions_follow_the_precision_that_the_caller_asks_for(probed):
+    assert score_with_p(probed, 0.6).decision == "unknown"
+    assert score_with_p(probed, 0.6, precision=0.6).decision == "trust"
+    never = score_with_p(probed, 0.99, precision=0.99)
     assert never.decision == "unknown" and "no threshold to trust" in never.reason
     with pytest.raises(ValueError, match="precision: expected"):
-        judged(probed, 0.6, precision=60)
+        score_with_p(probed, 0.6, precision=60)
 
 
-def test_a_detector_of_two_right_answers_trusts_nothing_and_says_so(probed):
+def test_a_detector_trained_on_two_right_answers_trusts_nothing_and_warns(probed):
     evidence = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
-    score = judged(probed, 0.9, evidence)
+    score = score_with_p(probed, 0.9, evidence)
     assert score.decision == "unknown" and score.p_correct == 0.9
     assert score.reason == score.warnings[0]
     assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
-    score = judged(probed, 0.9)  # of enough
+    score = score_with_p(probed, 0.9)  # fitted on enough answers
     assert score.decision == "trust" and not any("few" in w for w in score.warnings)
 
 
-def test_the_page_of_warnings_lists_those_that_the_code_has_and_no_other():
+def test_the_page_of_warnings_lists_exactly_the_warnings_of_the_code():
     text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^### (\w+)\n\n> (.*)$", text, re.MULTILINE))
     assert listed == WARNINGS | REASONS
@@ -668,7 +666,7 @@ def test_the_page_of_warnings_quotes_both_doubts_about_a_probe():
         assert f"> {doubt}" in text.splitlines()
 
 
-def test_no_passage_is_closed_book_in_every_call(scorer):
+def test_an_empty_context_means_closed_book_in_every_call(scorer):
     scored = scorer.score(QUESTION, ANSWER, context=[])
     assert scored.p_correct == scorer.score(QUESTION, ANSWER).p_correct
     asked = scorer.answer(QUESTION)
@@ -679,14 +677,14 @@ def test_no_passage_is_closed_book_in_every_call(scorer):
         scorer.answer([QUESTION, QUESTION], [PASSAGE, []])
 
 
-def test_a_score_that_is_kept_without_its_signals_loses_its_effects_alone(scorer):
+def test_a_score_without_its_signals_loses_only_its_effects(scorer):
     score = scorer.score(QUESTION, ANSWER, [PASSAGE])
     light = dataclasses.replace(score, masked=None)
     assert light == score and light.as_json() == score.as_json()
     assert score.effects and light.effects == ()
 
 
-def test_of_many_scores_none_keeps_its_signals_though_it_was_alone_in_its_batch(scorer):
+def test_scores_of_many_rows_keep_no_signals_even_from_batches_of_one(scorer):
     row = {"question": QUESTION, "answer": ANSWER}
     many = [*scorer.score_many(list(mixed_rows(3)), 1), *scorer.score_many([row])]
     assert [score.masked for score in many] == [None] * 4

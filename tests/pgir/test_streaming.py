@@ -1,4 +1,4 @@
-"""An answer token by token, or drawn, or asked for by a chat: read as it is written."""
+"""Answers that are streamed, sampled, or asked for by a chat, read while written."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ N_MOST = 8
 
 
 def scorer_of(backbone, **changes):
-    """A scorer whose P is the score itself, so that small differences show."""
+    """Return a scorer whose P is the raw score, so that small differences show."""
     detector = make_detector(backbone)
     heads = {
         name: dataclasses.replace(head, calibrator=IDENTITY)
@@ -45,7 +45,7 @@ def scorer(backbone):
 
 
 def words_of(scorer, context):
-    """The texts of the answer's tokens."""
+    """Return the texts of the answer's tokens."""
     *tokens, _ = scorer.stream(QUESTION, context)
     return [token.text for token in tokens]
 
@@ -57,13 +57,13 @@ def words_of(scorer, context):
         {},
         {"max_new_tokens": 1},
         {"temperature": 2.0, "seed": 3, "max_new_tokens": 12},
-        {"stop": ["WHOLE"]},  # an answer of no token
-        {"stop": ["HALF"]},  # it ends within a token
-        {"stop": ["SEVERAL"]},  # it begins tokens before it is known
+        {"stop": ["WHOLE"]},  # an answer without a token
+        {"stop": ["HALF"]},  # one that ends within a token
+        {"stop": ["SEVERAL"]},  # the string spans several tokens
         {"stop": ["never"], "max_new_tokens": 2},
     ],
 )
-def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there(
+def test_a_stream_is_the_answer_with_the_p_of_every_prefix_if_it_ended_there(
     backbone, scorer, context, options
 ):
     if "stop" in options:
@@ -72,7 +72,7 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
             "WHOLE": words[0],
             "HALF": words[-1][2:],
             "SEVERAL": "".join(words)[2:],
-            "never": words[-1] + "!",  # held back, and released
+            "never": words[-1] + "!",  # held back, then released
         }
         options = options | {"stop": [strings[options["stop"][0]]]}
     *tokens, score = scorer.stream(QUESTION, context, every=1, **options)
@@ -89,7 +89,7 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     (answer,), _ = scorer.probed.answer_and_read([request], scorer._sampling(inputs))
     stop_id = stop_ids(backbone)[0]
     for n, token in enumerate(tokens[:n_tokens], start=1):
-        if n == len(tokens):  # the answer is cut behind it, and has its score
+        if n == len(tokens):  # the answer is cut after it; the score has its P
             assert token.p_correct is token.p_if_cut is None
             continue
         ids = answer.token_ids[:n]
@@ -102,12 +102,12 @@ def test_a_stream_is_the_answer_with_p_of_every_prefix_as_of_one_that_ends_there
     if len(tokens) > 3:
         assert len({token.p_correct for token in tokens[: n_tokens - 1]}) > 1
     if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
-        # The last prefix is the answer: it is read once, and P is the same.
+        # The last prefix is the answer itself, read once, so that P is the same.
         assert tokens[-2].p_correct == score.p_correct
 
 
-def reciting(tokenizer, text):
-    """A model that goes on with a text behind a colon; no token comes twice in it."""
+def reciting_model(tokenizer, text):
+    """Return a model that recites a text after a colon; it must repeat no token."""
     n_words, config = len(tokenizer), {"num_attention_heads": 4, "hidden_size": 272}
     config |= {"num_hidden_layers": LAYER, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=n_words, **config))
@@ -127,15 +127,15 @@ def reciting(tokenizer, text):
         ({"stop": ["。", "!"], "max_new_tokens": 5}, "Paré"),
     ],
 )
-def test_a_stream_shows_no_token_of_a_stop_string_of_several_bytes(options, text):
-    scorer = scorer_of(reciting(byte_fallback(), "Paré。who?"))
+def test_a_stream_shows_no_part_of_a_stop_string_of_several_bytes(options, text):
+    scorer = scorer_of(reciting_model(byte_fallback(), "Paré。who?"))
     *tokens, score = scorer.stream(QUESTION, **options)
     assert score.text == "".join(token.text for token in tokens).strip()
     assert score.text.startswith(text)
     assert sum(not token.is_stop for token in tokens) == len(score.tokens)
 
 
-def test_a_stop_token_that_is_a_plain_word_is_no_text_of_a_stream(backbone, scorer):
+def test_a_stop_token_that_is_a_plain_word_adds_no_text_to_a_stream(backbone, scorer):
     (request,) = scorer._requests(QuestionBatch(texts=[QUESTION]))[1]
     (answer,), _ = scorer.probed.answer_and_read([request])
     model = copy.deepcopy(backbone.model)
@@ -146,14 +146,14 @@ def test_a_stop_token_that_is_a_plain_word_is_no_text_of_a_stream(backbone, scor
     assert (tokens[-1].is_stop, tokens[-1].text) == (True, "")
 
 
-def test_a_question_that_has_no_p_has_none_within_a_stream(scorer):
+def test_a_question_without_a_p_has_none_anywhere_in_its_stream(scorer):
     *tokens, score = scorer.stream("xyzzy plugh qwerty?", every=1)
     assert len(tokens) > 1 and "are unknown to" in score.reason
     assert {token.p_correct for token in tokens} == {None}
     assert {token.p_if_cut for token in tokens} == {None}
 
 
-def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
+def test_p_comes_every_so_many_tokens_and_only_if_asked_for(scorer):
     long = {"temperature": 3.0, "seed": 1, "max_new_tokens": 5, "stop": []}
     *tokens, _ = scorer.stream(QUESTION, every=2, **long)
     assert [t.p_correct is not None for t in tokens] == [
@@ -163,7 +163,7 @@ def test_p_comes_every_so_many_tokens_and_not_unless_asked(scorer):
     assert all(token.p_correct is None for token in tokens)
 
 
-def test_between_two_tokens_the_model_answers_others(scorer):
+def test_the_model_can_answer_other_questions_between_two_tokens(scorer):
     alone = list(scorer.stream(QUESTION, PASSAGE, every=1))
     between = []
     for item in scorer.stream(QUESTION, PASSAGE, every=1):
@@ -172,7 +172,7 @@ def test_between_two_tokens_the_model_answers_others(scorer):
     assert between == alone
 
 
-def test_a_stream_that_is_left_leaves_the_model_as_it_was(scorer):
+def test_an_abandoned_stream_leaves_the_model_as_it_was(scorer):
     def n_hooks():
         modules = scorer.probed.backbone.model.modules()
         return sum(len(module._forward_hooks) for module in modules)
@@ -183,7 +183,7 @@ def test_a_stream_that_is_left_leaves_the_model_as_it_was(scorer):
     assert n_hooks() == n_before
 
 
-def test_a_drawn_answer_depends_on_the_seed_alone_and_is_scored_as_it_is(scorer):
+def test_a_sampled_answer_depends_on_the_seed_and_not_on_its_batch(scorer):
     questions = [QUESTION, "where was Guzolt Falls born?"]
     options = {"temperature": 3.0, "max_new_tokens": 4}
     drawn = [scorer.answer(questions, seed=n, **options) for n in range(4)]
@@ -194,7 +194,7 @@ def test_a_drawn_answer_depends_on_the_seed_alone_and_is_scored_as_it_is(scorer)
 
 
 @pytest.mark.parametrize("named", [{}, {"question": QUESTION, "context": PASSAGE}])
-def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, named):
+def test_an_answer_to_a_chat_has_the_score_that_it_gets_afterwards(backbone, named):
     tokenizer = copy.deepcopy(backbone.tokenizer)
     tokenizer.chat_template = CHAT
     chatting = scorer_of(backbone, tokenizer=tokenizer)
@@ -212,7 +212,7 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
     ids = [i for i in (*answer.token_ids, answer.stop_id) if i is not None]
     again = chatting.score(messages=messages, answer_ids=ids, **named)
     assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
-    # Read again, it came by another path than the probe's training, which is said.
+    # The second reading may warn that the probe was trained on the other kind.
     assert set(again.warnings) - set(score.warnings) <= {*again.warnings[-1:]}
     assert "another prompt than the probe's own" in "".join(score.warnings)
 
@@ -236,12 +236,12 @@ def test_a_chat_is_answered_and_scored_as_it_is_scored_afterwards(backbone, name
         ({"messages": "hello"}, "messages"),
     ],
 )
-def test_what_cannot_be_streamed_is_one_sentence(scorer, arguments, named):
+def test_bad_arguments_of_stream_are_refused_in_one_sentence(scorer, arguments, named):
     with pytest.raises(ValueError, match=named):
         list(scorer.stream(**{"question": QUESTION, **arguments}))
 
 
-def test_logits_that_are_not_finite_are_one_sentence(backbone):
+def test_logits_that_are_not_finite_are_reported_in_one_sentence(backbone):
     model = copy.deepcopy(backbone.model)
     scorer = scorer_of(Backbone.from_model(model, backbone.tokenizer))
     assert scorer.probed.why_read_again is None
@@ -252,7 +252,7 @@ def test_logits_that_are_not_finite_are_one_sentence(backbone):
             list(ask(QUESTION))
 
 
-def test_a_model_that_is_read_again_is_not_streamed_and_says_why(backbone):
+def test_a_model_that_needs_a_second_pass_cannot_be_streamed(backbone):
     sizes = {"vocab_size": len(backbone.tokenizer), "hidden_size": 16, "n_head": 2}
     bloom = BloomForCausalLM(BloomConfig(**sizes, n_layer=LAYER))
     scorer = scorer_of(Backbone.from_model(bloom, backbone.tokenizer))

@@ -1,4 +1,4 @@
-"""Many questions at once, and settings that are chosen on them under one cap."""
+"""Many questions answered together, and settings chosen on them under one cap."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ PRICES = {
 
 
 def give(call):
-    """What a call gives: long questions are right once they saw passage 4."""
+    """Return the value of a call; answers are right once shown passage 4."""
     if call.kind == "search":
         return (1, 2, 3, 4, 5, 6)
     if call.kind == "score":
@@ -56,7 +56,7 @@ def give(call):
 
 
 class Served:
-    """Serves some calls a batch, and writes down what it was asked."""
+    """A service that serves `n_batch` calls at a time and records the calls."""
 
     def __init__(self, kind, give=give, n_batch=2, dies_after=None):
         self.kind, self.give, self.n_batch = kind, give, n_batch
@@ -91,7 +91,7 @@ def counted(results):
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 256])
-def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
+def test_waves_give_each_question_what_it_gets_on_its_own(tmp_path, group_size):
     results = run(waves(tmp_path / "calls.jsonl", group_size=group_size))
     alone = [played(loop.drafts(question, CONFIG), give) for question in QUESTIONS]
     assert [done.value for done in results] == [value for value, _ in alone]
@@ -103,7 +103,7 @@ def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
         assert done.cost.seconds > 0
 
 
-def test_first_drafts_are_made_together_and_a_call_once_and_paid_for_by_all(tmp_path):
+def test_first_drafts_share_batches_and_repeated_calls_are_only_counted(tmp_path):
     runner = waves(tmp_path / "calls.jsonl")
     before = run(runner)
     first = [call for batch in runner.services["answer"].served[:4] for call in batch]
@@ -132,7 +132,7 @@ def test_an_interrupted_wave_goes_on_with_the_same_batches(tmp_path, kind, batch
         assert before + service.served == whole.services[name].served
 
 
-def test_a_line_that_was_cut_or_changed_or_of_another_corpus_is_asked_again(tmp_path):
+def test_calls_on_cut_or_changed_lines_or_of_another_corpus_are_made_again(tmp_path):
     path = tmp_path / "calls.jsonl"
     expected = counted(run(waves(path)))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -160,18 +160,18 @@ def test_a_line_that_was_cut_or_changed_or_of_another_corpus_is_asked_again(tmp_
         (loop.Call("answer", "q", (2, 0)), reply("a")),
     ],
 )
-def test_a_call_of_passages_that_are_others_by_now_is_made_again(tmp_path, call, value):
+def test_a_call_whose_passages_have_changed_is_made_again(tmp_path, call, value):
     def journal(texts):
         passages = [Passage(title="", text=text) for text in texts]
         return CallJournal(tmp_path / "calls.jsonl", "one", passages)
 
-    # More may be there by now; a deleted table is empty, or in another order.
+    # Passages may have been added; a deleted table is empty or in another order.
     for texts, is_kept in (("abcd", True), ("", False), ("cba", False)):
         journal("abc").add("w", [call], [value], 0.0)
         assert (journal(texts).find(call) is not None) == is_kept
 
 
-def test_calls_that_no_longer_count_are_put_aside_and_those_without_passages_stay(
+def test_outdated_calls_are_set_aside_and_calls_without_passages_kept(
     tmp_path,
 ):
     path, drafted = tmp_path / "calls.jsonl", loop.Call("answer", "q")
@@ -188,7 +188,7 @@ def test_calls_that_no_longer_count_are_put_aside_and_those_without_passages_sta
     assert (tmp_path / "calls.jsonl.stale").read_bytes() == of_search
 
 
-def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
+def test_a_number_that_is_not_finite_is_read_back_as_written(tmp_path):
     path = tmp_path / "calls.jsonl"
     values = {
         loop.Call("score", "q"): loop.DraftScore(math.nan, math.inf),
@@ -200,7 +200,7 @@ def test_a_number_that_is_not_finite_is_read_as_it_was_written(tmp_path):
     assert repr({call: journal.value(call) for call in values}) == repr(values)
 
 
-def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
+def test_a_failed_search_fails_only_its_question_and_is_tried_again(tmp_path):
     class Down(Served):
         def batches(self, calls, done):
             for batch in super().batches(calls, done):
@@ -215,17 +215,17 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
     results = run(runner)
     failed = {i: done for i, done in enumerate(results) if isinstance(done, Failed)}
     assert {i: done.reason for i, done in failed.items()} == {3: "no route"}
-    assert failed[3].cost.generations == 1  # what it had written until then
+    assert failed[3].cost.generations == 1  # the draft written before
     assert set(runner.failed.values()) == {"no route"}
     mended = waves(path)
     assert not any(isinstance(done, Failed) for done in run(mended))
     answered = [c for batch in mended.services["answer"].served for c in batch]
-    # With whom it shares a batch, so that it is rounded as it would have been.
+    # The other question shares its batch, so that rounding is the same.
     assert {call.text for call in answered} == set(QUESTIONS[2:4])
 
 
 def answer_all(folder):
-    """Run the loop and a rival on 64 questions, as a process does that is killed."""
+    """Run the loop and a rival on 64 questions, in a process that may be killed."""
     splits = "validation", "test"
     texts = [f"{split} {i} is what {PASSAGE}" for split in splits for i in range(32)]
     passages, sets = [Passage(title="t", text=text) for text in texts], sets_of(32)
@@ -256,7 +256,7 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
     run_python(CHILD, whole)
     journal = killed / "calls.jsonl"
     n_lines = len((whole / "calls.jsonl").read_bytes().splitlines())
-    for share in (0.1, 0.5, 0.8):  # a draft's, a later round's
+    for share in (0.1, 0.5, 0.8):  # in the drafts, in later rounds
         process = start(sys.executable, "-c", CHILD, killed)
         while process.poll() is None:
             time.sleep(0.002)
@@ -265,7 +265,7 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
                 break
         process.communicate()
-        assert process.returncode == -signal.SIGKILL, "it outran the kill"
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
         assert not (killed / "rows.jsonl").exists()
     run_python(CHILD, killed)
     for name in ("rows.jsonl", "traces.txt"):
@@ -277,12 +277,12 @@ def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
     [
         ((3, 4, 5), 0, (2, 5)),
         ((3, 4, 5), None, (2, 4)),  # cut off: the last was never fed
-        ((), 0, (1, 2)),  # the stop token alone, which the prompt's last place emits
+        ((), 0, (1, 2)),  # only a stop token, emitted by the prompt's last position
         ((3,), None, (1, 2)),
     ],
 )
-def test_an_answer_stands_where_its_tokens_were_fed(token_ids, stop_id, places):
-    answer = an_answer(token_ids=token_ids, stop_id=stop_id)  # behind a prompt of two
+def test_an_answer_spans_the_places_its_tokens_were_fed_at(token_ids, stop_id, places):
+    answer = an_answer(token_ids=token_ids, stop_id=stop_id)  # after a prompt of two
     assert written_tokens(answer) == places
 
 
@@ -290,9 +290,9 @@ PASSAGES = (Passage(title="t", text="x"),)
 
 
 def serve(call):
-    """The passage 7 holds every answer; the question alone finds it, a draft does not.
+    """Serve calls: passage 7 has every answer; a question finds it, a draft does not.
 
-    The score knows: .9 for an answer out of it, .3 for any other.
+    The score is .9 for an answer from passage 7, .3 for any other.
     """
     if call.kind == "search":
         return (7, 8, 9) if call.text.endswith("?") else (1, 2, 3)
@@ -309,14 +309,14 @@ def example(i, split="validation", dataset="world", **fields):
 
 
 class Roomy:
-    """Has room for every passage."""
+    """Answering with room for every passage in a prompt."""
 
     def fitting(self, question, ranking):
         return tuple(ranking)
 
 
 def a_session(journal, services, sets, **fields):
-    """A session of which no rival learns anything."""
+    """Return a session that has nothing for rivals to learn from."""
     usual = dict(training=(), config=CONFIG, encoder=lambda: None, stores=lambda: {})
     return Session(waves=Waves(services, journal), sets=sets, **usual | fields)
 
@@ -345,8 +345,8 @@ def session(tmp_path, test_golds=("yes",), **config):
     )
 
 
-def entered(session):
-    """Everything that is tuned, on the session's questions."""
+def tune_everything(session):
+    """Tune everything on the session's questions; return the chosen settings."""
     traced = session.trace("trace", session.config)
     session.run_pgir("pgir", traced, session.config)
     session.run_pgir_query("pgir", loop.detector_judge, show_all=True)
@@ -358,25 +358,25 @@ def entered(session):
 
 def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):
     given = session(tmp_path)
-    chosen = entered(given)
+    chosen = tune_everything(given)
     assert chosen["rival"] == "once"
     assert chosen["pgir_query"]["query"] == "question"
     assert 0.3 < chosen["pgir_query"]["threshold"] <= 0.9
     answers = given.answers[1]
-    assert {done.value for done in answers["pgir"]} == {"no"}  # the wrong draft led
+    assert {done.value for done in answers["pgir"]} == {"no"}  # misled by its draft
     assert {done.value for done in answers["pgir_query"]} == {"yes"}
     assert {done.value for done in answers["pgir:question_first"]} == {"yes"}
 
 
-def test_a_cap_keeps_out_what_costs_more_and_what_is_right_on_test_nothing(tmp_path):
-    free = entered(session(tmp_path))
-    assert entered(session(tmp_path / "other", test_golds=("no",))) == free
-    capped = entered(session(tmp_path / "capped", max_generations=1.0))
+def test_a_cap_excludes_dearer_settings_and_test_golds_change_no_choice(tmp_path):
+    free = tune_everything(session(tmp_path))
+    assert tune_everything(session(tmp_path / "other", test_golds=("no",))) == free
+    capped = tune_everything(session(tmp_path / "capped", max_generations=1.0))
     assert free["pgir_query"]["query"] == "question"
     assert capped["pgir_query"]["threshold"] <= 0.3  # every first draft is returned
 
 
-def test_training_outcomes_are_those_of_training_questions(tmp_path):
+def test_training_outcomes_come_from_training_questions(tmp_path):
     given = session(tmp_path)
     without, once = given.outcomes
     assert [done.value for done in without] == ["no"] * 3
@@ -385,7 +385,7 @@ def test_training_outcomes_are_those_of_training_questions(tmp_path):
 
 
 def answers_of_ranking(probed, passages, ranking):
-    """Return what a controller answers at what cost, and what was too long for it."""
+    """Return a controller's answers and costs, and the passages too long for it."""
     journal = CallJournal(None, "")
     answering = Answering(probed, passages, journal)
     services = open_services(answering, Ranked(*ranking))
@@ -416,7 +416,7 @@ def test_probes_learn_from_answers_to_passages_that_fit(probed):
     assert "0 of 2 training answers are right" in given.left_out["probing_rag"]
 
 
-def test_the_window_of_training_is_heeded_where_the_models_is_longer(probed):
+def test_the_window_of_training_limits_prompts_even_if_the_models_is_longer(probed):
     trained = probed.trained
     prompt = dataclasses.replace(trained.prompt, window=64)
     detector = dataclasses.replace(
@@ -439,7 +439,7 @@ def test_the_window_of_training_is_heeded_where_the_models_is_longer(probed):
     assert lengths[0] + 8 <= 64 < lengths[1]
 
 
-def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
+def test_a_search_that_fails_for_all_questions_ends_the_stage(tmp_path):
     given = session(tmp_path)
     given.waves.services["search"] = Served("search", lambda _: Failed("timed out"))
     shared = given.config
@@ -447,19 +447,19 @@ def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
         given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, shared))
 
 
-def test_every_rival_is_found_by_its_file_in_the_order_of_its_publication():
+def test_rivals_are_found_in_the_order_of_their_publication():
     names = ["perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"]
     assert [name for name in all_rivals() if name in names] == names
 
 
-def test_what_waits_for_the_rivals_is_run_without_any(tmp_path):
+def test_deferred_work_runs_even_without_rivals(tmp_path):
     given = session(tmp_path)
     given.deferred.append(lambda: given.run_loop("late", loop.detector_judge))
     _run_rivals(given, ControlConfig(rivals=()))
     assert set(given.chosen) == {"late"}
 
 
-def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():
+def test_sets_without_passages_are_left_out_and_the_limit_holds_per_set():
     examples = [example(i) for i in range(5)]
     examples += [example(i, "ood", dataset="bare", passages=()) for i in range(5)]
     examples += [example(i, "test", dataset="held") for i in range(5)]
@@ -470,9 +470,9 @@ def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():
     ]
 
 
-def test_training_questions_are_taken_from_every_set_alike():
+def test_training_questions_are_taken_equally_from_every_set():
     examples = [example(i, "train", dataset=d) for d in ("a", "b") for i in range(9)]
     examples += [example(i, "train", dataset="c", passages=()) for i in range(9)]
     result = training_questions(examples, 6)
     assert [e.dataset for e in result] == ["a"] * 3 + ["b"] * 3
-    assert len(training_questions(examples[:9], 6)) == 6  # one set gives all of them
+    assert len(training_questions(examples[:9], 6)) == 6  # all from the only set
