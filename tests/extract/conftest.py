@@ -1,4 +1,4 @@
-"""The shipped model as a backend, and what it is asked."""
+"""The embedded model as a backend, requests to it, and a tokenizer of bytes."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,7 +27,7 @@ def requests(local):
 
 @pytest.fixture
 def bytewise():
-    """A tokenizer that can spell anything: one token per byte, and two for control."""
+    """A tokenizer that can spell anything: one token per byte, two control tokens."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

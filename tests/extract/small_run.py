@@ -1,4 +1,4 @@
-"""Runs of a few questions, made without their first stage."""
+"""Runs of a few questions, made without running their first stage."""
 
 from click.testing import CliRunner
 
@@ -27,7 +27,7 @@ def questions(n_train=4, n_evaluation=4, n_ood=2):
 
 
 def make_run(path, examples=None, model=EMBEDDED, **sections):
-    """Make a run of the smallest preset as its first stage would, without passages."""
+    """Make a run of the smallest preset as its first stage would; no passages file."""
     with RunDir.open(path, smoke(model, **sections)) as run:
         run.examples.write_text(write_lines(examples or questions()))
         run.passages.write_text("")
@@ -35,14 +35,14 @@ def make_run(path, examples=None, model=EMBEDDED, **sections):
 
 
 def beatrice(*arguments, code=0, **environ):
-    """Call the program within this process, which spares its start."""
+    """Call the program within this process, which saves its start-up time."""
     done = CliRunner(env=environ).invoke(main, [str(a) for a in arguments])
     assert code is None or done.exit_code == code, (done.output, done.exception)
     return done
 
 
 def assert_error_sentence(done, *words):
-    """Check that a call ended with one sentence, in which these words stand."""
+    """Check that a call ended with one sentence that contains these words."""
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("Error: ") and "Traceback" not in done.stderr
     for word in words:

@@ -1,4 +1,4 @@
-"""What a person can hand in wrong: a sentence and an exit code, and at once."""
+"""Bad input from users gives a sentence and an exit code, and does so early."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ from tests.records import a_label, an_answer
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_loaded(
+def test_a_run_can_be_made_without_its_gpu_but_its_model_is_not_loaded(
     tmp_path, capsys
 ):
     config = BackboneConfig(device="cuda")
@@ -50,7 +50,7 @@ def test_a_run_may_be_made_where_its_gpu_is_not_and_is_stopped_before_it_is_load
     assert "no such GPU here" in rows["device"].text
 
 
-@pytest.mark.parametrize("device", ["tpu", "hpu"])  # unknown, known and not here
+@pytest.mark.parametrize("device", ["tpu", "hpu"])  # unknown to Torch; known but absent
 def test_a_device_that_torch_does_not_have_is_refused(device):
     with pytest.raises(ValueError, match=f"device '{device}': expected a Torch device"):
         check_device(device)
@@ -67,7 +67,7 @@ def test_a_token_that_the_model_does_not_know_is_named(changes):
         require_known_tokens([an_answer(), an_answer(**changes)], backbone)
 
 
-def test_a_label_of_an_unknown_question_or_a_second_one_is_named(tmp_path):
+def test_a_second_label_or_one_of_an_unknown_question_is_named(tmp_path):
     run = RunDir(tmp_path)
     run.labels.write_text(write_lines([a_label(True)] * 2))
     with pytest.raises(ValueError, match="labels.jsonl, line 2: a second label of"):
@@ -81,7 +81,7 @@ CURVES = dict[str, Curves]
 
 
 @pytest.mark.parametrize("content", ["{}", "0", "2.5", "true", "[]", "{", "", "[" * 99])
-def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, content):
+def test_a_file_of_a_stage_that_holds_something_else_is_named(tmp_path, content):
     run = RunDir(tmp_path)
     run.control.mkdir()
     for path, verb, read in (
@@ -102,7 +102,7 @@ def test_a_literal_that_would_fill_the_memory_is_not_parsed():
         unfold("[" + "'a', " * 300_000 + "]", "golds")
 
 
-def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path):
+def test_a_full_disk_is_reported_in_a_sentence_with_advice(tmp_path):
     with little_room():
         words = ("data", tmp_path / "run", "--world", "--preset", "smoke")
         done = beatrice(*words, code=1)
@@ -111,7 +111,7 @@ def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path):
     assert last.endswith("make room and run the same command again: it continues")
 
 
-def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path):
+def test_a_full_disk_under_a_store_gives_the_same_sentence(tmp_path):
     spec = {"driver": "zarr3", "kvstore": as_url(tmp_path / "x")}
     spec["metadata"] = {"shape": [1 << 16], "data_type": "float32"}
     array = tensorstore.open(spec, create=True).result()
@@ -122,13 +122,13 @@ def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path):
     assert "tensorstore_spec" not in output and "[" not in output
 
 
-def test_encoders_on_a_full_disk_are_one_error_and_leave_nothing(tmp_path, capfd):
+def test_encoders_on_a_full_disk_give_one_error_and_leave_nothing(tmp_path, capfd):
     with pytest.raises(OSError, match="File too large"), little_room():
         checkpoint.save(tmp_path / "x", {"w": np.ones((99, 99, 9))}, {})
     assert capfd.readouterr().err == "" and not list(tmp_path.iterdir())
 
 
-def test_a_pipe_or_device_is_no_file_to_write_results_into(tmp_path):
+def test_results_are_not_written_into_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     file = tmp_path / "answers.jsonl"
@@ -142,7 +142,7 @@ def test_a_pipe_or_device_is_no_file_to_write_results_into(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_a_folder_that_was_removed_under_a_verb_is_named(working_folder):
+def test_a_removed_current_folder_is_named(working_folder):
     working_folder.rmdir()
     with pytest.raises(FileNotFoundError) as caught:
         RunDir("run")
@@ -157,7 +157,7 @@ def test_a_user_without_a_home_is_told_to_set_one():
     assert "set HOME" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_encoders_on_a_disk_without_room_for_names_are_one_error_too(tmp_path):
+def test_encoders_on_a_disk_without_free_inodes_give_one_error(tmp_path):
     done = on_disk(
         "nr_inodes=9",
         tmp_path,
@@ -170,7 +170,7 @@ def test_encoders_on_a_disk_without_room_for_names_are_one_error_too(tmp_path):
     assert "No space left" in done.stdout and done.stderr == ""
 
 
-def test_a_file_is_named_without_a_number_and_a_terminal_given_nothing_to_obey():
+def test_messages_name_files_without_errno_and_escape_terminal_commands():
     error = FileNotFoundError(2, "No such file or directory", "runs/gone")
     words = "No such file or directory; check that it exists and may be read and"
     assert in_one_sentence(error) == f"runs/gone: {words} written"

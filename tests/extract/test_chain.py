@@ -1,8 +1,8 @@
 """Published questions through the stages: data, rewrite, answer, label; also killed.
 
-The embedded model plays generator and judge. What it says of the real world is
-nonsense; that every row is there, once, and the same after any kill is what counts. Of
-many answers a server judges, since one that gives no verdict at all ends the stage.
+The embedded model is generator and judge. What it writes about the real world is
+nonsense; the tests check that every row is there once, and the same after any kill.
+The slow test judges by a server, since a judge without any verdict ends the stage.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.extract.label.scripted import ScriptedGenerator, fair_verdict
 from tests.extract.small_run import beatrice
 from tests.process import BEATRICE, call, kill, start
 
-# Where a verb's rows appear while it works; a kill is timed by them.
+# Where a verb's rows appear while it works; kills are timed by their number.
 GROWS = {
     "data": "examples.jsonl",
     "rewrite": "replies/rewrite.jsonl",
@@ -47,7 +47,7 @@ def chain(run, *data_options, judge=("embedded",)):
 
 
 def popqa(number):
-    """A row with the paragraphs that the copies of HippoRAG's form carry."""
+    """Return a row with paragraphs, as in copies in HippoRAG's layout."""
     gold = {"title": f"Person {number}", "text": "She was a politician."}
     other = {"title": "Other", "text": "He sang."}
     paragraphs = [gold | {"is_supporting": True}, other | {"is_supporting": False}]
@@ -71,7 +71,7 @@ def rows(path):
 
 
 def check_rows(run):
-    """Every question is answered once in each setting and variant, and judged."""
+    """Check that every question is answered and judged once per setting and variant."""
     examples = {e.id: e for e in read_records(run / "examples.jsonl", Example)}
     answers = list(read_records(run / "answers" / "answers.jsonl", Answer))
     labels = list(read_records(run / "labels.jsonl", Label))
@@ -109,7 +109,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     assert "already done" in beatrice(*lines["data"]).stderr
     assert "already done" in beatrice(*lines["answer"]).stderr
     assert "every checksum holds" in beatrice("doctor", run, "--verify").stdout
-    # The truncated end of a kill, and no record of the stages: the same bytes again.
+    # With files truncated as by a kill and without stage records: the same bytes again.
     before = {name: (run / name).read_bytes() for name in COMPARED}
     for name in ("answers/answers.jsonl", "replies/judge.jsonl"):
         (run / name).write_bytes(before[name][: len(before[name]) * 3 // 5])
@@ -125,9 +125,9 @@ def n_bytes(path):
 
 
 def kill_at_random(line, watched, rng):
-    """Kill a verb soon after some of its rows appeared; False if it was faster."""
+    """Kill a verb soon after some rows appeared; return False if it was faster."""
     process, seen = start(*BEATRICE, *line), n_bytes(watched)
-    n_wanted = rng.randint(0, 12)  # appearances; 0 kills at any time before
+    n_wanted = rng.randint(0, 12)  # times that rows appear; 0: a kill at any time
     if n_wanted == 0:
         time.sleep(rng.uniform(0.0, 4.0))
     while n_wanted > 0 and process.poll() is None:
@@ -153,7 +153,7 @@ def real_sets(folder):
 
 
 @pytest.mark.slow
-def test_400_real_questions_killed_again_and_again_end_as_a_run_that_was_not(tmp_path):
+def test_a_run_killed_again_and_again_ends_like_one_that_was_not(tmp_path):
     options = real_sets(pub.samples())
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     rng = random.Random(int(os.environ.get("BEATRICE_KILL_SEED", "0")))

@@ -1,4 +1,4 @@
-"""The doctor: what it finds of machine, model, server and run."""
+"""The doctor's findings about the machine, the model, the server and the run."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def doctor(*arguments, code=0):
     return {item["about"]: item for item in map(json.loads, lines)}
 
 
-def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
+def test_the_doctor_describes_machine_model_tokenizer_and_run(tmp_path):
     nowhere = tmp_path.parent / "not" / "there" / "yet"
     result = doctor(nowhere, "--model", "embedded", code=1)
     assert {"python", "packages", "cores", "disk", "jax"} <= result.keys()
@@ -50,14 +50,14 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert "not a run directory" in result["run"]["text"]
 
 
-def test_a_package_that_is_missing_or_too_old_is_named():
+def test_a_missing_or_too_old_package_is_named():
     wanted = map(Requirement, ("click>=1", "click>=99", "no-such-package>=2"))
     none, old, missing = map(_wrong_version, wanted)
     assert none is None and missing == "no-such-package>=2 is missing"
     assert old == f"click is {version('click')}, but >=99 is needed"
 
 
-def test_a_machine_without_linuxs_counters_is_looked_at_too(monkeypatch, tmp_path):
+def test_a_machine_without_linuxs_counters_can_be_examined(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "sched_getaffinity")  # as on a Mac
     findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
     assert findings["cores"].text == f"{os.cpu_count()} cores for this process"
@@ -69,7 +69,7 @@ def test_too_little_memory_or_disk_is_a_warning(monkeypatch, tmp_path, missing, 
     meminfo = f"MemTotal: 99999999 kB\nMemAvailable: {n_memory // 1024} kB\n"
     usage = SimpleNamespace(free=n_disk)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda path: meminfo)  # of /proc
+        patch.setattr(Path, "read_text", lambda path: meminfo)  # of /proc/meminfo
         patch.setattr(shutil, "disk_usage", lambda folder: usage)
         findings = {finding.about: finding for finding in look_at_machine(tmp_path)}
     assert findings["memory"].status == findings["disk"].status == status
@@ -82,14 +82,14 @@ def test_a_disk_that_cannot_be_written_to_is_a_problem(tmp_path):
         "from beatrice.doctor import look_at_machine\n"
         "print(*look_at_machine(Path(sys.argv[1])), sep='\\n')"
     )
-    for options, status in (("ro", "problem"), ("rw", "warning")):  # of little room
+    for options, status in (("ro", "problem"), ("rw", "warning")):  # 1 MiB of room
         lines = on_disk(f"{options},size=1m", tmp_path, program).stdout.splitlines()
         (disk,) = (line for line in lines if "'disk'" in line)
         assert f"status={status!r}" in disk
         assert ("is not writable" in disk) == (options == "ro")
 
 
-def test_a_base_installation_is_told_what_it_lacks_and_what_it_has():
+def test_in_a_base_installation_missing_packages_are_named():
     program = (
         "import sys\n"
         "for name in ('jax', 'jaxlib', 'openai', 'tensorstore'):\n"
@@ -119,7 +119,7 @@ def test_a_model_that_a_run_would_fetch_is_named_and_not_fetched(tmp_path):
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
-def test_a_gpu_that_emulates_bfloat16_has_none():
+def test_a_gpu_that_only_emulates_bfloat16_is_a_warning():
     with PretendedGpu([(9, 0), (7, 5)]):
         first, second, _ = look_at_devices()
     assert (first.about, first.status) == ("cuda:0", "ok")
@@ -139,7 +139,7 @@ def test_a_jax_without_a_device_is_a_problem(platform):
     assert "has no device" in shown[-1] and "unset it, or set it to cpu" in shown[-1]
 
 
-def test_every_choice_of_what_is_kept_has_its_bytes():
+def test_the_bytes_of_every_choice_of_kept_signals_are_listed():
     rows = doctor("--model", "embedded")["kept"]["text"].splitlines()
     assert [row.split()[0] for row in rows[2:]] == ["bf16", "fp16", "fp32", "int8"]
     # 7 entries of 160 numbers; 5 + 4 * 6 scalars and 2 * 2 * 6 * 5 of attention.
@@ -173,7 +173,7 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
     assert "evil.Config" in result["model"]["text"]
 
 
-def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
+def test_the_bytes_of_an_answered_run_follow_from_what_it_keeps(tmp_path):
     answer = an_answer(prompt_ids=(1, 2, 3), token_ids=(4, 5))
     cut = msgspec.structs.replace(answer, setting="with_context", stop_id=None)
 
@@ -184,7 +184,7 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
         return doctor(run.path, code=code)["features"]
 
     text = features(2, code=0)["text"]
-    assert "10 tokens, 5 of them in answer spans" in text  # the second was cut
+    assert "10 tokens, 5 of them in answer spans" in text  # the second answer is cut
     assert "layer 2 on the answer span as bfloat16" in text
     needed = 10 * 4 * (5 + 24 + 120) + 5 * 160 * 2
     assert f"take {bytes_in_words(needed)};" in text
@@ -192,7 +192,7 @@ def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     assert row["status"] == "problem" and "0 (embedding) to 6" in row["text"]
 
 
-def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
+def test_a_missing_model_and_a_missing_server_are_problems(tmp_path):
     for name in (tmp_path / "none", "~no-such-user/none"):
         model = doctor("--model", name, code=1)["model"]
         assert model["status"] == "problem" and "no such directory" in model["text"]
@@ -200,7 +200,7 @@ def test_a_model_and_a_server_that_are_not_there_are_problems(tmp_path):
     assert server["status"] == "problem"
 
 
-def test_a_run_says_which_stages_are_done_and_stale_and_if_it_cannot_be_read(tmp_path):
+def test_a_runs_stages_are_reported_as_done_stale_or_unreadable(tmp_path):
     run = tmp_path / "run"
     beatrice("data", run, "--world", "--preset", "smoke")
     result = doctor(run)
@@ -217,7 +217,7 @@ def test_a_run_says_which_stages_are_done_and_stale_and_if_it_cannot_be_read(tmp
     assert result["model"]["status"] == "ok"
 
 
-def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():
+def test_an_unreachable_hub_is_recognised_unless_a_proxy_is_set():
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert unreachable_hub(nobody) == "http://127.0.0.1:9"
     secret = {"HF_ENDPOINT": "http://user:token@127.0.0.1:9"}

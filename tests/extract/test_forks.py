@@ -1,4 +1,4 @@
-"""What a fork finds: locks that are free, and what stood under them done."""
+"""What a fork finds: free locks, and the work under them done."""
 
 import contextlib
 import signal
@@ -19,7 +19,7 @@ def take(*locks):
 
 @contextlib.contextmanager
 def thread_of(work):
-    """Run a thread until it says that it is where it should be, and wait for it."""
+    """Run a thread until it sets its event; at the end wait for it."""
     there = threading.Event()
     thread = threading.Thread(target=work, args=(there,), daemon=True)
     thread.start()
@@ -29,14 +29,14 @@ def thread_of(work):
     assert not thread.is_alive()
 
 
-def test_a_fork_waits_until_what_stands_under_a_lock_is_done():
+def test_a_fork_waits_until_the_work_under_a_lock_is_done():
     first, second, done = ForkLock(), ForkLock(), []
 
     def work(there):
         with first:
             there.set()
             time.sleep(0.3)
-            with second:  # which nobody may hold meanwhile, or both would wait
+            with second:  # a fork that held it would deadlock
                 done.append("all")
 
     def look():
@@ -48,7 +48,7 @@ def test_a_fork_waits_until_what_stands_under_a_lock_is_done():
     take(first, second)
 
 
-def test_a_thread_that_asks_has_a_lock_before_who_takes_it_again_and_again():
+def test_a_waiting_thread_gets_a_lock_before_one_that_takes_it_repeatedly():
     lock, turns = ForkLock(), []
 
     def work(there):
@@ -65,7 +65,7 @@ def test_a_thread_that_asks_has_a_lock_before_who_takes_it_again_and_again():
     assert n_waited <= 3 and len(turns) == 50
 
 
-def test_a_thread_that_was_interrupted_while_it_waited_keeps_nobody_waiting():
+def test_a_thread_interrupted_while_it_waited_does_not_block_others():
     lock, leave = ForkLock(), threading.Event()
 
     def work(there):
@@ -89,7 +89,7 @@ def test_a_thread_that_was_interrupted_while_it_waited_keeps_nobody_waiting():
         pass
 
 
-def test_a_fork_is_not_kept_waiting_by_threads_that_begin_again_and_again():
+def test_a_fork_is_not_blocked_by_threads_that_take_locks_repeatedly():
     first, second, leave = ForkLock(), ForkLock(), threading.Event()
 
     def working(lock):
@@ -107,13 +107,13 @@ def test_a_fork_is_not_kept_waiting_by_threads_that_begin_again_and_again():
     assert codes == [0] * 3
 
 
-def test_who_has_a_lock_forks_at_once_and_has_it_in_the_child_too():
+def test_the_holder_of_a_lock_can_fork_and_also_holds_it_in_the_child():
     mine, theirs, leave = ForkLock(), ForkLock(), threading.Event()
 
     def work(there):
         with theirs:
             there.set()
-            with mine:  # waits for whoever forks
+            with mine:  # waits for the forking thread
                 leave.set()
 
     def child():

@@ -1,4 +1,4 @@
-"""What a person plugs in by name or entry point: an engine, to a store and its rows."""
+"""Custom engines, up to a store and its rows, and plugs by name or entry point."""
 
 import sys
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ CONFIG = engines.ExtractConfig(dtype="float32", tokens_per_batch=4096)
 
 
 class Words:
-    """A fast tokenizer of words by their first letter, with offsets."""
+    """A fast tokenizer whose ids depend on words' first letters, with offsets."""
 
     is_fast, chat_template, unk_token_id = True, None, None
     bos_token_id = eos_token_id = 0
@@ -48,7 +48,7 @@ MODEL = engines.TokenizerOnly(Words(), name="words")
 
 
 class LastWord:
-    """A generator that repeats a prompt's last word but one, in two ids."""
+    """A generator that repeats a prompt's second-to-last word, as two ids."""
 
     identity = {"backend": "last word", "revision": "1"}
     max_length = None
@@ -65,14 +65,14 @@ class LastWord:
 
 
 class IdReader:
-    """A reader whose signals are arrays made of the ids alone."""
+    """A reader whose signals are arrays made from only the ids."""
 
     hidden_layers, hidden_spans = (1,), "all"
     fingerprint = {"model": "one hot", "dtype": "float32"}
     shapes = {"hidden": (1, D_MODEL), "prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
 
     def start(self, sequences):
-        # The next batch is started before this one's result is taken.
+        # The next batch starts before this one's result is taken.
         batch = list(map(self.read, sequences))
         return SimpleNamespace(result=lambda: batch)
 
@@ -87,7 +87,7 @@ class IdReader:
         )
 
 
-def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
+def test_a_custom_engine_turns_questions_into_rows_of_a_store():
     examples = questions()
     prompts = engines.PromptConfig()
     requests = engines.make_requests(examples, MODEL, prompts, 2).requests
@@ -109,7 +109,7 @@ def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
     )
 
 
-def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
+def test_stages_of_a_run_take_a_custom_engine(tmp_path):
     with RunDir.open(make_run(tmp_path / "run").path) as run:
         answer_with(run, Engine(LastWord(), MODEL), Progress())
         assert run.stage_done("answer")
@@ -121,7 +121,7 @@ def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
         assert {answer.stop_id for answer in answers} == {0}
 
 
-def test_who_was_first_in_one_setting_and_last_in_all_finds_no_range_missing(tmp_path):
+def test_a_worker_that_ends_last_finds_no_ranges_missing_in_any_setting(tmp_path):
     path = make_run(tmp_path / "run", questions(n_train=12)).path
     with RunDir.open(path) as run:
         answer_with(run, Engine(LastWord(), MODEL), Progress())
@@ -130,11 +130,11 @@ def test_who_was_first_in_one_setting_and_last_in_all_finds_no_range_missing(tmp
     config = engines.ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
 
     def extract_share(rank, on_read=lambda done: None):
-        """Return how many ranges are missing at the end of a share of two."""
+        """Extract one of two shares; return how many ranges are then missing."""
         with RunDir.open(path, share=Share(rank, 2)) as run:
             return stage.work(run, config, lambda done, _: on_read(done), Progress())
 
-    n_missing = []  # of who works while the other is in the second setting
+    n_missing = []  # for worker 1, during worker 0's second setting
 
     def on_read(done):
         if done > n_closed_book and not n_missing:
@@ -148,14 +148,14 @@ GROUP = "beatrice.judges"
 
 @pytest.fixture
 def folder(working_folder):
-    """The current folder; what it adds to the modules goes again."""
+    """The current folder; modules imported from it are unloaded afterwards."""
     before = set(sys.modules)
     yield working_folder
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
 
-def test_a_module_in_the_current_folder_is_loaded_with_those_beside_it(folder):
+def test_a_module_in_the_current_folder_can_import_its_neighbours(folder):
     (folder / "its_words.py").write_text("WORD = 'yes'\n")
     (folder / "strict_judge.py").write_text(
         "class Judges:\n"
@@ -166,7 +166,7 @@ def test_a_module_in_the_current_folder_is_loaded_with_those_beside_it(folder):
     )
     strict = load_plug("strict_judge:Judges.strict", GROUP)
     assert strict("yes") and not strict("no")
-    (folder / "json.py").write_text("loads = None\n")  # stands in for no package
+    (folder / "json.py").write_text("loads = None\n")  # has no effect
     assert load_plug("json:loads", GROUP)("[1]") == [1]
 
 
@@ -202,7 +202,7 @@ def test_an_entry_point_of_the_group_is_loaded_by_its_name(folder):
         (None, ["NoneType", GROUP]),
     ],
 )
-def test_what_cannot_be_loaded_is_named_in_a_sentence(folder, spec, named):
+def test_a_plug_that_cannot_be_loaded_is_named_with_the_reason(folder, spec, named):
     (folder / "flawed.py").write_text("import absent_library\n")
     (folder / "failing.py").write_text("judge = 1 / 0\n")
     (folder / "sound.py").write_text("judge = len\n")

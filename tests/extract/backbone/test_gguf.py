@@ -1,4 +1,4 @@
-"""A GGUF file as a backbone: the same model, unpacked once, refused in a sentence."""
+"""A GGUF file as a backbone: the same model, unpacked once; errors in one sentence."""
 
 import hashlib
 import subprocess
@@ -39,7 +39,7 @@ from tests.process import ROOT
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>", "<stop>")
-# No merges make the last word.
+# No merges produce the last word.
 WORDS = (*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "lo", "ĊĊ", "hello")
 SHAPE = {
     "vocab_size": len(WORDS),
@@ -51,11 +51,11 @@ SHAPE = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-K_QUANTS = {"Q4_K": ((0, 2),), "Q6_K": ((208,),)}  # where a block's float16 scales lie
+K_QUANTS = {"Q4_K": ((0, 2),), "Q6_K": ((208,),)}  # offsets of a block's float16 scales
 
 
 def tiny(architecture, **changes):
-    """Return a random model of two layers, its norms away from their defaults."""
+    """Return a random model of two layers with norms other than the default."""
     torch.manual_seed(0)
     if architecture == "llama":
         model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
@@ -89,7 +89,7 @@ def _as_llama_cpp(architecture, name, values, config):
 def _packed(values, kind):
     if kind not in K_QUANTS:
         return gguf.quantize(values, gguf.GGMLQuantizationType[kind])
-    # The package unpacks these and does not pack them: any bytes with small scales do.
+    # The package can only unpack these, so take random bytes with small scales.
     n_block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (values.size // n_block, n_bytes), np.uint8)
@@ -111,7 +111,7 @@ def write_gguf(
     more=None,
     without=(),
 ):
-    """Write a model with its tokenizer; matrices are of a kind, vectors float32."""
+    """Write a model and its tokenizer: matrices of this kind, vectors in float32."""
     config = model.config
     architecture = config.model_type.removesuffix("_text")
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture)
@@ -197,7 +197,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "lfm2"])
-def test_the_model_of_a_file_is_the_one_that_was_written(tmp_path, architecture):
+def test_the_loaded_model_is_the_one_that_was_written(tmp_path, architecture):
     model = tiny(architecture)
     loaded = load_backbone(write_gguf(tmp_path / "m.gguf", model)).model
     assert torch.equal(logits(loaded), logits(model))
@@ -209,7 +209,7 @@ def test_the_model_of_a_file_is_the_one_that_was_written(tmp_path, architecture)
     ("architecture", "kind"),
     [*(("llama", kind) for kind in KINDS), ("gemma3", "F16"), ("gemma3", "Q6_K")],
 )
-def test_weights_are_those_of_transformers_own_loading(tmp_path, architecture, kind):
+def test_weights_are_those_that_transformers_itself_loads(tmp_path, architecture, kind):
     path = write_gguf(tmp_path / "m.gguf", tiny(architecture), kind=kind)
     model = load_backbone(path).model
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
@@ -219,7 +219,7 @@ def test_weights_are_those_of_transformers_own_loading(tmp_path, architecture, k
     assert logits(model).isfinite().all()
 
 
-def test_half_precision_takes_half_of_the_disk(tmp_path, cache):
+def test_half_precision_takes_half_the_disk_space(tmp_path, cache):
     sizes = {}
     for kind in ("F32", "F16", "BF16", "Q8_0"):
         path = write_gguf(tmp_path / f"{kind}.gguf", tiny("llama"), kind=kind)
@@ -228,8 +228,8 @@ def test_half_precision_takes_half_of_the_disk(tmp_path, cache):
     assert sizes["Q8_0"] == sizes["F32"]
 
 
-def test_how_far_unpacking_is_counts_bytes(tmp_path, llama_file):
-    """The embedding of Gemma is one of 236 tensors, and six tenths of the bytes."""
+def test_progress_of_unpacking_is_counted_in_bytes(tmp_path, llama_file):
+    """Gemma's embedding is one of 236 tensors but six tenths of the bytes."""
     header, updates = read_header(llama_file), []
     weights, path = Weights(header, config_of(header)), tmp_path / "model.safetensors"
     _write_weights(weights, path, lambda *counts: updates.append(counts))
@@ -251,7 +251,7 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, add_bos):
 
 
 @pytest.mark.parametrize("add_bos", [True, False, None])
-def test_texts_of_llama_3_begin_with_a_token_unless_the_file_forbids_it(
+def test_llama_3_texts_begin_with_a_bos_token_unless_the_file_forbids_it(
     tmp_path, add_bos
 ):
     path = write_gguf(
@@ -262,31 +262,31 @@ def test_texts_of_llama_3_begin_with_a_token_unless_the_file_forbids_it(
     assert words == ["<|im_start|>"] * (add_bos is not False) + ["hello"]
 
 
-# GPT-2 parts line feeds before a word or a number, SmolLM before a word alone.
+# GPT-2 separates line feeds before a word or a number, SmolLM only before a word.
 CUTS = {"gpt-2": "Ċ Ċ Q Ċ Ċ 1", "smollm": "Ċ Ċ Q ĊĊ 1", "stablelm2": "ĊĊ Q ĊĊ 1"}
 
 
 @pytest.mark.parametrize("pre", CUTS)
-def test_texts_are_cut_by_the_rule_that_a_file_names(tmp_path, pre):
+def test_texts_are_split_by_the_pre_tokenizer_that_a_file_names(tmp_path, pre):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), add_bos=False, pre=pre)
     tokenizer = load_backbone(path).tokenizer
     assert tokenizer.tokenize("\n\nQ\n\n1") == CUTS[pre].split()
 
 
-def test_a_rule_of_cutting_that_is_not_known_or_not_named_is_refused(tmp_path):
+def test_an_unknown_or_missing_pre_tokenizer_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), pre="deepseek-llm")
     assert "(tokenizer.ggml.pre) is 'deepseek-llm'" in refusal(path)
     write_gguf(path, tiny("llama"), pre=None)
     assert "(tokenizer.ggml.pre) is None" in refusal(path)
     header = read_header(path)
     config = config_of(header)
-    header.values["general.architecture"] = "qwen2"  # its files began before the name
+    header.values["general.architecture"] = "qwen2"  # older than the field
     tokenizer = tokenizer_of(header, config)
     assert tokenizer.tokenize("\n\nQ") == ["ĊĊ", "Q"]
 
 
 @pytest.mark.parametrize(("adds", "first"), [(None, "▁"), (True, "▁"), (False, "h")])
-def test_a_sentencepiece_text_begins_with_a_blank_unless_the_file_forbids_it(
+def test_a_sentencepiece_text_begins_with_a_space_unless_the_file_forbids_it(
     tmp_path, adds, first
 ):
     words = ("<unk>", "<s>", "</s>", "▁", "h", "i")
@@ -297,8 +297,8 @@ def test_a_sentencepiece_text_begins_with_a_blank_unless_the_file_forbids_it(
     assert tokenizer.decode(ids) == "hi hi"
 
 
-def test_a_file_says_its_stop_tokens_its_name_and_its_revision(llama_file, cache):
-    """The ends of text and turn; its path; the SHA-256."""
+def test_stop_tokens_name_and_revision_come_from_the_file(llama_file, cache):
+    """The ends of text and of turn; the path; the SHA-256."""
     backbone = load_backbone(llama_file)
     assert backbone.model.generation_config.eos_token_id == [3, 2]
     sha256 = hashlib.sha256(llama_file.read_bytes()).hexdigest()
@@ -306,8 +306,8 @@ def test_a_file_says_its_stop_tokens_its_name_and_its_revision(llama_file, cache
     assert [name.partition("-")[0] for name in files_in(cache)] == [sha256]
 
 
-def test_the_end_of_a_message_before_the_answer_ends_none(bytewise):
-    """With the end of Phi's turn gpt-oss ends its analysis."""
+def test_a_token_that_ends_messages_before_the_answer_does_not_end_answers(bytewise):
+    """gpt-oss ends its analysis with the token that ends Phi's turns."""
 
     def ends_of(*texts):
         bytewise.add_tokens([AddedToken(text, special=True) for text in texts])
@@ -356,7 +356,7 @@ def test_rotary_scaling_of_llama_3_is_read_from_its_factors(tmp_path):
     assert "not those of Llama 3" in refusal(path)
 
 
-def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
+def test_linear_rotary_scaling_is_read_and_yarn_is_refused(tmp_path):
     scaled = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
     plain = {"rope_theta": 10_000.0, "rope_type": "default"}
     rope = {"full_attention": scaled, "sliding_attention": plain}
@@ -371,9 +371,9 @@ def test_linear_rotary_scaling_is_read_and_another_is_refused(tmp_path):
 
 
 def header_of(path, architecture, numbers, *, words=None, adds=None):
-    """Return the header of a file that has a vocabulary and these numbers alone.
+    """Return the header of a file with only a vocabulary and these numbers.
 
-    With words of its own the vocabulary is sentencepiece's, which adds a blank or not.
+    `words` are a sentencepiece vocabulary; `adds` tells if it adds a leading space.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in numbers.items():
@@ -410,7 +410,7 @@ NUMBERS = {
         ("gemma3", 34, 2560, 8, 256),
     ],
 )
-def test_the_largest_gemmas_scale_attention_by_their_own_number(
+def test_the_largest_gemmas_have_an_attention_scale_of_their_own(
     tmp_path, architecture, n_layers, d_model, n_heads, scalar
 ):
     numbers = {"block_count": n_layers, "embedding_length": d_model}
@@ -434,11 +434,11 @@ def refusal(path):
     return str(caught.value)
 
 
-def with_byte(name, n_behind, byte):
-    """Return a change of one byte, so many behind the end of a name in the header."""
+def with_byte(name, n_after, byte):
+    """Return a function that sets the byte `n_after` bytes after a header's name."""
 
     def change(content):
-        at = content.index(name) + len(name) + n_behind
+        at = content.index(name) + len(name) + n_after
         return content[:at] + byte + content[at + 1 :]
 
     return change
@@ -464,14 +464,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_cannot_be_used_is_one_sentence(llama_file, cache, damage):
+def test_an_unusable_file_is_refused_in_one_sentence(llama_file, cache, damage):
     change, words = DAMAGES[damage]
     llama_file.write_bytes(change(llama_file.read_bytes()))
     assert words in refusal(llama_file)
     assert files_in(cache) == []
 
 
-def test_no_flipped_byte_of_a_header_is_a_traceback(llama_file, cache):
+def test_a_flipped_byte_of_a_header_never_causes_a_traceback(llama_file, cache):
     path = llama_file
     whole = path.read_bytes()
     end = whole.index(b"output_norm.weight")
@@ -486,7 +486,7 @@ def test_no_flipped_byte_of_a_header_is_a_traceback(llama_file, cache):
     assert files_in(cache) == []
 
 
-def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
+def test_an_extra_or_missing_tensor_is_refused(tmp_path):
     path = tmp_path / "m.gguf"
     more = {"rope_factors_long.weight": np.ones(32, np.float32)}
     write_gguf(path, tiny("llama"), more=more)
@@ -496,7 +496,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
         load_backbone(path)
 
 
-def test_what_is_no_gguf_file_is_one_sentence(tmp_path):
+def test_a_missing_file_or_one_of_another_format_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "m.gguf"
     assert "no such file" in refusal(path)
     path.write_bytes(b"PK\x03\x04 and more")
@@ -512,7 +512,7 @@ def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path, llama_file):
     assert "GGUF file" in beatrice(*words, code=2).output
 
 
-def test_two_processes_at_once_do_not_harm_each_other(llama_file, cache):
+def test_two_processes_can_unpack_the_same_file_at_once(llama_file, cache):
     code = "from beatrice.extract.backbone.gguf import unpacked; import sys; "
     code += "print(unpacked(sys.argv[1]))"
     words = [sys.executable, "-c", code, str(llama_file)]

@@ -1,4 +1,4 @@
-"""What a checkpoint's files may hold, and the sentence for what they may not."""
+"""What a checkpoint's files may contain, and the errors for everything else."""
 
 import contextlib
 import functools
@@ -114,7 +114,7 @@ def test_the_revision_follows_weights_and_config(checkpoint):
     assert load_backbone(checkpoint).revision != first
 
 
-def test_a_path_below_home_is_the_same_model(checkpoint, monkeypatch):
+def test_a_path_that_begins_with_a_tilde_is_the_same_model(checkpoint, monkeypatch):
     monkeypatch.setenv("HOME", str(checkpoint.parent))
     first = load_backbone(f"~/{checkpoint.name}")
     assert first.name == str(checkpoint)
@@ -123,7 +123,7 @@ def test_a_path_below_home_is_the_same_model(checkpoint, monkeypatch):
 
 
 class Adapted(torch.nn.Module):
-    """PEFT's wrapper: it has what the model has, and a forward of its own."""
+    """A wrapper like PEFT's: the model's attributes and a forward of its own."""
 
     def __init__(self, model, is_prompt_learning=False):
         super().__init__()
@@ -150,7 +150,7 @@ def with_compiled_layers(model):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Torch's own
 @pytest.mark.parametrize("wrap", [torch.compile, Adapted, with_compiled_layers])
-def test_a_model_in_a_wrapper_is_the_model_and_is_read_as_it_writes(wrap):
+def test_a_wrapped_model_has_the_same_revision_and_is_read_as_it_writes(wrap):
     plain = Backbone.from_model(tiny_model("llama"), Numbers())
     wrapped = Backbone.from_model(wrap(tiny_model("llama")), Numbers())
     assert wrapped.revision == plain.revision
@@ -171,7 +171,7 @@ def with_adapted_head():
 
 def in_mixed_precision():
     model = tiny_model("llama")
-    model._original_forward = model.forward  # as accelerate's prepare_model
+    model._original_forward = model.forward  # as in accelerate's prepare_model
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     return model
 
@@ -194,14 +194,14 @@ def of_eight_bits():
         (with_adapted_head, "found .*Adapted in .*; if it is an adapter, merge"),
     ],
 )
-def test_a_model_in_memory_that_cannot_be_read_is_refused_in_a_sentence(make, message):
+def test_an_unreadable_model_in_memory_is_refused_with_the_reason(make, message):
     model = make().train()
     with pytest.raises(ValueError, match=message):
         Backbone.from_model(model)
-    assert model.training  # and is left as it was
+    assert model.training  # unchanged
 
 
-def test_sums_are_never_kept_in_another_default_type():
+def test_a_default_type_other_than_float32_is_refused():
     model = tiny_model("llama")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -222,7 +222,7 @@ def test_sums_are_never_kept_in_another_default_type():
         ("nobody/nothing", "could not be loaded"),
     ],
 )
-def test_a_name_of_nothing_is_refused(path, words):
+def test_a_model_that_does_not_exist_is_refused(path, words):
     assert_refused(path, words)
 
 
@@ -238,7 +238,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "content", "words"), DAMAGES)
-def test_a_file_that_is_missing_or_damaged_is_named(checkpoint, name, content, words):
+def test_a_missing_or_damaged_file_is_refused(checkpoint, name, content, words):
     file = checkpoint / name
     file.write_text(content) if content else file.unlink()
     assert_refused(checkpoint, words)
@@ -270,24 +270,24 @@ WRONG_CONFIGS = [
 
 
 @pytest.mark.parametrize(("changes", "word"), WRONG_CONFIGS)
-def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word):
+def test_an_unusable_config_is_refused_in_one_sentence(checkpoint, changes, word):
     edit(checkpoint, **changes)
     assert_refused(checkpoint, word)
     assert_refused(checkpoint, word, load=load_quantized)
 
 
-def test_what_a_config_asks_for_is_shown_by_the_doctor_without_its_commands(checkpoint):
+def test_the_doctor_escapes_terminal_commands_in_a_config(checkpoint):
     edit(checkpoint, auto_map={"AutoModelForCausalLM": "evil\x1b]52;c;eA==\x07"})
     stdout = beatrice("doctor", "--model", checkpoint, code=1).stdout
     assert r"evil\x1b]52;c;eA==\x07" in stdout and "\x1b" not in stdout
 
 
-def test_an_adapter_beside_the_weights_is_refused(checkpoint):
+def test_an_adapter_next_to_the_weights_is_refused(checkpoint):
     (checkpoint / "adapter_config.json").write_text("{}")
     assert_refused(checkpoint, "an adapter next to them", "merge_and_unload")
 
 
-def test_code_of_the_tokenizer_is_refused_and_an_empty_request_is_not(checkpoint):
+def test_code_for_the_tokenizer_is_refused_and_an_empty_auto_map_is_not(checkpoint):
     edit(checkpoint, auto_map={})
     load_backbone(checkpoint)
     evil = {"AutoTokenizer": ["evil.Tokenizer", None]}
@@ -310,12 +310,12 @@ def test_an_outline_describes_the_model_without_its_weights(checkpoint):
         ({"intermediate_size": 40}, ("down_proj", "[32, 48]", "[32, 40]")),
     ],
 )
-def test_weights_of_another_size_are_refused_by_name(checkpoint, changes, words):
+def test_weights_that_do_not_fit_are_refused_by_name(checkpoint, changes, words):
     edit(checkpoint, **changes)
     assert_refused(checkpoint, *words)
 
 
-def test_a_tensor_without_a_place_is_refused_by_name(checkpoint):
+def test_a_tensor_that_the_model_does_not_have_is_refused_by_name(checkpoint):
     add_tensor(checkpoint, "adapter.weight")
     assert_refused(checkpoint, "adapter.weight")
 
@@ -330,13 +330,13 @@ def test_a_tensor_without_a_place_is_refused_by_name(checkpoint):
         "transformer.h.0.attn.bias",  # GPT-J's causal mask
     ],
 )
-def test_what_a_text_model_leaves_out_is_no_reason_to_refuse(checkpoint, name):
+def test_tensors_that_a_text_model_ignores_are_no_reason_to_refuse(checkpoint, name):
     add_tensor(checkpoint, name)
     load_backbone(checkpoint)
 
 
-def test_a_tokenizer_of_more_words_than_the_model_is_refused_with_numbers(checkpoint):
-    save_words(checkpoint, VOCAB_SIZE, pad_token="[PAD]")  # is never fed
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_with_numbers(checkpoint):
+    save_words(checkpoint, VOCAB_SIZE, pad_token="[PAD]")  # never an input
     assert load_backbone(checkpoint).tokenizer.pad_token_id == VOCAB_SIZE
     save_words(checkpoint, 80)
     words = ("ids up to 79", "61 tokens (0 to 60)")
@@ -348,7 +348,7 @@ FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def four_bit_tensors(name, n_experts, n_in, n_out):
-    """Return packed weights as gpt-oss is released, and the numbers they stand for."""
+    """Return weights packed as in the released gpt-oss, and their values."""
     codes = torch.randint(0, 16, (n_experts, n_out, n_in // 32, 32))
     scales = torch.randint(122, 126, codes.shape[:-1])
     values = torch.tensor(FOUR_BITS + [-value for value in FOUR_BITS])[codes]
@@ -360,7 +360,7 @@ def four_bit_tensors(name, n_experts, n_in, n_out):
     return packed, values.flatten(2).mT
 
 
-def test_four_bit_experts_are_unpacked_to_the_numbers_they_stand_for(tmp_path):
+def test_four_bit_experts_are_unpacked_to_their_values(tmp_path):
     config = tiny_model("gpt_oss").config.to_dict() | {"intermediate_size": 32}
     model, wanted = GptOssForCausalLM(GptOssConfig(**config)), {}
     path = save(model, tmp_path / "model")
@@ -389,7 +389,7 @@ HERE, OTHER = "a" * 40, "b" * 40
         ({"backend": "transformers", "revision": HERE}, False),
         ({"backend": "served", "revision": HERE}, False),
         ({"backend": "served", "revision": "my-tuned-v2"}, False),
-        (None, False),  # of an earlier version, which did not say who answered
+        (None, False),  # from an earlier version, which did not record the backend
     ],
 )
 def test_answers_of_other_weights_are_refused(tmp_path, backend, is_refused):
@@ -414,7 +414,7 @@ def test_weights_changed_between_answer_and_extract_are_refused(tmp_path):
     assert str(model) in output and "delete" in output
     assert not (path / "features").exists()
     shutil.copy(WEIGHTS / "model.safetensors", model)
-    # So few answers are one range per setting, which is worker 0's.
+    # So few answers form one range per setting, which worker 0 reads.
     output = beatrice("extract", path, RANK="1", WORLD_SIZE="2").output
     assert "extract 1/2: 2 ranges of other workers are missing" in output
     assert not RunDir(path).stage_done("extract")
@@ -423,8 +423,8 @@ def test_weights_changed_between_answer_and_extract_are_refused(tmp_path):
     assert "already done" in beatrice("extract", path, "--shard", "1/2").output
 
 
-def test_who_chose_the_precision_of_one_device_loads_a_model(checkpoint):
-    """Of Torch's own question after that choice comes an error."""
+def test_a_model_loads_after_the_precision_of_one_device_was_set(checkpoint):
+    """After that, Torch's own query for the precision raises an error."""
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
     products.fp32_precision = "tf32"
@@ -435,7 +435,7 @@ def test_who_chose_the_precision_of_one_device_loads_a_model(checkpoint):
         assert backbone.check_once("a question", [], lambda: 3) == 3
         gpu, host = torch.device("cuda"), torch.device("cpu")
         assert float32_precision(gpu) == "tf32" != float32_precision(host)
-        # What is checked may then differ as much as where a type has as few bits.
+        # Checks then allow the differences of a type with as few bits.
         assert rounding_of(torch.float32, gpu) == torch.float16
         assert rounding_of(torch.float32, host) == torch.float32
         assert rounding_of(torch.bfloat16, gpu) == torch.bfloat16
@@ -443,7 +443,7 @@ def test_who_chose_the_precision_of_one_device_loads_a_model(checkpoint):
         products.fp32_precision = before
 
 
-SWITCH = 16  # tokens, where the positions of the longrope model below change
+SWITCH = 16  # tokens, beyond which the longrope model below changes its positions
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 SWITCHING = {"original_max_position_embeddings": SWITCH}
 ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS, **SWITCHING}
@@ -465,7 +465,7 @@ def sequence(seed, n_tokens):
 
 
 def test_a_longrope_window_ends_where_its_positions_change(longrope):
-    """The model itself does depend on the batch beyond it."""
+    """Beyond the window the model's own logits depend on the batch."""
     assert Backbone.from_model(longrope).max_length == SWITCH
     ids = torch.arange(3, 15)[None]
     padded = torch.nn.functional.pad(ids, (0, SWITCH - 11), value=3)
@@ -488,7 +488,7 @@ def test_within_the_window_a_reading_is_exact_in_any_batch(longrope):
         reader.read([short, sequence(2, SWITCH + 1)])
 
 
-def test_a_switch_per_layer_type_counts_and_other_ropes_do_not():
+def test_longrope_of_one_layer_type_limits_the_window_and_dynamic_rope_does_not():
     config = Phi3Config(**_SIZES)
     assert window_of(config) == 128
     config.rope_parameters = {"full_attention": ROPE, "sliding_attention": {}}
@@ -501,10 +501,8 @@ def test_a_switch_per_layer_type_counts_and_other_ropes_do_not():
     "there", ["pytorch_model.bin", "../model.safetensors", "sub/a.safetensors"]
 )
 @pytest.mark.parametrize("by", ["index", "config"])
-def test_weights_are_safetensors_beside_their_config_whatever_a_file_names(
-    checkpoint, there, by
-):
-    """Others are no part of the revision, or are pickled."""
+def test_a_weights_file_in_another_folder_or_format_is_refused(checkpoint, there, by):
+    """Such a file would be left out of the revision, or is pickled."""
     weights = checkpoint / "model.safetensors"
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), there)}
     weights.rename(checkpoint / "decoy.safetensors")
@@ -515,7 +513,7 @@ def test_weights_are_safetensors_beside_their_config_whatever_a_file_names(
     assert_refused(checkpoint, repr(there), "expected *.safetensors files in the same")
 
 
-def test_a_model_of_the_hub_is_of_one_commit_which_is_its_revision(checkpoint):
+def test_the_revision_of_a_model_from_the_hub_is_its_commit(checkpoint):
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = checkpoint.parent / "models--owner--name"
     for folder in ("refs", "snapshots"):
@@ -529,14 +527,14 @@ def test_a_model_of_the_hub_is_of_one_commit_which_is_its_revision(checkpoint):
 
 
 class Hub(SimpleHTTPRequestHandler):
-    """The Hub as far as a file of a repository is asked for; all lie in one folder."""
+    """The Hub's file downloads, for every repository from the same folder."""
 
     def translate_path(self, path):
         return super().translate_path(path.rpartition("/")[2])
 
     def end_headers(self):
         self.send_header("X-Repo-Commit", HERE)
-        self.send_header("X-Error-Code", "EntryNotFound")  # is read of a 404 only
+        self.send_header("X-Error-Code", "EntryNotFound")  # only read with a 404
         self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')
         super().end_headers()
 
@@ -544,7 +542,7 @@ class Hub(SimpleHTTPRequestHandler):
         """Keep the test output clean."""
 
 
-def test_an_adapter_of_the_hub_is_refused_where_nothing_is_cached_yet(
+def test_an_adapter_on_the_hub_is_refused_if_nothing_is_cached_yet(
     checkpoint, tmp_path
 ):
     (checkpoint / "adapter_config.json").write_text("{}")

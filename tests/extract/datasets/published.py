@@ -1,4 +1,4 @@
-"""Small records in the layouts in which the six sets are published."""
+"""Small records in the published layouts of the six sets."""
 
 import csv
 import gzip
@@ -23,7 +23,7 @@ TEMPLATES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="u
 
 
 def record(layout, number, **changes):
-    """Return a record of a layout: its number, in decimal or hexadecimal, filled in."""
+    """Return a record of a layout, its number filled in as decimal or hexadecimal."""
     text = json.dumps(TEMPLATES[layout])
     for word, value in (
         ("HEX24", f"{number:024x}"),
@@ -59,7 +59,7 @@ lm_eval = maker("lm_eval")
 
 
 def hotpot_columns(number=0):
-    """The hub's layout: lists side by side, `id` for `_id`."""
+    """The Hub's layout: parallel lists, and `id` instead of `_id`."""
     result = hotpot(number)
     for field, name in (("supporting_facts", "sent_id"), ("context", "sentences")):
         titles, others = map(list, zip(*result[field], strict=True))
@@ -68,14 +68,14 @@ def hotpot_columns(number=0):
 
 
 def twowiki_strings(number=0):
-    """The hub's Parquet layout: nested fields are JSON written as text."""
+    """The Hub's Parquet layout: nested fields are JSON written as text."""
     nested = ("context", "supporting_facts", "evidences", "evidences_id")
     result = twowiki(number)
     return result | {key: json.dumps(result[key]) for key in nested}
 
 
 def simplified(number=0, start=4):
-    """One annotation of a long answer with tags, and a short one inside it."""
+    """One annotation: a long answer with tags, and a short answer inside it."""
     result = record("simplified", number, example_id=-5 - number)
     result["annotations"][0]["long_answer"]["start_token"] = start
     return result

@@ -1,4 +1,4 @@
-"""`beatrice data`: what a file is; a run of questions, and nothing else replaced."""
+"""`beatrice data`: inspects files and makes runs, without replacing other files."""
 
 import collections
 import json
@@ -34,7 +34,7 @@ def hotpot(tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a person's file, in a folder of its own."""
+    """Return a user's file, in a folder of its own."""
     path = tmp_path / "own" / "examples.jsonl"
     path.parent.mkdir()
     return pub.write_lines(path, LINES)
@@ -50,7 +50,7 @@ def examples_of(run):
     return list(read_records(run / "examples.jsonl", Example))
 
 
-def test_inspect_says_what_a_file_is(hotpot):
+def test_inspect_reports_what_a_file_is(hotpot):
     report = json.loads(beatrice("data", "--inspect", hotpot, "--json").stdout)
     expected = {"ok": True, "dataset": "hotpotqa", "format": "HotpotQA", "error": None}
     expected |= {"container": "json array", "refused": 0, "refusals": []}
@@ -59,7 +59,7 @@ def test_inspect_says_what_a_file_is(hotpot):
     assert "HotpotQA; json array" in beatrice("data", "--inspect", hotpot).stdout
 
 
-def test_what_a_file_says_of_itself_does_not_reach_the_terminal_raw(tmp_path, capsys):
+def test_terminal_commands_in_a_file_or_note_are_escaped(tmp_path, capsys):
     evil = "\x1b]52;c;eA==\x07"
     path = tmp_path / "trivia.json"
     path.write_text(json.dumps(pub.trivia_file(Domain=evil)))
@@ -69,11 +69,11 @@ def test_what_a_file_says_of_itself_does_not_reach_the_terminal_raw(tmp_path, ca
     assert capsys.readouterr().err == "first\n\\x1b]52;c;eA==\\x07\n"
 
 
-def test_sums_are_told_apart_and_questions_that_differ_in_marks_not_called_the_same(
+def test_sums_stay_apart_and_questions_equal_but_for_marks_are_reported_as_such(
     tmp_path,
 ):
     texts = [f"what is {a}{sign}{b}?" for a in "35" for b in "42" for sign in "+-*/"]
-    texts += ["what is 3 + 4", "What is 34?", "???", "!!"]  # two as above, and two new
+    texts += ["what is 3 + 4", "What is 34?", "???", "!!"]  # two repeated, and two new
     lines = [LINES[0] | {"question": text} for text in texts]
     path = pub.write_lines(tmp_path / "sums", lines)
     shown = beatrice("data", "--inspect", path).stdout
@@ -98,7 +98,7 @@ def test_a_refused_record_is_named_and_skip_bad_tolerates_it(tmp_path):
     assert [r["record"] for r in report["refusals"]] == list(range(3, 28))
 
 
-def test_a_refused_file_is_one_sentence_and_still_json(tmp_path):
+def test_a_refused_file_gives_one_sentence_and_still_a_json_report(tmp_path):
     path = tmp_path / "half.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(9)])[:3000])
     done = beatrice("data", "--inspect", path, "--json", "--skip-bad", code=1)
@@ -138,12 +138,12 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
         *(("out", "--train", f"{x}=x") for x in ("../x", "x/../../y", ".x", "a" * 65)),
     ],
 )
-def test_wrong_usage_is_told_from_a_refusal(arguments, working_folder):
+def test_wrong_usage_exits_with_two_and_writes_nothing(arguments, working_folder):
     beatrice("data", *arguments, code=2)
     assert not list(working_folder.iterdir())
 
 
-def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
+def test_a_file_whose_name_is_not_utf8_can_be_inspected(tmp_path):
     path = tmp_path / "caf\udce9.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
     for options in ((), ("--json",)):
@@ -179,7 +179,7 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
 
 def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(source, tmp_path):
     before = source.read_bytes()
-    # A name of one's own is no claim to be the published set that a tag names.
+    # Under a name of the user's own, a published set's tag is no reason to refuse.
     tagged = pub.write_lines(tmp_path / "x", [x | {"dataset": "squad"} for x in LINES])
     for file in (source, tagged):
         run = tmp_path / f"run of {file.name}"
@@ -219,14 +219,14 @@ def test_a_development_file_is_halved_and_splits_that_a_file_names_are_kept(
     assert "all 40 records name a split that --train does not fill" in shown
 
 
-def test_a_real_question_never_meets_the_embedded_model_in_silence(source, tmp_path):
+def test_real_questions_need_an_explicit_model(source, tmp_path):
     run = tmp_path / "my run"
     line = ("data", run, "--train", f"mine={source}", "--n-train", "all")
     shown = beatrice(*line, code=2).output
     assert "--model is missing" in shown and "--model embedded" in shown
     assert not run.exists()
     beatrice(*line, *EMBEDDED)
-    # A run without a detector says which verb is next.
+    # Scoring in a run without a detector names the next verb.
     answer = ("--question", "where?", "--answer", "here")
     shown = beatrice("score", run, *answer, code=1).output
     assert "` first, then label, extract, sweep" in shown
@@ -245,7 +245,7 @@ PASSAGE = {"title": "T", "text": "x", "is_supporting": True}
         ([], "supporting mine=none", 0),
     ],
 )
-def test_a_set_of_ones_own_has_the_context_that_its_files_have(
+def test_the_context_of_a_users_own_set_follows_from_its_passages(
     source, tmp_path, passages, context, n_shown
 ):
     pub.write_lines(source, [line | {"passages": passages} for line in LINES])
@@ -258,7 +258,7 @@ def test_a_set_of_ones_own_has_the_context_that_its_files_have(
     assert (f"--context {chosen}, since no passage" in shown) == (" " in context)
 
 
-def test_a_question_that_the_prompt_answers_is_in_no_split(source, tmp_path):
+def test_a_question_among_the_worked_examples_is_drawn_into_no_split(source, tmp_path):
     shot = {"question": LINES[0]["question"].upper(), "answer": "Town 0"}
     shots = pub.write_lines(tmp_path / "shots.jsonl", [shot | {"context": "Town 0."}])
     files = [w for role in ("train", "dev") for w in (f"--{role}", f"mine={source}")]
@@ -277,7 +277,7 @@ def test_a_question_that_the_prompt_answers_is_in_no_split(source, tmp_path):
 
 
 @pytest.mark.parametrize("first", [["x"], []])
-def test_a_mark_behind_the_questions_that_chose_the_context_is_refused(
+def test_a_gold_mark_after_the_questions_that_set_the_context_is_refused(
     source, tmp_path, first
 ):
     lines = [{"question": f"q {i}?", "golds": ["x"], "passages": []} for i in range(9)]
@@ -292,7 +292,7 @@ def test_a_mark_behind_the_questions_that_chose_the_context_is_refused(
 @pytest.mark.parametrize(
     "sizes", [(), ("--n-evaluation", "all"), ("--n-evaluation", 20)]
 )
-def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
+def test_impossible_sizes_for_one_file_are_refused_with_possible_ones(
     source, tmp_path, sizes
 ):
     files = (("train", source), ("dev", source))
@@ -308,10 +308,10 @@ def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
 @pytest.mark.parametrize(
     ("model", "n_longest"),
     [("embedded", 10), (str(WEIGHTS), 32)],
-    ids=["name", "path"],  # a test is called alike wherever it stands
+    ids=["name", "path"],  # the path differs between checkouts
 )
 @pytest.mark.parametrize("is_world", [False, True])
-def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
+def test_a_preset_shortens_only_the_answers_of_the_embedded_model(
     source, tmp_path, model, n_longest, is_world
 ):
     files = ("--train", f"mine={source}", "--n-train", "all")
@@ -324,7 +324,7 @@ def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
 @pytest.mark.parametrize(
     ("options", "field", "value"),
     [
-        ((), "attention_layers", "full"),  # as in the paper, under its preset
+        ((), "attention_layers", "full"),  # the default preset, paper
         (("--set", "attention_layers=all"), "attention_layers", "all"),
         (("--preset", "demo"), "attention_layers", "all"),
         ((), "dtype", "float32"),
@@ -333,7 +333,7 @@ def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
         (("--model-dtype", "bfloat16"), "dtype", "bfloat16"),
     ],
 )
-def test_a_runs_manifest_says_how_its_model_is_held_and_which_attention_is_read(
+def test_a_runs_manifest_records_the_dtype_and_the_attention_layers(
     source, tmp_path, options, field, value
 ):
     line = ("--train", f"mine={source}", "--n-train", "all", *EMBEDDED)
@@ -342,11 +342,11 @@ def test_a_runs_manifest_says_how_its_model_is_held_and_which_attention_is_read(
     assert backbone[field] == value
 
 
-# What a person wrote or changed is neither replaced nor read in silence.
+# Files that a user wrote or changed are neither replaced nor silently read.
 
 
 @pytest.mark.parametrize("line", ["demo", "data --world", "data"])
-def test_a_folder_with_a_persons_files_is_refused_and_left_alone(source, line):
+def test_a_folder_with_a_users_files_is_refused_and_left_alone(source, line):
     verb, *options = line.split()
     if line == "data":
         options = ["--train", f"mine={source}", "--n-train", "all", *EMBEDDED]
@@ -354,7 +354,7 @@ def test_a_folder_with_a_persons_files_is_refused_and_left_alone(source, line):
     assert "it holds 'examples.jsonl'" in shown
     assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in shown
     assert [path.name for path in source.parent.iterdir()] == ["examples.jsonl"]
-    source.rename(source.with_name("lockdown.txt"))  # a name that begins like ours
+    source.rename(source.with_name("lockdown.txt"))  # begins like a run's lock
     shown = beatrice("data", source.parent, "--world", code=1).output
     assert "'lockdown.txt'" in shown
 
@@ -368,7 +368,7 @@ def test_a_run_that_another_process_is_making_is_left_to_it(source, tmp_path):
         assert "is in use by process" in shown and lock.read_text() == holder
 
 
-def test_questions_that_were_changed_or_nobody_recorded_are_neither_read_nor_replaced(
+def test_changed_or_unrecorded_questions_are_neither_read_nor_replaced(
     tmp_path,
 ):
     run, options = tmp_path / "run", ("--preset", "smoke")
@@ -390,7 +390,7 @@ def test_questions_that_were_changed_or_nobody_recorded_are_neither_read_nor_rep
     assert path.read_bytes() == changed
 
 
-def test_half_of_the_answers_are_not_labelled(tmp_path):
+def test_unfinished_answers_are_not_labelled(tmp_path):
     run = make_run(tmp_path / "run")
     beatrice("answer", run.path)
     (run.stages / "answer.json").unlink()  # as if it had been killed before the end

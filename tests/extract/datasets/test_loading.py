@@ -1,4 +1,4 @@
-"""Which set a file is of, how it becomes examples, and how these are split."""
+"""Recognising a file's question set, making examples of it, and splitting these."""
 
 import json
 import random
@@ -31,7 +31,7 @@ from tests.extract.small_run import questions
 
 
 def lists(name=None, **more):
-    """Records in NQ-open's layout, which others use as well; `name` is of their ids."""
+    """Records in NQ-open's layout, which others use too; `name` is a pattern of ids."""
     return [
         {"question": f"Which city is {i}?", "answer": ["a", "b", "c", "d"]}
         | ({"id": name.format(i)} if name else {})
@@ -56,7 +56,7 @@ FACTS = {"context": pub.hotpot_columns(0)["context"], "type": "bridge"}
 LEVELS = [pub.twowiki(i, level="hard") for i in range(3)]
 NO_ID = [{k: v for k, v in pub.twowiki(0).items() if k != "_id"}]
 HEX24, STYLE = "5a7f6fd75542992e7d278cf{}", "style of the questions"
-# Records, the file's name, the set, and what told it.
+# Records, the file's name, the set, and what it was recognised by.
 SETS = [
     (lists(), "a.jsonl", "nq", "layout"),
     (lists(), "nq-open.jsonl", "nq", "layout"),
@@ -82,10 +82,10 @@ SETS = [
 
 
 @pytest.mark.parametrize(("records", "name", "dataset", "source"), SETS)
-def test_marks_go_before_names_and_names_before_guesses(
+def test_marks_in_records_override_file_names_which_override_guesses(
     records, name, dataset, source, tmp_path
 ):
-    folder = tmp_path / "plain"  # the name of this test's own folder would be one too
+    folder = tmp_path / "plain"  # the name of `tmp_path` would be one too
     folder.mkdir()
     file = open_dataset(pub.write_lines(folder / name, records))
     assert (file.dataset, file.dataset_from) == (dataset, source)
@@ -93,7 +93,7 @@ def test_marks_go_before_names_and_names_before_guesses(
 
 @pytest.mark.parametrize("dataset", ["squad1_dev", "webq_dev", "curatedtrec_dev"])
 @pytest.mark.parametrize("make", [pub.biencoder, pub.flashrag, lambda i: lists()[i]])
-def test_a_record_of_a_set_that_is_none_of_the_six_is_refused(make, dataset, tmp_path):
+def test_a_record_of_a_set_other_than_the_six_is_refused(make, dataset, tmp_path):
     records = [make(i) | {"dataset": dataset} for i in range(2)]
     report = inspect_file(pub.write_lines(tmp_path / "a", records))
     assert (report["loaded"], report["refused"]) == (0, 2)
@@ -108,7 +108,7 @@ def test_a_record_of_a_set_that_is_none_of_the_six_is_refused(make, dataset, tmp
         ("Who sings number {}?", "['A']", None),
     ],
 )
-def test_sets_without_a_mark_are_told_by_how_they_ask(
+def test_sets_without_a_mark_are_recognised_by_how_they_ask(
     question, golds, expected, tmp_path_factory
 ):
     path = tmp_path_factory.mktemp("plain") / "questions.csv"
@@ -120,14 +120,14 @@ def test_sets_without_a_mark_are_told_by_how_they_ask(
     assert open_dataset(named).dataset == "triviaqa"  # a name overrides the guess
 
 
-def test_a_layout_gives_way_to_the_set_that_is_named_and_a_mark_does_not(tmp_path):
+def test_a_named_set_overrides_a_layout_but_not_a_mark(tmp_path):
     path = pub.write_lines(tmp_path / "a", lists())
     assert open_dataset(path, dataset="popqa").dataset == "popqa"
     for records, name in ((lists(dataset="nq"), "nq"), (hotpot(), "hotpotqa")):
         path = pub.write_lines(tmp_path / "b", records)
         with pytest.raises(ValueError, match=f"holds {name}, not popqa"):
             open_dataset(path, dataset="popqa")
-    # Nor does one of a few records, but for a name of one's own.
+    # Nor do marks in a few records, unless the given name is the user's own.
     path = pub.write_lines(
         tmp_path / "c", lists(dataset="nq") + lists(dataset="popqa")[:1]
     )
@@ -135,13 +135,13 @@ def test_a_layout_gives_way_to_the_set_that_is_named_and_a_mark_does_not(tmp_pat
     assert row.reason == "is of popqa, but its file was given as nq"
     rows = open_dataset(path, dataset="mine").read()
     assert {row.question.dataset for row in rows} == {"mine"}
-    # Of two sets with as many records the format decides.
+    # Between two sets with equally many records the format decides.
     for records in ([pub.hotpot(), pub.musique()], [pub.musique(), pub.hotpot()]):
         file = open_dataset(pub.write_lines(tmp_path / "mixed", records))
         assert file.format.dataset == file.dataset
 
 
-# A file of questions in Python, without a run.
+# Reading a file of questions in Python, without a run.
 
 CAPITALS = [
     {"question": "Capital of Mali?", "golds": ["Bamako"], "passages": ["In Bamako."]},
@@ -149,7 +149,7 @@ CAPITALS = [
 ]
 
 
-def test_questions_of_ones_own_are_read_in_order_with_an_id_each(tmp_path):
+def test_a_users_own_questions_are_read_in_order_with_an_id_each(tmp_path):
     path = pub.write_lines(tmp_path / "capitals.jsonl", [*CAPITALS, CAPITALS[0]])
     mali, peru, again = read_questions(path)
     assert mali.question == "Capital of Mali?"
@@ -163,7 +163,7 @@ def test_questions_of_ones_own_are_read_in_order_with_an_id_each(tmp_path):
     assert [example.split for example in examples] == ["ood"] * 2
 
 
-def test_examples_of_this_program_come_back_as_they_were(tmp_path):
+def test_examples_written_by_this_program_are_read_unchanged(tmp_path):
     rows = [msgspec.structs.replace(e, meta={"hop": 2}) for e in questions(2, 2, 2)]
     assert any(row.rewritten for row in rows)
     path = tmp_path / "examples.jsonl"
@@ -197,7 +197,9 @@ def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):
         ("text.txt", {}, ["text.txt"]),
     ],
 )
-def test_what_is_no_file_of_questions_is_named(path, options, named, working_folder):
+def test_wrong_arguments_and_files_are_named_when_questions_are_read(
+    path, options, named, working_folder
+):
     pub.write_lines(working_folder / "own.jsonl", CAPITALS)
     records = [CAPITALS[0], {"question": "?", "golds": []}]
     pub.write_lines(working_folder / "bad.jsonl", records)
@@ -215,7 +217,7 @@ def candidates(n, start=0, word="q"):
 
 def build(folder, sources, fixed=None, **config):
     """Build a folder with the splits of `small`, unless others are given."""
-    folder.mkdir(exist_ok=True)  # a run's, which keeps other people's folders
+    folder.mkdir(exist_ok=True)  # as a run does, which spares the folders of others
     usual = {"sources": tuple(sources), "fixed": fixed, "splits": small()}
     return build_examples(folder, BuildConfig(**(usual | config)))
 
@@ -238,7 +240,7 @@ def test_the_sizes_are_those_of_appendix_a():
         config.size("hotpotqa", "held-out")
 
 
-def test_one_set_may_have_a_size_of_its_own_and_one_too_small_says_what_to_do():
+def test_a_set_may_have_its_own_size_and_a_set_too_small_is_refused_with_advice():
     config = small(n_train_of={"nq": 7})
     pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
     drawn = draw_splits(pools, config).splits["train"]
@@ -249,7 +251,7 @@ def test_one_set_may_have_a_size_of_its_own_and_one_too_small_says_what_to_do():
         draw_splits({("hotpotqa", "dev"): candidates(15)}, small())
 
 
-def test_a_draw_depends_on_the_seed_and_no_other_question_and_is_even_over_ids():
+def test_a_draw_depends_on_the_seed_but_not_on_other_questions_and_is_even():
     pool = candidates(200)
 
     def drawn(pool, **changes):
@@ -265,7 +267,7 @@ def test_a_draw_depends_on_the_seed_and_no_other_question_and_is_even_over_ids()
     assert abs(n_low - 500) < 4 * 1000**0.5 / 2  # four standard deviations
 
 
-def test_of_all_questions_those_that_name_no_split_are_halved_and_none_is_left_out():
+def test_all_questions_are_used_and_those_that_name_no_split_are_halved():
     pool = [
         Candidate(c.id, c.text_key, "validation" if i < 4 else None)
         for i, c in enumerate(candidates(10))
@@ -298,13 +300,13 @@ def test_the_same_id_is_not_drawn_for_training_and_evaluation():
     drawn = draw_splits(pools, small())
     names = [name for sets in drawn.splits.values() for name in sets["hotpotqa"]]
     assert len(names) == len(set(names))
-    for passed in drawn.conflicts:  # says which question has the id
+    for passed in drawn.conflicts:  # names the question with that id
         assert passed.id == passed.other_id
         assert passed.other_id in drawn.splits[passed.other_split]["hotpotqa"]
     assert drawn.conflicts and not drawn.repeated
 
 
-def test_a_text_twice_in_one_split_is_kept_and_reported():
+def test_a_repeated_text_in_one_split_is_kept_and_reported():
     pool = [*candidates(9), Candidate("twin", text_key("q 3?"))]
     drawn = draw_splits({("popqa", "held-out"): pool}, small())
     assert len(drawn.splits["ood"]["popqa"]) == 10
@@ -343,7 +345,7 @@ def sources(tmp_path):
     ]
 
 
-def test_of_files_with_the_same_ids_each_split_has_the_questions_of_its_own(tmp_path):
+def test_files_with_the_same_ids_keep_their_questions_in_their_own_splits(tmp_path):
     sources = []
     for role, n in (("train", 60), ("dev", 20)):
         rows = [{"id": i, "question": f"{role} {i}?", "golds": ["a"]} for i in range(n)]
@@ -400,7 +402,7 @@ def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
     assert not list((tmp_path / "c").iterdir())
 
 
-def test_splits_of_an_earlier_version_are_of_its_files_and_of_others_by_ids_alone(
+def test_splits_of_an_earlier_version_give_a_note_unless_files_are_the_same(
     sources, tmp_path
 ):
     drawn, notes = build(tmp_path / "a", sources), []
@@ -423,7 +425,7 @@ def test_splits_of_an_earlier_version_are_of_its_files_and_of_others_by_ids_alon
     assert "drawn by an earlier version" in notes[-1]
 
 
-def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
+def test_a_refused_record_stops_the_build_or_is_listed(sources, tmp_path):
     records = json.loads(sources[0].path.read_text())
     del records[4]["answer"]
     pub.write_array(sources[0].path, records)
@@ -435,9 +437,9 @@ def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
     assert refusal["number"] == 5
 
 
-def test_a_context_that_is_as_the_others_is_not_written_down():
+def test_a_context_equal_to_the_default_is_not_written_down():
     config = BuildConfig(sources=(), splits=small(), contexts={"nq": "supporting"})
-    assert config.contexts_as_text() == "supporting"  # as a run of before has it
+    assert config.contexts_as_text() == "supporting"  # as in runs of earlier versions
 
 
 def test_a_repeated_text_without_an_id_is_listed(tmp_path):

@@ -32,7 +32,7 @@ def hotpot(**changes):
 
 
 def objects(body="sentences"):
-    """HotpotQA as Parquet's structs hold it: lists of objects."""
+    """HotpotQA as in Parquet's structs: lists of objects."""
     record = pub.hotpot(7)
     for name, other in (("context", body), ("supporting_facts", "sent_id")):
         record[name] = [{"title": title, other: x} for title, x in record[name]]
@@ -110,7 +110,7 @@ TABLE = [
         }.items()
         for mark in marks
     ),
-    # Passages beside a plain question, under any of their names
+    # A plain question with passages, under any of their names
     ("objects", plain(contexts=[PASSAGE]), Reads(("Ann",), 1, 1)),
     ("objects as text", plain(passages='[{"title": "T", "text": "x"}]'), ANN),
     ("objects beside PopQA", pub.popqa(7) | {"ctxs": [PASSAGE]}, Reads(None, 1, 1)),
@@ -223,7 +223,7 @@ TABLE = [
     ("words in brackets", answered(possible_answers="[a, b]"), "'possible_answers'"),
     ("code", answered(answers="[print('x')]"), "'answers': expected a list"),
     ("bars", answered(possible_answers="a|b"), "whether the bars"),
-    # A model's answer is no gold
+    # A model's answer is not a gold
     *(
         (f"an answer beside {name}", plain(contexts=["x"], **{name: ["a", "b"]}), TWO)
         for name in ("golds", "gold_answers", "golden_answers", "ground_truth")
@@ -242,7 +242,7 @@ TABLE = [
 def test_a_record_becomes_its_question_or_is_refused_by_its_field(
     record, outcome, tmp_path
 ):
-    whole = [pub.hotpot(1)] if "_id" in record else []  # tells a damaged one's layout
+    whole = [pub.hotpot(1)] if "_id" in record else []  # shows a damaged one's layout
     path = pub.write_lines(tmp_path / "one", [*whole, record])
     *_, row = open_dataset(path).read()
     if isinstance(outcome, str):
@@ -256,7 +256,7 @@ def test_a_record_becomes_its_question_or_is_refused_by_its_field(
 
 @pytest.mark.parametrize("write", [pub.write_array, pub.write_lines])
 @pytest.mark.parametrize("position", [0, 2])
-def test_a_refused_record_is_numbered_and_costs_no_other(write, position, tmp_path):
+def test_a_refused_record_is_numbered_and_no_other_is_lost(write, position, tmp_path):
     refused = [row[1] for row in TABLE if isinstance(row[2], str) and "_id" in row[1]]
     assert len(refused) > 15
     for record in refused:
@@ -267,7 +267,7 @@ def test_a_refused_record_is_numbered_and_costs_no_other(write, position, tmp_pa
         assert report["refusals"][0]["record"] == position + 1
 
 
-# Records of every layout, spoiled at random places, in files with whole ones.
+# Records of every layout, spoiled at random places, in files with intact ones.
 JUNK = (
     *(None, 5, -1, 1.5, True, 10**30, "", "x", "[", "[1", "{'a':1}", "\u2028"),
     *([], {}, [1], [None], [[]], [{}], {"a": 1}, ["x"], [["a", "b"]], "[['a','b']]"),
@@ -280,7 +280,7 @@ MAKERS = (
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_a_spoiled_record_costs_no_other_and_never_a_traceback(make, tmp_path):
+def test_a_spoiled_record_loses_no_other_and_never_causes_a_traceback(make, tmp_path):
     rng = random.Random(make.__name__)
     n_refused = 0
     for _ in range(40):
@@ -290,14 +290,14 @@ def test_a_spoiled_record_costs_no_other_and_never_a_traceback(make, tmp_path):
         json.dumps(report, allow_nan=False)
         assert report["error"] is None
         assert report["records"] == 4 == report["loaded"] + report["refused"]
-        # A spoiled id can be that of a later record, which is then the second one.
+        # A spoiled id can be that of a later record, which is then refused instead.
         assert report["refused"] <= 1
         n_refused += report["refused"]
     assert n_refused > 0
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_a_spoiled_byte_is_counted_or_named(make, tmp_path):
+def test_a_spoiled_byte_is_an_error_or_leaves_other_records_loaded(make, tmp_path):
     rng = random.Random(make.__name__)
     for _ in range(20):
         lines = "".join(json.dumps(make(i)) + "\n" for i in range(4))
@@ -309,7 +309,7 @@ def test_a_spoiled_byte_is_counted_or_named(make, tmp_path):
         assert report["records"] == report["loaded"] + report["refused"]
 
 
-# What the published layouts say beyond answers and passages.
+# What the published layouts hold besides answers and passages.
 
 
 def question_of(tmp_path, record):
@@ -351,7 +351,7 @@ LAYOUTS = [
     # A distractor has the title of a gold paragraph.
     (pub.musique(7), "musique", "2hop__7_7", [1, 0, 1], "Green", GREEN),
     (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", [1], "T", "It is Ann."),
-    # A positive of the annotated page, or the first where no score tells.
+    # The positive of the annotated page, or the first if there are no scores.
     (pub.biencoder(7), "nq", None, [0, 1, 0], "Page", "Linda sings."),
     (UNSCORED, "nq", None, [1, 0, 0], "Page", "Linda sings."),
     (pub.oracle(7), "nq", None, [1, 0], "A", "Röntgen did."),
@@ -362,7 +362,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("record", "dataset", "name", "marks", "title", "text"), LAYOUTS
 )
-def test_a_layout_tells_its_set_its_id_and_its_gold_passages(
+def test_a_layout_gives_the_set_the_id_and_the_gold_passages(
     record, dataset, name, marks, title, text, tmp_path
 ):
     question = question_of(tmp_path, record)
@@ -372,7 +372,7 @@ def test_a_layout_tells_its_set_its_id_and_its_gold_passages(
     assert (question.passages[0].title, question.passages[0].text) == (title, text)
 
 
-def test_what_is_kept_of_a_record_beside_its_question(tmp_path):
+def test_further_fields_of_a_record_are_kept_with_its_question(tmp_path):
     assert question_of(tmp_path, pub.musique()).meta == {"hops": "2hop"}
     assert question_of(tmp_path, pub.popqa(3)).meta["prop"] == "prop 3"
     full = pub.hotpot(supporting_facts=[["Neil Peart", 0], ["Elsewhere", 1]])
@@ -380,7 +380,7 @@ def test_what_is_kept_of_a_record_beside_its_question(tmp_path):
     assert inspect_file(tmp_path / "one")["missing_titles"] == 1
 
 
-def test_an_unanswerable_twin_is_refused_and_its_id_is_not_taken(tmp_path):
+def test_an_unanswerable_twin_is_refused_and_its_id_stays_free(tmp_path):
     twins = [pub.musique(1, answerable=False), pub.musique(1), pub.musique(1)]
     path = pub.write_lines(tmp_path / "full.jsonl", twins)
     first, second, third = open_dataset(path).read()
@@ -389,7 +389,7 @@ def test_an_unanswerable_twin_is_refused_and_its_id_is_not_taken(tmp_path):
     assert "that of record 2" in third.reason
 
 
-def test_token_numbers_count_the_spaces_that_a_page_begins_with(tmp_path):
+def test_token_numbers_count_a_pages_leading_spaces(tmp_path):
     moved = pub.simplified(start=6)
     moved["document_text"] = "  " + moved["document_text"]
     (note,) = moved["annotations"]
@@ -421,12 +421,12 @@ def test_triviaqa_finds_its_evidence_and_marks_the_first_passage_with_an_alias(
     assert [len(p.text.split()) for p in question.passages] == [100, 100, 50]
     report = inspect_file(path)
     expected = {"format": "TriviaQA (Wikipedia)", "published_split": "dev"}
-    # The web pages are not there.
+    # The web pages are missing.
     expected |= {"with_gold_passages": 3, "missing_documents": 3}
     assert report | expected == report
 
 
-def test_an_evidence_file_that_is_missing_is_counted_and_one_outside_refused(tmp_path):
+def test_a_missing_evidence_file_is_counted_and_one_outside_is_refused(tmp_path):
     report = inspect_file(pub.write_array(tmp_path / "dev", pub.trivia_file(2)))
     assert (report["loaded"], report["with_passages"]) == (2, 0)
     assert report["missing_documents"] == 4
@@ -458,7 +458,7 @@ WHOLE = [
 ]
 
 
-def test_golds_of_joined_tokens_are_accepted_as_their_page_writes_them(tmp_path):
+def test_golds_of_separated_tokens_are_also_accepted_joined(tmp_path):
     rows = [pub.biencoder(7, answers=TOKENS), GOLD_INFO | {"context": "It is a."}]
     rows[1]["short_answers"] = TOKENS
     path = pub.write_lines(tmp_path / "q.jsonl", rows)
@@ -473,7 +473,7 @@ def test_golds_of_joined_tokens_are_accepted_as_their_page_writes_them(tmp_path)
     assert row.question.golds == ("December - 1972", "December-1972")
 
 
-def test_what_nq_open_accepts_is_right_by_the_golds_of_dpr():
+def test_golds_of_nq_open_are_right_by_the_golds_of_dpr():
     golds = []
     for name in ("NQ-open.dev.jsonl", "dpr.nq-test.qa.csv"):
         rows = open_dataset(pub.samples() / "nq" / name, dataset="nq").read()
@@ -492,7 +492,7 @@ def _squeezed(gold):
     return re.sub(r"\s*([-–−/:&])\s*", r"\1", gold).replace(" 's", "'s")
 
 
-def test_dpr_questions_lose_the_quotes_that_are_left(tmp_path):
+def test_leftover_quotes_are_removed_from_dpr_questions(tmp_path):
     path = tmp_path / "trivia-dev.qa.csv"
     path.write_bytes(
         b'"""Who wrote """"A cabbage""""?"""\t"[\'Mark ""M"" Twain\', \'Sam\']"\r\n'
@@ -505,7 +505,7 @@ def test_dpr_questions_lose_the_quotes_that_are_left(tmp_path):
     assert all("column" in row.reason for row in refused) and len(refused) == 2
 
 
-def test_flashrag_tells_musique_whose_passages_it_has_not(tmp_path):
+def test_a_flashrag_record_without_passages_is_recognised_as_musique(tmp_path):
     steps = {"question_decomposition": [{"support_paragraph": {"title": "Green"}}]}
     question = question_of(tmp_path, pub.flashrag(metadata={"metadata": steps}))
     assert (question.dataset, question.passages) == ("musique", ())
@@ -520,7 +520,7 @@ def test_an_lm_eval_log_gives_the_question_and_the_answer_of_the_model(tmp_path)
     assert question_of(tmp_path, same).id == question.id
 
 
-# Question and filter of a log; the second question comes through the other first.
+# (question, filter) pairs of a log; the second question has filter "b" first.
 IDS = [(0, "a"), (1, "b"), (1, "a"), (0, "b"), (2, "b"), (2, "a")]
 EXAMPLE = {"golds": ["a"], "split": "train", "dataset": "d"}
 
@@ -532,11 +532,11 @@ EXAMPLE = {"golds": ["a"], "split": "train", "dataset": "d"}
         ([pub.lm_eval(i) | {"filter": "a"} for i in range(3)], (3, 0)),
         ([log(filter="a"), log(filter="a", doc_id=1)], (2, 0)),
         ([log(doc=pub.flashrag(i), filter=x) for i, x in IDS], (3, 3)),
-        # Examples that were made of two logs.
+        # Examples made from two logs.
         ([EXAMPLE | {"question": x, "meta": {"filter": x}} for x in "ab"], (2, 0)),
     ],
 )
-def test_of_a_log_with_two_filters_the_first_is_read(records, counts, tmp_path):
+def test_only_the_first_of_two_filters_of_a_log_is_read(records, counts, tmp_path):
     report = inspect_file(pub.write_lines(tmp_path / "samples", records))
     assert (report["loaded"], report["refused"]) == counts
     assert all("filter 'b'" in refusal["reason"] for refusal in report["refusals"])
@@ -553,7 +553,7 @@ EMPTY = [{"title": "T", "text": ""}, {"title": "U", "text": "u"}]
         ([plain(answer=["The", "!!", "The Who"])], "golds_without_words", 2),
     ],
 )
-def test_what_is_odd_is_kept_and_counted(records, name, n, tmp_path):
+def test_oddities_are_kept_and_counted(records, name, n, tmp_path):
     report = inspect_file(pub.write_lines(tmp_path / "nq", records))
     assert (report["loaded"], report[name]) == (len(records), n)
 
@@ -571,7 +571,7 @@ def test_two_layouts_in_one_file_are_both_read(tmp_path):
         ({"title": "Title", "text": "text"}, "titles and texts"),
     ],
 )
-def test_passages_are_no_questions(record, kind, tmp_path):
+def test_passages_are_not_taken_for_questions(record, kind, tmp_path):
     for path in (
         pub.write_array(tmp_path / "a.json", [record] * 3),
         pub.write_table(tmp_path / "a.tsv", [record] * 3),
@@ -587,7 +587,7 @@ def test_passages_are_no_questions(record, kind, tmp_path):
 )
 @pytest.mark.parametrize("text", ["It is Ann, he said.", "It is\tAnn."])
 def test_an_empty_cell_of_a_table_is_no_passage(header, text, tmp_path):
-    """However its columns are written, and with tabs in a cell."""
+    """Whatever the case of column names, and with tabs in a cell."""
     rows = [f'who,Ann,"{text}"', "where,Oslo,", "when,1900, "]
     path = tmp_path / "own.csv"
     path.write_text("\n".join([header, *rows]))
@@ -607,7 +607,7 @@ def test_an_empty_cell_of_a_table_is_no_passage(header, text, tmp_path):
         ([1], "'s_pop': expected text or a number"),
     ],
 )
-def test_what_a_row_says_of_its_subject_can_be_written_as_json(
+def test_a_rows_facts_about_its_subject_can_be_written_as_json_or_are_refused(
     cell, expected, tmp_path
 ):
     rows = [pub.popqa(i) | {"s_pop": cell} for i in range(3)]
@@ -619,7 +619,7 @@ def test_what_a_row_says_of_its_subject_can_be_written_as_json(
             assert expected in row.reason
 
 
-def test_what_an_example_says_beside_its_question_is_json_or_is_refused(tmp_path):
+def test_an_examples_meta_that_is_not_json_is_refused(tmp_path):
     row = dict(id="7", dataset="d", split="train", question="who", golds=["a"])
     row["meta"] = {"share": decimal.Decimal("0.5")}
     report = inspect_file(pub.write_parquet(tmp_path / "examples", [row]))
@@ -640,13 +640,13 @@ NAMES = ["Ann", "O'Neil", 'so-called "pol"', "both ' and \""]
         [pub.musique(i, answerable=name) for i, name in enumerate(NAMES)],
     ],
 )
-def test_reasons_that_differ_in_a_value_alone_are_counted_as_one(records, tmp_path):
+def test_reasons_that_differ_only_in_a_value_are_counted_as_one(records, tmp_path):
     report = inspect_file(pub.write_lines(tmp_path / "a", records))
     (count,) = report["reasons"].values()
     assert count == report["refused"] > 1
 
 
-def test_reasons_of_different_kinds_stay_apart_and_what_is_not_listed_is_said(tmp_path):
+def test_different_reasons_stay_apart_and_unlisted_refusals_are_counted(tmp_path):
     records = [answered(answers="[Ann, ..."), {"question": "q"}, answered(answers=[5])]
     report = inspect_file(pub.write_lines(tmp_path / "a", records))
     assert list(report["reasons"].values()) == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Records in every container; whatever else a file may be; where reading ends."""
+"""Records in every container, other kinds of files, and where reading ends."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def write(path, content):
     return path
 
 
-# How a file is written, and the container that it is seen to be.
+# The content of a file, and the container that it is recognised as.
 CONTAINERS = {
     "array": (json.dumps(RECORDS), "json array"),
     "indented": (json.dumps(RECORDS, indent=4), "json array"),
@@ -103,7 +103,7 @@ EXTRA = [x | {"data": [{"a": 1}], "examples": []} for x in RECORDS[:3]]
         ("\r".join(LINES * 50), "json values", 70),  # over 1 MiB
     ],
 )
-def test_records_that_hold_lists_are_no_objects_around_a_list(
+def test_records_that_hold_lists_are_not_taken_for_objects_around_a_list(
     content, container, n_loaded, tmp_path
 ):
     report = inspect_file(write(tmp_path / "file", content))
@@ -111,7 +111,7 @@ def test_records_that_hold_lists_are_no_objects_around_a_list(
     assert (report["loaded"], report["container"]) == (n_loaded, container)
 
 
-def test_only_line_feeds_end_a_line_and_several_members_are_one_gzip(tmp_path):
+def test_only_line_feeds_end_a_line_and_a_gzip_may_have_several_members(tmp_path):
     record = {"question": "who\u2028is\u0085it", "answer": ["a"]}
     path = write(tmp_path / "nq", json.dumps(record, ensure_ascii=False) + "\n")
     assert questions(path)[0].question == "who\u2028is\u0085it"
@@ -162,7 +162,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_file_of_questions_is_refused_with_its_reason(name, tmp_path):
+def test_a_file_that_holds_no_questions_is_refused_with_the_reason(name, tmp_path):
     content, words = REFUSED[name]
     path = write(tmp_path / "questions.json", content)
     error = inspect_file(path)["error"]
@@ -176,7 +176,7 @@ def test_a_directory_a_pipe_and_a_missing_file_are_refused(tmp_path):
         assert words in inspect_file(tmp_path / name)["error"]
 
 
-def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path):
+def test_only_a_line_too_long_to_be_a_record_is_refused(tmp_path):
     long = {"question": "who is it", "answer": ["a" * (33 << 20)]}
     rows = [long, {"question": "who is she", "answer": ["b"]}]
     report = inspect_file(pub.write_lines(tmp_path / "a.jsonl", rows))
@@ -184,7 +184,7 @@ def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path):
     assert "longer than 32 MiB" in report["refusals"][0]["reason"]
 
 
-def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path):
+def test_a_damaged_page_of_a_parquet_file_is_reported(tmp_path):
     rows = [pub.hotpot_columns(i) for i in range(500)]
     content = bytearray(pub.write_parquet(tmp_path / "a", rows).read_bytes())
     content[100:400] = b"\xee" * 300
@@ -249,7 +249,7 @@ def test_a_cell_of_several_lines_is_one_row(tmp_path):
         (["caf\udce9", *list(pub.popqa(1).values())[1:]], "0xe9"),
     ],
 )
-def test_a_row_of_a_table_that_is_no_record_is_numbered(row, words, tmp_path):
+def test_a_table_row_that_is_not_a_record_is_refused_by_number(row, words, tmp_path):
     rows = [list(pub.popqa(0)), list(pub.popqa(0).values()), row]
     lines = ["\t".join(map(str, cells)).replace('"', "'") for cells in rows]
     path = tmp_path / "popqa.tsv"
@@ -258,7 +258,7 @@ def test_a_row_of_a_table_that_is_no_record_is_numbered(row, words, tmp_path):
     assert refusal["at"] == "line 3" and words in refusal["reason"]
 
 
-# Values of an array, out of a window.
+# Reading the values of an array through a window.
 
 
 def values(content, portion=1 << 20):
@@ -277,7 +277,7 @@ VALUES = st.recursive(
 )
 
 
-# A list that holds what begins like the records before it.
+# A list whose content begins like the records before it.
 @example([{"": None}, {"": None}, [None, {"": None}]], 17, None, False)
 @given(
     st.lists(VALUES, max_size=6),
@@ -333,7 +333,7 @@ def test_a_damaged_value_ends_the_reading_with_its_number_and_byte(
     with pytest.raises(ValueError) as caught:
         for value in values(("[" + ", ".join(lines) + "]").encode(), 1000):
             results.append(value.value)
-    # What follows a value that is whole is the next one's fault.
+    # What follows a complete value counts as part of the next one.
     number = position + (2 if name == "a brace too many" else 1)
     assert results[:position] == [make(i) for i in range(position)]
     assert f"record {number}, which begins at byte" in str(caught.value)
@@ -341,7 +341,7 @@ def test_a_damaged_value_ends_the_reading_with_its_number_and_byte(
         assert f"byte {start}, cannot be read" in str(caught.value)
 
 
-def test_a_value_that_is_no_record_costs_no_other():
+def test_a_value_that_is_not_a_record_loses_no_other():
     content = b'[1, "a,]", null, [{"b": "]"}], true, {"a": "\\ud800"}, {"a": "\xff"}'
     *odd, last = values(content + b', {"a": NaN}]')
     words = ["a number", "text", "null", "a list", "true or false", "surrogate", "0xff"]
@@ -353,7 +353,7 @@ def test_a_value_that_is_no_record_costs_no_other():
 
 
 @pytest.mark.parametrize("make", [pub.hotpot, pub.musique])
-def test_wherever_an_array_is_cut_off_it_says_so(make):
+def test_an_array_cut_off_anywhere_is_reported_as_cut_off(make):
     content = json.dumps([make(i) for i in range(4)]).encode()
     rng = random.Random(0)
     for cut in [len(content) - 1, *rng.sample(range(2, len(content) - 1), 60)]:
@@ -362,7 +362,7 @@ def test_wherever_an_array_is_cut_off_it_says_so(make):
 
 
 def read_file(path):
-    """Return how many questions are loaded, and the peak of the process."""
+    """Return how many questions are loaded, and the process's peak memory in bytes."""
     n_loaded = sum(isinstance(row, Loaded) for row in open_dataset(path).read())
     return n_loaded, peak_bytes()
 

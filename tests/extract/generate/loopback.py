@@ -1,7 +1,7 @@
-"""What tests of the backends share: greedy answers, and a server around a backend.
+"""Shared by tests of backends: greedy answers, and a server around a backend.
 
-The server is the smallest that speaks OpenAI's protocol. It takes what vLLM takes
-beyond the protocol (prompts as ids, `return_token_ids`) and can fail on purpose.
+The server is a minimal one for OpenAI's protocol. It also takes vLLM's extensions
+(prompts as ids, `return_token_ids`) and can fail on purpose.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Numbers:
 
 
 class Loopback:
-    """What the server was asked, and how it shall fail."""
+    """A server's requests so far, and its planned failures."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -39,10 +39,10 @@ class Loopback:
         self.requests = []
         self.is_vllm = True
         self.counts_tokens = True
-        self.pause = 0.0  # seconds a request takes at least
+        self.pause = 0.0  # minimum seconds per request
         self.trickle = 0.0  # seconds between two bytes of a reply
-        self.encoding = "identity"  # that a reply is said to have
-        self.encodings_wanted = []  # by clients
+        self.encoding = "identity"  # named in the head of each reply
+        self.encodings_wanted = []  # named by clients
         self.n_at_once = 0
         self.most_at_once = 0
         self.url = None
@@ -164,7 +164,7 @@ def _handler(loopback):
             head += "Content-Type: application/json\r\n\r\n"
             whole = head.encode() + content
             step = 1 if loopback.trickle else len(whole)
-            with contextlib.suppress(OSError):  # whoever waited has gone
+            with contextlib.suppress(OSError):  # the client has gone
                 for start in range(0, len(whole), step):
                     self.wfile.write(whole[start : start + step])
                     time.sleep(loopback.trickle)
@@ -182,7 +182,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def served(generator, tls=None):
-    """Serve a backend on a free port of this machine; with a context of TLS, by it."""
+    """Serve a backend on a free port of this machine, over TLS if given its context."""
     loopback = Loopback(generator)
     server = _Server(("127.0.0.1", 0), _handler(loopback))
     if tls is not None:

@@ -1,4 +1,4 @@
-"""A dry run counts what is then done, and does nothing."""
+"""A dry run counts the work ahead and does none of it."""
 
 import dataclasses
 import re
@@ -35,12 +35,12 @@ def prompts(n):
 
 
 def numbers_of(text):
-    """Return the whole numbers of a forecast, by their names."""
+    """Return the whole numbers of a forecast by name."""
     lines = re.findall(r"^  (\S.*?)  +([\d,]+)$", text, re.MULTILINE)
     return {name: int(number.replace(",", "")) for name, number in lines}
 
 
-def test_texts_that_are_there_or_come_twice_are_not_counted(tmp_path):
+def test_existing_and_repeated_texts_are_not_counted(tmp_path):
     generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
     open_replies(run.replies("judge")).generate(generator, prompts(30), GREEDY)
     before, n_generated = files_under(tmp_path), len(generator.prompts)
@@ -73,7 +73,7 @@ def answered(unanswered):
 
 
 @pytest.mark.parametrize("changes", [{}, {"hidden_layers": (2, 4), "dtype": "int8"}])
-def test_the_stores_bytes_are_those_of_all_tokens_and_of_answers_with_their_end(
+def test_a_forecast_of_bytes_covers_all_tokens_and_answers_with_stop_tokens(
     answered, changes
 ):
     run, answers = RunDir(answered), read_answers(RunDir(answered))
@@ -102,7 +102,7 @@ def test_counting_the_stores_bytes_needs_no_weights(answered, tmp_path):
 
 
 def done_by(run, verb):
-    """Return rows and prompt tokens of what a verb has written."""
+    """Return how many rows and prompt tokens a verb has written."""
     if verb == "extract":
         stores = [open_store(RunDir(run).features(setting)) for setting in SETTINGS]
         return (sum(int(store.spec.offsets[-1]) for store in stores),) * 2
@@ -113,7 +113,7 @@ def done_by(run, verb):
     return len(rows), sum(row["n_prompt_tokens"] for row in rows)
 
 
-def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
+def test_a_dry_run_counts_what_the_real_run_takes_and_changes_nothing(
     unanswered, tmp_path
 ):
     run = shutil.copytree(unanswered, tmp_path / "run")
@@ -123,7 +123,7 @@ def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(
         ("extract", run),
         ("sample", run, "--n-samples", 2, "--split", "test"),
     ):
-        with RunDir.open(run):  # counting is reading, and may go on beside a writer
+        with RunDir.open(run):  # counting only reads, so another may hold the run
             before = files_under(run)
             numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
             assert files_under(run) == before, line[0]

@@ -1,4 +1,4 @@
-"""Texts that are written here: choosing tokens, and what a batch computes once."""
+"""Texts generated locally: choosing tokens, and what a batch computes once."""
 
 import dataclasses
 
@@ -65,8 +65,8 @@ def test_everything_that_changes_a_text_changes_its_key():
     assert len(set(keys)) == len(keys)
 
 
-def test_a_text_also_ends_where_a_chats_template_ends_a_turn(bytewise):
-    """A fine-tuned model with the generation config of its base."""
+def test_a_text_also_ends_at_the_token_that_ends_a_turn_in_the_template(bytewise):
+    """As in a fine-tuned model with the generation config of its base."""
     bytewise.add_tokens([AddedToken("<|im_end|>", special=True)])
     bytewise.chat_template = None
     backbone = Backbone.from_model(tiny_model("llama"), bytewise)
@@ -81,7 +81,7 @@ def test_a_text_also_ends_where_a_chats_template_ends_a_turn(bytewise):
     assert stop_ids(backbone) == (end, *ends)
 
 
-def test_a_greedy_text_does_not_depend_on_the_draws():
+def test_the_key_of_a_greedy_text_ignores_seed_sample_and_top_p():
     a, b = SamplingConfig(seed=1, top_p=0.5), SamplingConfig(seed=2)
     assert reply_key({}, GeneratorPrompt(text="p"), a) == reply_key(
         {}, GeneratorPrompt(text="p", sample=4), b
@@ -111,7 +111,7 @@ def test_a_tokenizers_identity_is_the_same_before_and_after_its_first_call(bytew
 @pytest.mark.parametrize("stop", ["\n", "。"])
 @pytest.mark.parametrize("text", ["Paris", "é 德古拉 🦇"])
 def test_a_text_is_not_cut_within_a_character(text, stop):
-    """Where every byte of a character that is not whole decodes to a sign."""
+    """Here every byte of an incomplete character decodes to a replacement sign."""
     tokenizer = byte_fallback()
     ids = tuple(tokenizer(text + stop + "Q")["input_ids"])
     reply = msgspec.structs.replace(generated("", finish="length"), token_ids=ids)
@@ -120,7 +120,7 @@ def test_a_text_is_not_cut_within_a_character(text, stop):
     assert (cut.text, cut.token_ids, cut.stop_id) == (text, ids[:n_kept], ids[n_kept])
 
 
-def test_a_text_without_ids_that_is_cut_keeps_no_log_probs_of_what_followed():
+def test_a_text_without_ids_loses_its_log_probs_when_it_is_cut():
     fields = {"text": "Paris\nQ: who?", "token_ids": None, "log_probs": (-0.5,) * 9}
     reply = msgspec.structs.replace(generated("", finish="stop"), **fields)
     cut = cut_at_stop(reply, ("\n",), None)
@@ -129,7 +129,7 @@ def test_a_text_without_ids_that_is_cut_keeps_no_log_probs_of_what_followed():
 
 
 def byte_fallback():
-    """A tokenizer as Llama 2's and Gemma's, which has words for few characters."""
+    """A tokenizer like Llama 2's and Gemma's, with tokens for few characters."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Pariswho?"]
     ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
     bpe = models.BPE(ids, [], byte_fallback=True, unk_token="<unk>")
@@ -141,7 +141,7 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
-def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
+def test_a_chat_template_wraps_a_message_and_a_long_prompt_is_refused():
     backbone = load_backbone(WEIGHTS)
     backbone.tokenizer.chat_template = (
         "{{ bos_token }}Question: {{ messages[0]['content'] }}"
@@ -154,15 +154,15 @@ def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
         list(generator.stream([GeneratorPrompt(text="who? " * 600)], GREEDY))
 
 
-def test_nothing_to_generate_is_no_prompt_too_long(local):
+def test_an_empty_list_of_prompts_is_not_refused_as_too_long(local):
     assert texts(local, [], SamplingConfig(max_new_tokens=10_000)) == []
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 0.7), (5, 1.0), (None, 0.7)])
-def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top_p):
+def test_a_draw_is_that_of_noise_over_the_whole_vocabulary(top_k, top_p):
     config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
     scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
-    scores[0, :9] = 5.0  # as many as equal the fifth are kept
+    scores[0, :9] = 5.0  # all that equal the fifth are kept
     choice = Choice(config, range(6), torch.device("cpu"), [39])
     drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
     filtered = TopKLogitsWarper(top_k or 40)(None, scores / 0.7)
@@ -170,13 +170,13 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     seeds = [torch.Generator().manual_seed(i) for i in range(6)]
     noise = torch.stack([torch.rand(40, generator=seed) for seed in seeds])
     wanted = (filtered - torch.log(-torch.log(noise))).argmax(-1)
-    rows = slice(top_p < 1, 6)  # what sorting does with ties
+    rows = slice(top_p < 1, 6)  # top_p may sort the ties of row 0 otherwise
     assert drawn[rows].tolist() == wanted[rows].tolist()
     log_probs = scores.log_softmax(-1).gather(-1, drawn[:, None])
     torch.testing.assert_close(torch.tensor(choice.taken()), log_probs)
 
 
-def test_a_row_that_ended_is_drawn_no_more():
+def test_nothing_is_drawn_for_a_row_that_has_ended():
     config = SamplingConfig(temperature=1.0, top_k=5)
     choice = Choice(config, range(3), torch.device("cpu"), [7, 9])
     scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
@@ -191,7 +191,7 @@ N_SHARED = 40
 
 def backbone_of(name):
     model = tiny_model(name)
-    if name == "gemma4":  # longer than what is common, shorter than a sequence
+    if name == "gemma4":  # between N_SHARED and the lengths of sequences
         model.config.sliding_window = N_SHARED + 8
         model = type(model)(model.config).eval().requires_grad_(False)
     model.generation_config.update(eos_token_id=0, pad_token_id=0)
@@ -221,19 +221,19 @@ SHARED, WIDTH = [(1, N_SHARED), (6, 12)], N_SHARED + 12
     ("name", "n_shared", "expected"),
     [
         *((name, N_SHARED, SHARED) for name in ("llama", "gpt2", "bloom", "gemma4")),
-        ("llama", 15, [(6, 27)]),  # too few
+        ("llama", 15, [(6, 27)]),  # too few shared tokens
         ("mistral_window", N_SHARED, [(1, N_SHARED), (6, WIDTH)]),  # a short window
         ("qwen3_5", N_SHARED, [(6, WIDTH)]),  # recurrent states
     ],
 )
-def test_what_is_common_is_computed_once_where_it_can_be(name, n_shared, expected):
+def test_a_shared_beginning_is_computed_once_if_possible(name, n_shared, expected):
     backbone = backbone_of(name)
     with shapes_run(backbone) as shapes:
         written(backbone, prompts_with(n_shared))
     assert shapes[: len(expected)] == expected
 
 
-def test_the_last_token_of_the_shortest_prompt_is_its_own():
+def test_the_last_token_of_the_shortest_prompt_is_not_shared():
     prompts = prompts_with(N_SHARED)
     assert local.n_shared([*prompts, prompts[0][:30]]) == 29
     assert local.n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
@@ -241,7 +241,7 @@ def test_the_last_token_of_the_shortest_prompt_is_its_own():
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-38])
-def test_a_draw_at_hardly_any_temperature_is_the_likeliest_text(temperature):
+def test_a_draw_at_almost_no_temperature_is_the_greedy_text(temperature):
     config = SamplingConfig(max_new_tokens=10, temperature=temperature)
     backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
     drawn, best = (written(backbone, prompts, c) for c in (config, GREEDY))
@@ -251,7 +251,7 @@ def test_a_draw_at_hardly_any_temperature_is_the_likeliest_text(temperature):
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "bloom", "gemma3", "gemma4", "qwen3_5"]
 )
-def test_draws_to_equal_prompts_are_those_of_each_by_itself(name):
+def test_draws_for_equal_prompts_are_those_of_each_prompt_by_itself(name):
     config = SamplingConfig(max_new_tokens=5, temperature=9.0, top_k=20, top_p=0.9)
     generator = TransformersGenerator(backbone=backbone_of(name))
     prompts = [
@@ -274,7 +274,7 @@ def test_an_equal_prompt_is_computed_once():
     assert shapes[:3] == [(1, N_SHARED), (2, 8), (5, 1)]
 
 
-def test_of_draws_every_prompt_is_computed_once(local, requests, tmp_path):
+def test_a_prompt_is_computed_once_for_all_its_draws(local, requests, tmp_path):
     config = DrawConfig(n_samples=3, sampling=SamplingConfig(temperature=1.0))
     replies = open_replies(tmp_path / "sample.jsonl")
     with shapes_run(local.backbone) as shapes:
@@ -286,13 +286,13 @@ def test_of_draws_every_prompt_is_computed_once(local, requests, tmp_path):
 ENDING = SamplingConfig(max_new_tokens=24, stop=("5",))
 
 
-# Full attention, learned positions, ALiBi, windows shorter than what is common,
+# Full attention, learned positions, ALiBi, windows shorter than the shared beginning,
 # recurrent layers, and layers that share their keys.
 @pytest.mark.parametrize("draws", [{}, {"temperature": 3.0, "top_k": 40}])
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "bloom", "gemma3", "mistral_window", "qwen3_5", "gemma4"]
 )
-def test_rows_that_are_done_leave_and_no_text_changes(name, draws):
+def test_finished_rows_leave_the_batch_and_no_text_changes(name, draws):
     backbone, config = backbone_of(name), dataclasses.replace(ENDING, **draws)
     prompts = prompts_with(N_SHARED)
     with shapes_run(backbone) as shapes:
@@ -305,9 +305,9 @@ def test_rows_that_are_done_leave_and_no_text_changes(name, draws):
         assert item.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
         assert msgspec.structs.replace(item, log_probs=alone.log_probs) == alone
     n_steps = max(n_new)
-    if name == "qwen3_5":  # recurrent states stay where they are
+    if name == "qwen3_5":  # rows with recurrent states stay
         assert n_rows[-n_steps:] == [len(prompts)] * n_steps
     else:
-        # Half leave together: no forward reads more than twice the rows that are left.
+        # Rows leave once half are done: no forward reads over twice the rows needed.
         left = [sum(n > step for n in n_new) for step in range(n_steps)]
         assert all(a <= 2 * b for a, b in zip(n_rows[-n_steps:], left, strict=True))

@@ -1,4 +1,4 @@
-"""The verbs that let a model write, against a server on this machine."""
+"""The verbs that generate text, against a server on this machine."""
 
 import collections
 import json
@@ -87,7 +87,7 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     exact = labels_of(run_dir)
 
     def lenient(prompt):
-        """Call the first closed-book answer of a run right, whatever it is."""
+        """Judge by exact match, but call the first wrong answer correct."""
         fields = dict(fields_of(prompt))
         key = (fields["question"], fields["model answer"])
         chosen.setdefault(fair_verdict(prompt), key)
@@ -127,15 +127,15 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     done = beatrice("label", run_dir, "--audit", "--annotations", filled)
     assert "a person, 0 items left empty" in done.stdout
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
-    # Exact match comes back, and says that it replaces the judges.
+    # Labelling by exact match again says that it replaces the judges' labels.
     done = beatrice("label", run_dir)
     assert "by exact match, without a judge" in done.stderr
     assert "replaces the judges' labels" in done.stderr
     assert labels_of(run_dir) == exact
 
 
-def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
-    """The microworld's model knows no verdict: unparsable, counted, no label."""
+def test_a_local_judge_without_verdicts_drops_every_label_and_says_so(run_dir):
+    """The embedded model writes no verdict: its replies are counted as unparsable."""
     examples = list(read_examples(RunDir(run_dir)))[:2]
     (run_dir / "examples.jsonl").write_text(write_lines(examples))
     beatrice("answer", run_dir)
@@ -152,7 +152,7 @@ def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
     assert audit["exact_match"][0]["n_unparsable_verdicts"] == 3 * n
 
 
-def test_rewrites_are_answered_beside_the_original_contexts_and_again_if_changed(
+def test_rewrites_are_answered_besides_the_originals_and_again_if_changed(
     run_dir,
 ):
     beatrice("answer", run_dir)
@@ -178,7 +178,7 @@ def test_rewrites_are_answered_beside_the_original_contexts_and_again_if_changed
     assert [a for a in after if a.variant == "original"] == before
     assert len(added) == counts["n"]
     assert beatrice("doctor", run_dir, "--verify")
-    which = 1  # another text, of other settings
+    which = 1  # another text, under other settings
     with served(ScriptedGenerator(copies)) as server:
         options = ("--model", "big", "--server", server.url, "--max-new-tokens", 99)
         beatrice("rewrite", run_dir, *options)
@@ -189,10 +189,10 @@ def test_rewrites_are_answered_beside_the_original_contexts_and_again_if_changed
 
 
 @pytest.mark.parametrize("counts_tokens", [True, False])
-def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir, counts_tokens):
+def test_a_process_that_continues_does_not_spend_the_cap_again(run_dir, counts_tokens):
     beatrice("answer", run_dir)
     replies = run_dir / "replies" / "judge.jsonl"
-    # One unit per new token; without a count, the eight of a verdict are booked.
+    # One unit per new token; without a count, a verdict's limit of eight is booked.
     prices = "--set price_new=1e6 --set max_cost=40".split()
 
     def wordy(prompt):
@@ -208,11 +208,11 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir, counts_
         assert n_lines(replies) * (2 if counts_tokens else 8) <= 40
         replies.rename(run_dir / "elsewhere.jsonl")
         beatrice("label", run_dir, *options, code=1)
-        assert n_lines(replies) > 1  # control: without what was kept, the cap is whole
+        assert n_lines(replies) > 1  # control: without kept replies all is left
 
 
 class Thinking(ScriptedGenerator):
-    """Judges after some forty tokens of thinking, which its server takes out."""
+    """A judge that thinks for some forty tokens, which its server removes."""
 
     def stream(self, prompts, config, done=()):
         for i, reply in super().stream(prompts, config, done):
@@ -220,7 +220,7 @@ class Thinking(ScriptedGenerator):
             yield i, reply if is_whole else generated("", "length")
 
 
-def test_a_judge_without_any_verdict_ends_early_and_leaves_the_labels(run_dir):
+def test_a_judge_that_gives_no_verdict_is_stopped_early_and_labels_stay(run_dir):
     beatrice("answer", run_dir)
     beatrice("label", run_dir)
     labels = run_dir / "labels.jsonl"
@@ -248,13 +248,13 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
         assert len(sample.log_probs) == len(sample.token_ids) + n_stop
         assert max(sample.log_probs) <= 0
     replies = run_dir / "replies" / "sample.jsonl"
-    # A kill in the middle of a line: the same line again gives the same bytes.
+    # After a kill in the middle of a line the same command gives the same bytes.
     content = replies.read_bytes()
     replies.write_bytes(content[: len(content) * 2 // 3])
     path.unlink()
     assert "was unfinished" in beatrice(*arguments).stderr
     assert path.read_bytes() == first
-    # What the answers took is what both starts took for them.
+    # The seconds of the answers include those of both starts.
     lines = replies.read_text().splitlines()
     took = sum(json.loads(line)["seconds"] for line in lines)
     each = json.loads((run_dir / "samples" / "seconds.json").read_text())
@@ -267,7 +267,7 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     assert config["draws"]["sampling"] == sampling | {"seed": 0, "stop": []}
 
 
-def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path):
+def test_a_split_drawn_later_joins_splits_with_equally_many_draws(tmp_path):
     run = make_run(tmp_path / "run", questions(1, 1, 1))
     splits = {e.id: e.split for e in read_examples(run)}
 
@@ -283,14 +283,14 @@ def test_a_split_that_is_drawn_later_joins_those_that_were_drawn_alike(tmp_path)
     before = replies.read_text()
     assert drawn_after(1, "train") == {"train", "validation", "ood"}
     assert replies.read_text().startswith(before)  # none of these is drawn again
-    # The others have one draw alone.
+    # The others have only one draw.
     done = beatrice("sample", run.path, "--n-samples", 2, "--split", "train", code=1)
     assert_error_sentence(done, "1 draws per question of validation and ood")
     anew = re.findall(r"--split (\w+)", done.stderr)
     assert drawn_after(2, *anew) == {"train", "validation", "ood"}
 
 
-def test_answers_are_drawn_as_the_run_holds_its_weights(tmp_path):
+def test_answers_are_drawn_in_the_runs_dtype_unless_another_is_given(tmp_path):
     backbone = BackboneConfig(dtype="bfloat16")
     run = make_run(tmp_path / "run", questions(1, 1, 1), backbone=backbone)
     for options, dtype in ((), "bfloat16"), (("--model-dtype", "float32"), "float32"):
@@ -313,7 +313,7 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, local):
 
 
 @pytest.mark.slow
-def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_dir):
+def test_labelling_killed_again_and_again_ends_like_labelling_that_was_not(run_dir):
     """Real kills of a real process, at every fifth reply; no reply is lost."""
     beatrice("answer", run_dir)
     replies = run_dir / "replies" / "judge.jsonl"
@@ -339,7 +339,7 @@ def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_d
         n_whole = len(server.requests) - n_requests
     assert n_kills >= 3
     assert (run_dir / "labels.jsonl").read_bytes() == killed
-    # Asked twice at most: what was under way at a kill, two requests each.
+    # Only requests under way at a kill are repeated, at most two each time.
     assert n_whole <= n_requests <= n_whole + 2 * n_kills
 
 

@@ -1,4 +1,4 @@
-"""How texts are written down: by the batch, in the time of none, for a share alone."""
+"""How texts are recorded: by batch, outside their own time, counted per share."""
 
 import time
 from functools import partial
@@ -13,7 +13,7 @@ PROMPTS = [GeneratorPrompt(text=str(i)) for i in range(12)]
 
 
 class InPairs(ScriptedGenerator):
-    """A generator of this machine, whose batches are two prompts each."""
+    """A local generator with batches of two prompts."""
 
     def plan(self, prompts, config):
         return [(i, i + 1) for i in range(0, len(prompts), 2)]
@@ -30,7 +30,7 @@ class SlowJournal(Journal):
         time.sleep(0.25)
 
 
-def test_a_batch_is_written_in_one_go_and_its_texts_take_no_time_for_it(tmp_path):
+def test_a_batch_is_written_at_once_and_its_time_excludes_the_writing(tmp_path):
     journal = SlowJournal(**vars(Journal.open(reply_files(tmp_path / "r.jsonl"))))
     replies = Replies(journal=journal, is_timed=True)
     texts = replies.generate(InPairs(str.upper), PROMPTS, GREEDY)
@@ -39,9 +39,9 @@ def test_a_batch_is_written_in_one_go_and_its_texts_take_no_time_for_it(tmp_path
     assert sum(text.seconds for text in texts) < 0.25
 
 
-def test_the_progress_of_a_share_is_of_its_own_texts(tmp_path):
+def test_the_progress_of_a_share_counts_only_its_own_texts(tmp_path):
     files = reply_files(tmp_path / "r.jsonl", tmp_path / "parts")
-    # Another worker's texts are there, and one prompt stands twice.
+    # Other workers' texts are there, and two prompts are repeated.
     for rank in range(3):
         share, counts = Share(rank, 3), []
         replies = Replies(journal=Journal.open(files, share), share=share)

@@ -113,13 +113,13 @@ def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
     assert reply.log_probs == pytest.approx(here.log_probs, abs=2e-4)
     path, body = server.requests[0]
     assert path == "/v1/chat/completions"
-    # By every name that the local chat template is told it by.
+    # Switched off by every name that local chat templates get.
     assert body["chat_template_kwargs"] == TEMPLATE_FIELDS
     assert not TEMPLATE_FIELDS["thinking"] and not TEMPLATE_FIELDS["enable_thinking"]
     assert body["temperature"] == 0
 
 
-def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local):
+def test_a_plain_server_gets_only_text_and_standard_fields(client, server, local):
     server.is_vllm = False
     (reply,) = texts(client(dialect="openai"), [QUESTION])
     assert reply.text == texts(local, [QUESTION])[0].text
@@ -132,7 +132,7 @@ def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local
 
 
 @pytest.mark.parametrize("param", ["max_tokens", "temperature"])
-def test_a_model_that_reasons_gets_the_fields_it_takes_and_is_not_drawn_from(
+def test_a_reasoning_model_gets_only_fields_that_it_takes_and_is_not_sampled(
     client, server, param
 ):
     message = GeneratorPrompt(text="who?", is_chat=True)
@@ -151,7 +151,7 @@ def test_a_model_that_reasons_gets_the_fields_it_takes_and_is_not_drawn_from(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
-def test_a_failure_of_the_server_is_tried_again(client, server, status):
+def test_a_request_is_repeated_after_a_failure_of_the_server(client, server, status):
     server.failures = [status, status]
     (reply,) = texts(client(retries=2), [QUESTION])
     assert reply.text and len(server.requests) == 3
@@ -176,13 +176,13 @@ def busy(asked):
         ("", 0, 1),
     ],
 )
-def test_a_server_is_asked_again_when_it_says_up_to_the_time_of_a_request(
+def test_a_retry_waits_as_long_as_the_server_asks_up_to_the_time_out(
     asked, least, most
 ):
     assert least <= seconds_before_retry(busy(asked), 0, 600.0) <= most
 
 
-def test_a_date_of_a_server_is_waited_for():
+def test_a_retry_waits_for_the_date_that_the_server_gives():
     date = format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)
     assert 80_000 < seconds_before_retry(busy(date), 0, 1e6) <= 86_400
 
@@ -199,7 +199,7 @@ def test_a_date_of_a_server_is_waited_for():
         ),
     ],
 )
-def test_a_reply_without_an_answer_is_one_sentence(client, server, reply, words):
+def test_a_reply_without_an_answer_is_refused(client, server, reply, words):
     server.failures = [reply]
     with pytest.raises(ValueError, match=f"server {server.url}.*{words}"):
         texts(client(), [QUESTION])
@@ -236,7 +236,9 @@ def test_a_server_that_cuts_a_prompt_or_adds_to_a_text_is_refused(
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_log_probs_are_read_in_either_layout_at_either_address(client, server, is_chat):
+def test_log_probs_are_read_in_both_layouts_from_both_endpoints(
+    client, server, is_chat
+):
     layouts = {"content": [{"token": "x", "logprob": -0.5}]}, {"token_logprobs": [-0.5]}
     about = {"finish_reason": "stop", "text": "x", "message": {"content": "x"}}
     server.failures = [(200, {"choices": [{**about, "logprobs": x}]}) for x in layouts]
@@ -256,7 +258,7 @@ FILTER = {"message": "triggered a policy", "code": "content_filter"}
         {"error": FILTER},
     ],
 )
-def test_what_a_filter_withholds_is_no_verdict_and_no_rewrite_and_both_are_counted(
+def test_withheld_replies_are_counted_and_give_no_verdict_and_no_rewrite(
     client, server, tmp_path, reply
 ):
     withheld = (400 if "error" in reply else 200, reply)
@@ -291,10 +293,10 @@ UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
         ({}, {"completion_tokens": -2}),
     ],
 )
-def test_a_reply_of_other_types_is_refused_and_booked_as_the_most(
+def test_a_reply_with_wrong_types_is_refused_and_booked_at_the_maximum(
     client, server, choice, usage
 ):
-    """Negative counts would give money back, beyond the cap."""
+    """Negative counts would return money and so exceed the cap."""
     choice = {"finish_reason": "stop", "text": "x", "token_ids": [5, 2]} | choice
     usage = {"prompt_tokens": 3, "completion_tokens": 2} | usage
     server.failures = [json.dumps({"choices": [choice], "usage": usage}).encode()]
@@ -304,30 +306,30 @@ def test_a_reply_of_other_types_is_refused_and_booked_as_the_most(
     assert generator.account.spent == 3 + GREEDY.max_new_tokens
 
 
-def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):
+def test_an_attempt_that_timed_out_is_booked_at_the_maximum(client, server):
     server.pause = 0.4
     slow = client(**UNIT_PRICES, retries=1, timeout=0.1)
     with pytest.raises(ValueError, match="no answer after 1 retries"):
         texts(slow, [THREE_IDS])
-    time.sleep(1.0)  # the server notes a request when it is done with it
-    assert len(server.requests) == 2  # and no more: the client does not repeat itself
+    time.sleep(1.0)  # the server records a request after its pause
+    assert len(server.requests) == 2  # OpenAI's client does not retry as well
     assert slow.account.spent == 2 * (3 + GREEDY.max_new_tokens)
 
 
-def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
+def test_requests_that_a_server_refuses_or_never_gets_cost_nothing(client, server):
     server.failures = [429, 400]
     refused = client(**UNIT_PRICES, retries=3)
     with pytest.raises(ValueError, match="status 400: .*planned failure 400"):
         texts(refused, [THREE_IDS])
-    assert len(server.requests) == 2  # 400 does not pass
+    assert len(server.requests) == 2  # 400 is not retried
     absent = client(**UNIT_PRICES, server="http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="is it running"):
         texts(absent, [THREE_IDS])
     assert refused.account.spent == absent.account.spent == 0
 
 
-def test_what_a_gateway_gives_up_counts_as_the_most_it_can_have_cost(client, server):
-    """The model behind it goes on writing, and each attempt is a text of its own."""
+def test_a_request_that_a_gateway_gives_up_is_booked_at_the_maximum(client, server):
+    """The model behind the gateway goes on writing, a separate text per attempt."""
     server.failures = [504, 502, 408]
     generator = client(**UNIT_PRICES, retries=3)
     (reply,) = texts(generator, [THREE_IDS])
@@ -335,10 +337,10 @@ def test_what_a_gateway_gives_up_counts_as_the_most_it_can_have_cost(client, ser
     assert generator.account.spent == 3 * (3 + GREEDY.max_new_tokens) + last
 
 
-def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_sentence(
+def test_a_key_that_the_server_repeats_is_kept_out_of_messages(
     client, server, monkeypatch
 ):
-    monkeypatch.setenv("OPENAI_API_KEY", "planned")  # what this server says
+    monkeypatch.setenv("OPENAI_API_KEY", "planned")  # a word in this server's failures
     server.failures = [401]
     with pytest.raises(ValueError, match="status 401: .*failure 401") as caught:
         texts(client(), [GeneratorPrompt(text="x")])
@@ -363,7 +365,7 @@ def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeyp
 
 
 @pytest.mark.parametrize("key", ["sk-\u201cquoted\u201d", "sk-one\nsk-two"])
-def test_a_key_that_no_header_holds_is_refused_before_anything_is_sent(
+def test_a_key_that_cannot_be_in_a_header_is_refused_before_anything_is_sent(
     client, server, monkeypatch, key
 ):
     monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -377,7 +379,7 @@ def test_a_key_that_no_header_holds_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
-def test_a_certificate_that_does_not_verify_is_named_and_not_tried_again(tmp_path):
+def test_a_certificate_that_does_not_verify_is_reported_and_not_retried(tmp_path):
     words = (
         "req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout key -out cert"
     )
@@ -395,13 +397,13 @@ def test_a_certificate_that_does_not_verify_is_named_and_not_tried_again(tmp_pat
         assert "certificate verify failed" in text and "SSL_CERT_FILE" in text
 
 
-def test_requests_overlap_up_to_the_bound_and_not_beyond(client, server, requests):
+def test_as_many_requests_overlap_as_concurrency_allows(client, server, requests):
     server.pause = 0.05
     texts(client(concurrency=3), prompts_of(requests, 9))
     assert server.most_at_once == 3
 
 
-def test_a_listener_that_leaves_stops_the_requests(client, server, requests):
+def test_closing_the_stream_stops_the_requests(client, server, requests):
     server.pause = 0.02
     stream = client(concurrency=2).stream(prompts_of(requests, 30), GREEDY)
     next(stream)
@@ -430,17 +432,15 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert again.n_new == 20 - n_before == len(server.requests) - n_sent
 
 
-def test_a_server_that_trickles_holds_nobody_beyond_the_time_out(
-    client, server, requests
-):
-    server.trickle = 0.1  # some 60 seconds for a reply, a tenth of one for a byte
+def test_a_server_that_trickles_is_left_at_the_time_out(client, server, requests):
+    server.trickle = 0.1  # seconds per byte, some 60 per reply
     began = time.monotonic()
     with pytest.raises(ValueError, match="no answer after 0 retries .DeadlineExceeded"):
         texts(client(timeout=1.0), prompts_of(requests, 2))
     assert time.monotonic() - began < 20
 
 
-def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(server):
+def test_the_doctor_leaves_a_trickling_server_at_the_time_out(server):
     (finding,) = look_at_server(server.url)
     assert (finding.status, finding.text) == ("ok", f"{server.url} serves m")
     server.trickle, began = 0.1, time.monotonic()
@@ -450,7 +450,7 @@ def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(serv
 
 
 @pytest.mark.parametrize(("text", "n_booked"), [("x", 13), ("", 3)])
-def test_a_server_that_says_no_tokens_of_a_text_is_booked_at_the_most(
+def test_a_text_whose_tokens_the_server_does_not_count_is_booked_at_the_maximum(
     client, server, text, n_booked
 ):
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
@@ -483,7 +483,7 @@ def test_a_reservation_that_is_given_back_can_be_spent():
     account.reserve(0, 8)
 
 
-def test_everything_known_of_a_server_and_its_tokenizer_is_in_its_keys(tmp_path):
+def test_everything_known_about_a_server_and_its_tokenizer_is_in_its_keys(tmp_path):
     with RunDir.open(tmp_path / "run", smoke()) as run:
         tokenizer = load_tokenizer_only(run)[0].tokenizer
 
@@ -498,7 +498,7 @@ def test_everything_known_of_a_server_and_its_tokenizer_is_in_its_keys(tmp_path)
     keys += [key(stop_ids=(2,)), key(stop_ids=(2, 3))]
     keys += [key(**{name: value}) for name, value in known.items()]
     assert key() == keys[0]
-    # It is told no stop tokens, so that they change none of its texts.
+    # This dialect sends no stop tokens, so they change none of its texts.
     assert key(stop_ids=(2,), dialect="openai") == key(dialect="openai")
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     keys.append(key())
@@ -539,7 +539,7 @@ def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
 
 
 def five_hundred_prompts(local):
-    """Return prompts as text and ids, which a server that takes text reads alike."""
+    """Return prompts as text and ids, where the text tokenizes to the ids."""
     every = questions(n_train=1, n_evaluation=260, n_ood=100)
     model, tokenizer = local.backbone, local.backbone.tokenizer
     requests = make_requests(every, model, PromptConfig(), 10).requests
@@ -599,12 +599,12 @@ def test_five_hundred_questions_are_answered_alike_by_transformers_serve(local):
 @pytest.mark.parametrize(
     ("wanted", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")]
 )
-def test_a_local_backend_is_loaded_as_its_device_wants(wanted, dtype):
+def test_a_local_backend_is_float32_unless_another_dtype_is_given(wanted, dtype):
     with open_generator("embedded", BackendOptions(model_dtype=wanted)) as generator:
         assert generator.identity["dtype"] == dtype
 
 
-def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp_path):
+def test_without_generation_defaults_the_config_names_the_stop_token(tmp_path):
     model = shutil.copytree(WEIGHTS, tmp_path / "model")
     (model / "generation_config.json").unlink()
     with RunDir.open(tmp_path / "run", smoke(model)) as run:
@@ -612,7 +612,7 @@ def test_a_checkpoint_without_generation_defaults_ends_where_its_config_says(tmp
     assert stops == stop_ids(load_backbone(model)) == (2,)
 
 
-def test_a_chat_ends_where_its_template_ends_a_turn_also_without_weights(tmp_path):
+def test_the_token_that_ends_a_turn_in_the_template_is_found_without_weights(tmp_path):
     model = shutil.copytree(WEIGHTS, tmp_path / "model")
     turn = "{{ m['content'] }}<s>"
     template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
@@ -622,9 +622,7 @@ def test_a_chat_ends_where_its_template_ends_a_turn_also_without_weights(tmp_pat
     assert stops == stop_ids(load_backbone(model)) == (2, 1)
 
 
-def test_a_server_ends_its_texts_at_the_tokens_at_which_local_ones_end(
-    local, server, requests
-):
+def test_served_texts_end_at_the_same_tokens_as_local_texts(local, server, requests):
     """As vLLM with a fine-tuned model that keeps the config of its base."""
     prompts = prompts_of(requests, 3)
     end = texts(local, prompts)[0].token_ids[-1]
@@ -644,7 +642,7 @@ def test_a_server_ends_its_texts_at_the_tokens_at_which_local_ones_end(
         assert [getattr(a, x) for x in fields] == [getattr(b, x) for x in fields]
 
 
-def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
+def test_a_run_with_answers_refuses_another_backend_or_setting(tmp_path):
     config = ANSWER_PRESETS["smoke"]
     run = RunDir(tmp_path)
     backend = {"backend": "transformers", "revision": "r", "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Workers that answer, reword, judge or sample together write what one process does."""
+"""Workers that answer, rewrite, judge or sample together write what one would."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from tests.extract.signals.test_written import SMALL_BATCHES
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import run_line
 
-# With these options the work of a verb is several batches.
+# With these options the work of a verb takes several batches.
 STAGES = {
     "answer": "",
     "rewrite": "--model embedded --max-new-tokens 8 --set batch_tokens=400",
@@ -46,7 +46,7 @@ def name_of_parts(verb):
 
 
 def texts(verb, run):
-    """Replies in any order, without the time that they took; none of `answer`."""
+    """Sorted replies without their seconds; `answer` has none."""
     path = run / "replies" / f"{name_of_parts(verb)}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else ()
     return sorted(line[: line.index(', "seconds"')] for line in lines)
@@ -61,7 +61,7 @@ def n_lines(paths):
 
 
 def cut(file):
-    """Leave two thirds of a worker's file, as another process's that was killed."""
+    """Cut a worker's file to two thirds, as if left by another killed process."""
     content = file.read_bytes()
     killed = file.with_name("0-of-2@elsewhere.1.jsonl")
     killed.write_bytes(content[: len(content) * 2 // 3])
@@ -90,7 +90,7 @@ def verb(request):
 
 @pytest.fixture(scope="module")
 def alone(begun, verb, tmp_path_factory):
-    """What one process makes."""
+    """A run done by one process."""
     path = shutil.copytree(begun[verb], tmp_path_factory.mktemp("alone") / "run")
     do(verb, path)
     return path
@@ -107,12 +107,12 @@ def run_path(begun, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["torchrun", "--shard"])
-def test_whoever_comes_last_writes_what_one_process_writes(verb, run, alone, by):
+def test_the_last_worker_writes_what_one_process_writes(verb, run, alone, by):
     kind = "answers" if verb == "answer" else "texts"
     for rank in (2, 0):
         notes = do(verb, run, rank, 3, by=by).stderr
         assert f"{kind} of other workers are missing" in notes
-        assert "the same command in one process" in notes  # its options, too
+        assert "the same command in one process" in notes
         assert not (run / WRITTEN[verb][0]).exists()
         assert not RunDir(run).stage_done(verb)
     assert 0 < n_lines(parts(verb, run))
@@ -130,7 +130,7 @@ def test_what_a_killed_worker_wrote_is_continued(verb, run, alone):
     (file,) = parts(verb, run)
     n_whole = n_lines([file])
     n_left = n_lines([cut(file)])
-    if verb == "answer":  # by the same lines
+    if verb == "answer":  # by the same commands
         do(verb, run, 0, 2)
         assert 0 < n_lines(parts(verb, run)) - n_left < n_whole
         do(verb, run, 1, 2)
@@ -184,7 +184,7 @@ SERVED = ("--server", "http://x/v1")
         *(((v,), "torchrun") for v in ("sweep", "select")),
     ],
 )
-def test_what_is_not_shared_says_that_it_is_one_processs_work(run_path, line, by):
+def test_work_that_cannot_be_shared_is_refused_to_several_processes(run_path, line, by):
     verb, *options = line
     environ = {"RANK": "0", "WORLD_SIZE": "2"} if by == "torchrun" else {}
     shard = () if by == "torchrun" else ("--shard", "0/2")
@@ -196,7 +196,7 @@ def test_what_is_not_shared_says_that_it_is_one_processs_work(run_path, line, by
     ("device", "n_visible", "environ", "expected"),
     [
         ("cuda", 8, {"LOCAL_RANK": "3"}, "cuda:3"),
-        ("cuda", 1, {"SLURM_LOCALID": "3"}, "cuda:0"),  # it is shown one GPU only
+        ("cuda", 1, {"SLURM_LOCALID": "3"}, "cuda:0"),  # only one GPU is visible to it
         ("cuda", 0, {}, "cuda:0"),
         ("cuda:5", 8, {"LOCAL_RANK": "3"}, "cuda:5"),
         ("cpu", 0, {"LOCAL_RANK": "3"}, "cpu"),

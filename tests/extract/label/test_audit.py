@@ -1,4 +1,4 @@
-"""How far labels are to be trusted: agreement, and a sample that a person judges."""
+"""How far labels can be trusted: agreement, and a sample for a person to judge."""
 
 import collections
 import csv
@@ -73,7 +73,7 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     assert result.ci_low < result.kappa < result.ci_high
 
 
-def test_one_class_has_no_kappa_but_a_reason_and_such_resamples_are_counted():
+def test_one_class_gives_a_reason_for_no_kappa_and_such_resamples_are_counted():
     result = agreement([(True, True)] * 4)
     assert (result.kappa, result.ci_low, result.n_agree) == (None, None, 4)
     assert "one class" in result.reason and "undefined" in result.in_words()
@@ -84,7 +84,7 @@ def test_one_class_has_no_kappa_but_a_reason_and_such_resamples_are_counted():
     assert result.ci_low == result.ci_high == 1.0
 
 
-def test_labels_are_held_against_exact_match_and_rubrics_against_each_other():
+def test_labels_are_compared_with_exact_match_and_rubrics_with_each_other():
     votes = [YES, NO, YES, NO, SPLIT, LOST]
     rows = join_labels(*labelled(votes, ["yes", "no", "yep", "yes", "yes", "yes"]))
     kinds = {d["example_id"]: d["kind"] for d in disagreements(rows)}
@@ -122,7 +122,7 @@ def test_a_sample_is_seeded_and_even_over_settings_and_labels():
     assert draw_sample(rows, 100, seed=4) != sample
 
 
-def test_a_sample_takes_evaluated_answers_with_a_label_and_fills_up_where_few_are():
+def test_a_sample_takes_evaluated_labelled_answers_and_fills_up_small_groups():
     splits = ["train", "test", "ood"] * 40
     rows = [
         dataclasses.replace(row, example=msgspec.structs.replace(row.example, split=s))
@@ -148,8 +148,8 @@ def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_pat
     answer = msgspec.structs.replace(shown.answer, dropped=(1,))
     sample = [closed, dataclasses.replace(shown, example=example, answer=answer)]
     write_sample(path, sample, sample)
-    assert path.read_bytes().startswith(b"\xef\xbb\xbf")  # or Excel guesses
-    write_sample(path, sample, sample)  # which reads it again
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")  # else Excel guesses
+    write_sample(path, sample, sample)  # reads it again
     cells = cells_of(path)
     assert [row["passages"] for row in cells] == ["", f"seen: {long}"]
     assert [row["human"] for row in cells] == ["", ""]
@@ -158,7 +158,7 @@ def test_the_sample_shows_the_passages_that_the_model_saw_and_no_verdict(tmp_pat
 
 @pytest.fixture
 def sample(tmp_path):
-    """The rows of `many`, and a file with a hundred of them to be judged."""
+    """The rows of `many`, and a file with a hundred of them for a person to judge."""
     rows, path = many(), tmp_path / "sample.csv"
     write_sample(path, draw_sample(rows, 100), rows)
     return rows, path
@@ -189,7 +189,7 @@ def test_planted_label_noise_is_found_and_weighted_by_how_many_have_each_label(s
     disputed = collections.Counter()
     for item in result.noise:
         disputed[item.label] += item.n_disputed
-        # Wilson 1927: where the score test of a share has |z| = 1.96.
+        # Wilson 1927: the shares at which the score test has |z| = 1.96.
         for p in (item.ci_low, item.ci_high):
             z = (item.n_disputed / item.n - p) / max(1e-12, p * (1 - p) / item.n) ** 0.5
             assert p < 1e-9 or abs(z) == pytest.approx(1.96, abs=1e-3)
@@ -200,7 +200,7 @@ def test_planted_label_noise_is_found_and_weighted_by_how_many_have_each_label(s
     assert len(result.verdicts) == 100
 
 
-def test_a_sample_that_other_labels_drew_says_nothing_of_all_answers(tmp_path):
+def test_a_sample_drawn_by_other_labels_gives_no_noise_estimate(tmp_path):
     """The right answer is "yes"; unanimous judges drop what a majority mislabels."""
     votes = [(YES, NO, SPLIT)[i % 3] for i in range(300)]
     texts = [("yes", "no", "no")[i % 3] for i in range(300)]
@@ -227,14 +227,14 @@ def test_a_sample_that_other_labels_drew_says_nothing_of_all_answers(tmp_path):
     result = read_annotations(path, by["unanimous"])
     assert result.noise == () and result.n_empty == 0
     assert result.judge.n == 100 - result.n_dropped < 100
-    # Files of an earlier version do not say by which labels they were drawn.
+    # Files of earlier versions do not record by which labels they were drawn.
     drawn_and_judged("unanimous")
     path.write_text(re.sub(r"(c[0-9a-f]{12})-[0-9a-f]{8}", r"\1", path.read_text()))
     assert len(read_annotations(path, by["unanimous"]).noise) == 4
 
 
 @pytest.mark.parametrize("slips", [(), (15, 50)])
-def test_a_persons_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
+def test_an_annotators_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
     rows, path = sample
 
     def decide(i, row):
@@ -251,7 +251,7 @@ def test_a_persons_slips_lower_kappa_and_empty_cells_are_counted(sample, slips):
     assert (result.judge.kappa == 1.0) == (slips == ())
 
 
-def test_a_filled_sample_is_never_overwritten_and_read_as_a_spreadsheet_saves_it(
+def test_a_filled_sample_is_kept_and_read_as_a_spreadsheet_saves_it(
     sample,
 ):
     rows, path = sample
@@ -289,7 +289,7 @@ def test_a_wrong_annotation_is_refused_with_its_row(sample, change, words):
         read_annotations(path, rows)
 
 
-def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):
+def test_no_cell_can_be_taken_for_a_formula_and_it_is_still_read(tmp_path):
     rows = join_labels(*labelled([YES, NO], ['=HYPERLINK("x")', "-1"]))
     path = tmp_path / "sample.csv"
     write_sample(path, draw_sample(rows, 2), rows)
@@ -298,11 +298,11 @@ def test_no_cell_is_taken_for_a_formula_and_it_is_found_again(tmp_path):
     assert read_annotations(path, rows).judge.n == 2
 
 
-def test_a_sample_holds_texts_with_any_line_end_as_they_are(tmp_path):
+def test_a_sample_keeps_the_line_ends_of_texts(tmp_path):
     texts, path = ["a\rb", "a\r\nb", "a\nb", 'a\u2028"b"'], tmp_path / "sample.csv"
     rows = join_labels(*labelled([YES] * len(texts), texts))
     write_sample(path, rows, rows)
-    write_sample(path, rows, rows)  # which reads it again
+    write_sample(path, rows, rows)  # reads it again
     assert [row["answer"] for row in cells_of(path)] == texts
     fill(path)
     assert read_annotations(path, rows).judge.n == len(texts)

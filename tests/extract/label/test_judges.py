@@ -59,7 +59,7 @@ def test_a_prompt_holds_each_field_once_and_ends_with_the_rules(rubric):
     assert prompt.endswith(rubric.rules)
 
 
-def test_the_marker_changes_with_the_answer_rubric_attempt_and_seed_and_is_in_none():
+def test_a_marker_depends_on_answer_rubric_attempt_and_seed_and_is_in_no_field():
     def marker(rubric=0, text="x", **kwargs):
         prompt = judge_prompt(RUBRICS[rubric], QUESTION, GOLDS, text, **kwargs)
         return prompt.split("carry the marker ")[1].split(".")[0]
@@ -85,15 +85,14 @@ def test_no_injection_leaves_its_field_or_flips_a_fair_judge(rubric, around):
 def test_no_injection_in_another_field_flips_a_fair_judge():
     for injection in INJECTIONS:
         for question, golds in ((injection, GOLDS), (QUESTION, (injection, *GOLDS))):
-            for text in ("Paris", "Lyon"):  # right where "Lyon" has invisible letters
+            for text in ("Paris", "Lyon"):  # "Lyon" with invisible letters is right
                 verdict = "Correct" if exact_match(text, golds) else "Incorrect"
                 prompt = judge_prompt(RUBRICS[0], question, golds, text)
                 assert fair_verdict(prompt) == verdict
 
 
 @pytest.mark.parametrize("marker", FORESEEN)
-def test_a_delimiter_that_can_be_foreseen_is_left_by_the_same_injections(marker):
-    """The control: where an injection knows the marker, the same judge is fooled."""
+def test_the_same_injections_fool_a_judge_whose_marker_can_be_guessed(marker):
     verdicts = set()
     for injection in INJECTIONS:
         fields = {"gold answer(s)": "Paris", "model answer": injection}.items()
@@ -129,7 +128,7 @@ def test_a_tokenizer_finds_no_control_token_inside_a_field():
     assert sum(n_control(escape(text)) for text in INJECTIONS) == 0
 
 
-def test_defusing_twice_changes_nothing_and_plain_text_never():
+def test_escaping_twice_changes_nothing_more_and_plain_text_not_at_all():
     for text in INJECTIONS:
         assert escape(escape(text)) == escape(text)
     for text in ("Paris", "a\nb\tc", "\u6771\u4eac 2020", "3 < 4 > 2", "x [see 2]"):
@@ -142,7 +141,7 @@ def test_no_labelled_string_is_misread():
 
 
 @given(st.sampled_from(WORDS), st.text(min_size=1))
-def test_a_word_with_other_words_around_it_is_no_verdict(labelled, text):
+def test_a_verdict_with_other_words_around_it_is_unparsable(labelled, text):
     word, _ = labelled
     if any(character.isalnum() for character in text):
         assert parse_verdict(f"{word} {text}") == "unparsable"
@@ -150,13 +149,13 @@ def test_a_word_with_other_words_around_it_is_no_verdict(labelled, text):
 
 
 @given(st.text())
-def test_any_text_has_exactly_one_verdict(text):
+def test_any_text_is_unparsable_or_the_verdict_that_its_letters_spell(text):
     letters = "".join(c for c in text if c.isalpha()).lower()
     assert parse_verdict(text) in ("unparsable", letters)
 
 
 def test_a_judge_that_parrots_an_injection_gives_no_verdict():
-    # But for the word alone in quotes or emphasis, which is that word.
+    # Except the bare word in quotes or emphasis, which is that verdict.
     bare = {f"{q}\nCorrect\n{q}" for q in ("***", "'''", '"""', "```")}
     parsed = {text for text in INJECTIONS if parse_verdict(text) != "unparsable"}
     assert parsed == bare
@@ -177,7 +176,7 @@ def test_a_judge_that_parrots_an_injection_gives_no_verdict():
         ("majority", ("correct", "incorrect"), None, "1 of 2"),
     ],
 )
-def test_a_label_is_what_all_or_more_than_half_of_the_verdicts_say(
+def test_a_label_follows_all_or_a_majority_of_the_verdicts(
     vote, verdicts, label, reason
 ):
     assert consensus(verdicts, vote)[0] is label
@@ -192,7 +191,9 @@ def test_an_unknown_vote_and_no_verdict_are_refused():
 
 
 @pytest.mark.parametrize("reply", ["Well, correct.", generated("Correct", "length")])
-def test_an_unparsable_or_cut_reply_is_asked_for_twice_and_counted(tmp_path, reply):
+def test_an_unparsable_or_cut_reply_is_asked_for_twice_more_and_counted(
+    tmp_path, reply
+):
     judgements, generator = judged(tmp_path, lambda prompt: reply)
     (label,) = judgements.labels
     assert (label.label, label.verdicts) == (None, ("unparsable",) * 3)
@@ -201,7 +202,7 @@ def test_an_unparsable_or_cut_reply_is_asked_for_twice_and_counted(tmp_path, rep
     assert judgements.counts()[0]["n_with_unparsable"] == 1
 
 
-def test_a_reply_that_parses_at_the_second_attempt_counts(tmp_path):
+def test_a_reply_that_parses_at_the_second_attempt_is_a_verdict(tmp_path):
     replies = iter(["I think correct"] * 3 + ["Correct"] * 3)
     judgements, _ = judged(tmp_path, lambda prompt: next(replies))
     assert judgements.labels[0].label is True
@@ -227,7 +228,7 @@ def test_another_judge_or_seed_asks_again(tmp_path):
         assert len(generator.prompts) == n_prompts
 
 
-def test_every_field_of_a_reply_survives_the_disk_and_a_line_that_is_none_is_named(
+def test_every_field_of_a_reply_is_read_back_and_a_line_of_another_type_named(
     tmp_path,
 ):
     ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
@@ -242,7 +243,7 @@ def test_every_field_of_a_reply_survives_the_disk_and_a_line_that_is_none_is_nam
         open_replies(tmp_path / "replies.jsonl")
 
 
-def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
+def test_custom_rubrics_are_asked_in_their_own_words_and_compared(tmp_path):
     rubrics = [
         Rubric(name=name, opening=f"Judge {name}ly.", rules="Say Correct or Incorrect.")
         for name in ("strict", "mild")
@@ -263,7 +264,7 @@ def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
     assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
 
 
-def test_a_judge_that_was_stopped_is_known_by_the_verdicts_that_are_kept(tmp_path):
+def test_kept_verdicts_show_that_a_stopped_judge_can_judge(tmp_path):
     def silent(prompt):
         return "Perhaps"
 

@@ -1,4 +1,4 @@
-"""Labels by comparison, by a judge in Python, and from a person's file."""
+"""Labels by comparison, by a judge in Python, and from a user's file."""
 
 import json
 import re
@@ -78,14 +78,14 @@ UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
 
 
 def scripted_words(text):
-    """SQuAD's normaliser, letter by letter, with MLQA's punctuation, of any script."""
+    """SQuAD's normaliser, letter by letter, with MLQA's punctuation, for any script."""
     text = normalize("NFC", text.lower())
     characters = [
         c
         for c in text
         if c not in string.punctuation and category(c)[0] != "P" and category(c) != "Cf"
     ]
-    # An article goes only between characters that are part of no word.
+    # Articles are removed only as words of their own.
     words, run = [], ""
     for character in [*characters, " "]:
         if character.isalnum():
@@ -97,7 +97,7 @@ def scripted_words(text):
 
 
 def scripted_tokens(text):
-    """As MLQA's script splits Chinese, with marks at their letters."""
+    """Split like Chinese in MLQA's script, keeping marks with their letters."""
     tokens = []
     for word in scripted_words(text):
         ends = True
@@ -116,7 +116,7 @@ def scripted_tokens(text):
 
 
 def scripted_f1(answer, golds):
-    """FlashRAG's, from precision and recall; pairs under the guard are passed over."""
+    """FlashRAG's F1, from precision and recall, without pairs that its guard skips."""
     best, answer_words = 0.0, scripted_tokens(answer)
     for gold in map(scripted_tokens, golds):
         closed = (["yes"], ["no"], ["noanswer"])
@@ -130,7 +130,7 @@ def scripted_f1(answer, golds):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
+def test_golds_of_published_sets_are_compared_as_by_their_scripts(name):
     path = pub.samples() / name
     if not path.exists():
         pytest.skip(f"{name} is not among the samples")
@@ -161,11 +161,11 @@ def test_the_golds_of_a_published_set_are_compared_as_its_scripts_do(name):
         ("U.S.", ["U.S.A."], False, False, 0),  # "us" and "usa" to published scripts
         ("New York", ["New-York"], False, False, 0),  # "newyork"
         ("the Beatles", ["Beatles!"], True, True, 1),
-        ("the", ["A!"], True, True, 0),  # nothing is left of either
+        ("the", ["A!"], True, True, 0),  # both become empty
         ("Tarn River", ["Tarn Falls"], False, False, 0.5),
         ("x x x", ["x"], False, True, 0.5),
         ("", ["x"], False, False, 0),
-        ("yes it is", ["yes"], False, True, 0),  # yes and no share no F1
+        ("yes it is", ["yes"], False, True, 0),  # FlashRAG's guard for yes and no
         ("No, they are not", ["no"], False, True, 0),
         ("Yes, no doubt", ["no"], False, False, 0),
         ("I have no idea", ["no"], False, False, 0),
@@ -196,7 +196,7 @@ def test_answers_are_compared_by_words_without_case_marks_and_articles(
 
 
 @given(st.characters(categories=["Cf"]))
-def test_a_character_that_only_formats_is_no_part_of_an_answer(character):
+def test_formatting_characters_in_an_answer_are_ignored(character):
     for gold in ("Helium", "Sao Tom\xe9", "\u0645\u06cc\u062e\u0648"):
         assert exact_match(f"{gold[:3]}{character}{gold[3:]}", [gold])
 
@@ -260,7 +260,7 @@ def right(question, answer):
         (ANSWERS, QUESTIONS, lambda a: True, ["TypeError", "'Bamako'"]),
     ],
 )
-def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, named):
+def test_what_cannot_be_judged_is_named(answers, examples, judge, named):
     with pytest.raises(ValueError) as caught:
         label_with(answers, examples, judge)
     for name in named:
@@ -277,7 +277,7 @@ def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, 
         (None, ["Bamako"], "answer: expected a text"),
     ],
 )
-def test_one_gold_alone_is_not_compared_letter_by_letter(answer, golds, named):
+def test_golds_that_are_not_a_list_of_texts_are_refused(answer, golds, named):
     with pytest.raises(ValueError, match=named):
         exact_match(answer, golds)
 
@@ -285,7 +285,7 @@ def test_one_gold_alone_is_not_compared_letter_by_letter(answer, golds, named):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 @pytest.mark.parametrize("verdict", [True, False, None])
-def test_one_class_alone_in_training_or_validation_is_refused(setting, split, verdict):
+def test_a_single_class_in_training_or_validation_is_refused(setting, split, verdict):
     examples = [
         msgspec.structs.replace(MALI, id=f"{name}{i}", split=name)
         for name in ("train", "validation", "test")
@@ -307,7 +307,7 @@ def test_one_class_alone_in_training_or_validation_is_refused(setting, split, ve
             check_both_classes(examples, labels)
 
 
-def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path):
+def test_an_imported_label_holds_only_for_the_same_question_and_answer(tmp_path):
     rows = [
         judged("capital of  mali", " Bamako", True),
         judged("Capital of Mali?", "Segou", False, setting="with_context"),
@@ -325,7 +325,7 @@ def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path)
         import_labels(pub.write_lines(path, [row]), ANSWERS, QUESTIONS)
 
 
-def test_a_label_of_another_run_holds_for_the_very_answer_and_an_old_one_is_counted(
+def test_labels_of_another_run_need_the_same_answer_and_old_ones_are_counted(
     run, tmp_path
 ):
     others = [*ANSWERS[:2], answered("Cusco", name="2")]
@@ -343,7 +343,7 @@ def test_a_label_of_another_run_holds_for_the_very_answer_and_an_old_one_is_coun
     assert [x.label for x in read_records(run.labels, Label)] == [True, True, True]
 
 
-def test_a_label_of_another_run_holds_for_no_other_question_of_the_same_id(tmp_path):
+def test_labels_of_another_run_hold_for_no_other_question_with_the_same_id(tmp_path):
     names = ("Mali", "Peru", "Chad")
     questions = [example(x, f"Is {x} in Africa?") for x in names]
     answers = [answered("yes", name=x) for x in names]
@@ -362,7 +362,7 @@ def test_a_label_of_another_run_holds_for_no_other_question_of_the_same_id(tmp_p
     assert import_labels(path, answers, shifted).n_unchecked == 3
 
 
-def test_a_label_names_its_question_and_not_what_a_version_folds_it_to(tmp_path):
+def test_a_label_is_tied_to_its_questions_text_not_to_a_versions_text_key(tmp_path):
     texts = ("Is Mali  in Africa?", "Is Mali in Africa? ", "is Mali in Africa")
     questions = [example("Mali", text) for text in texts]
     answer = answered("yes", name="Mali")
@@ -386,11 +386,11 @@ def test_questions_about_c_c_sharp_and_c_plus_plus_take_their_own_verdicts(tmp_p
     assert [label.label for label in result.labels] == [False, True, False]
 
 
-def test_a_null_label_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
+def test_a_label_of_null_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
     rows = [
         MINE,
         judged("Capital of Peru?", "Lima", None),
-        judged("Capital of Mali?", "Bamako", None),  # the verdict above holds
+        judged("Capital of Mali?", "Bamako", None),  # the label above holds
         judged("Capital of Peru?", "Cusco", None),
     ]
     path = pub.write_lines(tmp_path / "mine.jsonl", rows)
@@ -417,7 +417,7 @@ def test_a_null_label_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
         ),
     ],
 )
-def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
+def test_contradictory_or_invalid_lines_are_refused_by_number(tmp_path, row, words):
     path = pub.write_lines(tmp_path / "m.jsonl", [MINE, row])
     with pytest.raises(ValueError) as caught:
         import_labels(path, ANSWERS, QUESTIONS)
@@ -431,9 +431,9 @@ def run(tmp_path):
     return run
 
 
-def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
+def test_imported_labels_are_named_and_can_be_corrected_by_hand(run, tmp_path):
     path = pub.write_lines(tmp_path / "mine.jsonl", [MINE])
-    run.labels.write_text("mine\n")  # which nobody recorded
+    run.labels.write_text("mine\n")  # not recorded by a stage
     for options in ((), ("--import", path)):
         output = beatrice("label", run.path, *options, code=1).output
         assert "labels.jsonl is there already with other content" in output
@@ -446,7 +446,7 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
 
     wrong = [msgspec.structs.replace(label, label=False) for label in labels[1:]]
     corrected = write_lines([labels[0], *wrong])
-    run.labels.write_text(corrected)  # by hand
+    run.labels.write_text(corrected)  # edited by hand
     for options in ((), ("--match", "containment"), ("--import", path)):
         output = beatrice("label", run.path, *options, code=1).output
         assert "labels.jsonl was changed since it was written" in output
@@ -460,18 +460,18 @@ def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
     assert "replaces the earlier labels: imported from corrected.jsonl" in output
 
 
-def test_labels_by_what_was_punctuation_once_are_given_anew(run):
+def test_labels_by_an_earlier_rule_of_exact_match_are_made_again(run):
     beatrice("label", run.path)
     record = run.stage_record("label")
-    of_once = {k: v for k, v in record.inputs.items() if k != "format"}
-    run.mark_stage("label", of_once, 0.0, [run.labels])
+    without_format = {k: v for k, v in record.inputs.items() if k != "format"}
+    run.mark_stage("label", without_format, 0.0, [run.labels])
     output = beatrice("label", run.path).output
     assert "replaces the earlier labels: an earlier exact match" in output
     assert run.stage_record("label").inputs == record.inputs
     assert "already done" in beatrice("label", run.path).output
 
 
-def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_before(
+def test_an_unreadable_file_or_a_failing_judge_leaves_the_earlier_labels(
     run, working_folder
 ):
     beatrice("label", run.path)
@@ -487,7 +487,7 @@ def test_a_file_that_cannot_be_read_or_a_judge_that_fails_leaves_the_labels_of_b
         assert (run.labels.read_bytes(), run.stage_record("label")) == before
 
 
-def test_a_judge_that_fails_is_asked_again_only_for_what_it_has_not_judged(
+def test_a_judge_that_failed_is_asked_again_only_for_missing_verdicts(
     run, working_folder
 ):
     code = """
@@ -505,11 +505,11 @@ def costly(question, answer):
     assert "judge_with.jsonl are not judged again" in again
     labels = [label.label for label in read_records(run.labels, Label)]
     assert labels == [False] * 3
-    # One verdict and a failure, then the two that were missing.
+    # A verdict and a failure, then the two missing verdicts.
     assert (working_folder / "calls.txt").read_text() == "x" * 4
 
 
-def test_an_audit_is_of_the_labels_of_now_whatever_a_sample_of_before_holds(
+def test_an_audit_uses_the_current_labels_whatever_an_earlier_sample_holds(
     run, tmp_path
 ):
     def audit(*options):
@@ -525,23 +525,23 @@ def test_an_audit_is_of_the_labels_of_now_whatever_a_sample_of_before_holds(
     assert audit("--n-samples", 2) == (0, False)
     sample = run.audit / "sample.csv"
     fill(sample)
-    in_work = sample.read_bytes()
+    filled = sample.read_bytes()
     path = pub.write_lines(tmp_path / "mine.jsonl", [MINE])
-    beatrice("label", run.path, "--import", path)  # against exact match
-    for content in (in_work, b"a,b\n1,2\n"):
+    beatrice("label", run.path, "--import", path)  # replaces exact match
+    for content in (filled, b"a,b\n1,2\n"):
         sample.write_bytes(content)
-        assert audit() == (3, True)  # two have no label now
+        assert audit() == (3, True)  # two have lost their label
         assert sample.read_bytes() == content
-    sample.write_bytes(in_work)
+    sample.write_bytes(filled)
     options = ("--audit", "--n-samples", 1)
     assert "another sample" in beatrice("label", run.path, *options, code=1).output
-    assert sample.read_bytes() == in_work
+    assert sample.read_bytes() == filled
 
 
 README = Path(__file__).parents[3] / "docs" / "labels.md"
 
 
-def test_the_judge_of_the_guide_labels_a_run_and_again_where_its_file_has_changed(
+def test_the_guides_judge_labels_a_run_and_again_after_its_file_has_changed(
     run, working_folder
 ):
     code = re.search(r"```python\n# my_judge.py\n(.*?)```", README.read_text(), re.S)[1]

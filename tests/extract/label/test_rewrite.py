@@ -54,7 +54,7 @@ def example(text=SOURCE, name="q", **fields):
         "",
     ],
 )
-def test_what_the_source_says_is_not_flagged(faithful):
+def test_what_is_in_the_source_is_not_flagged(faithful):
     assert find_additions(faithful, SOURCE) == ((), (), ())
 
 
@@ -87,14 +87,14 @@ def test_a_number_in_a_passage_may_be_written_in_either_notation():
     assert find_additions("one of the sons", "the sons") == ((), (), ())
 
 
-def test_what_the_question_says_is_told_apart():
+def test_names_from_the_question_are_listed_separately():
     text, question = "Lyon had 9 mayors, Metz 8.", "How many mayors had Lyon?"
     result = find_additions(text, "x", question)
     assert result.entities == ("Lyon", "Metz")
     assert result.from_question == ("Lyon",)
 
 
-def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
+def test_a_prompt_holds_question_and_context_once_whatever_they_inject():
     for injection in INJECTIONS:
         text = f"A town.\n{injection}"
         prompt = rewrite_prompt(example(f"Town: {text}"))
@@ -114,7 +114,7 @@ def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
         "Curie won.",
     ],
 )
-def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
+def test_the_cue_and_the_text_before_it_are_removed(reply):
     assert read_rewrite(example(), generated(reply)).text == "Curie won."
 
 
@@ -122,21 +122,21 @@ def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
 @pytest.mark.parametrize("thought", ["Who? Ada.", "It asks: 'Normalized Context: x'."])
 def test_no_thinking_becomes_a_context(begin, end, thought):
     for reply in ("Normalized Context: Curie won.", "Curie won."):
-        for opening in (begin, ""):  # which a template may have written
+        for opening in (begin, ""):  # in the prompt if the template writes it
             text = f"{opening}{thought}\n{end}\n\n{reply}"
             assert read_rewrite(example(), generated(text)).text == "Curie won."
         endless = read_rewrite(example(), generated(f"{begin}{thought} {reply}"))
         assert endless.text is None and "thinking" in endless.reason
 
 
-def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
+def test_a_cut_or_empty_rewrite_is_dropped_with_the_reason():
     cut = read_rewrite(example(), generated("Curie", finish="length"))
     assert cut.text is None and "cut" in cut.reason
     assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
 def rewritten(tmp_path, rule, examples, kind=ScriptedGenerator, **config):
-    """Return the rewrites of examples by a rule, and the prompts for them."""
+    """Rewrite examples by a rule; return the rewrites and the prompts."""
     replies, generator = open_replies(tmp_path / "rewrite.jsonl"), kind(rule)
     result = rewrite_contexts(examples, generator, replies, RewriteConfig(**config))
     return result, generator.prompts
@@ -150,7 +150,7 @@ def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
     assert [r.example_id for r in result] == ["0"] and len(prompts) == 1
 
 
-def test_flags_are_counted_flagged_rewrites_kept_and_those_of_others_refused(tmp_path):
+def test_flags_are_counted_and_rewrites_of_changed_contexts_are_refused(tmp_path):
     replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
     examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
     result, _ = rewritten(tmp_path, lambda prompt: next(replies), examples)
@@ -168,7 +168,7 @@ def test_flags_are_counted_flagged_rewrites_kept_and_those_of_others_refused(tmp
         with_rewrites([changed], {"1": result[1]})
 
 
-def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
+def test_a_context_beyond_the_window_is_skipped_and_counted_only_on_request(
     tmp_path,
 ):
     class Small(ScriptedGenerator):
@@ -190,4 +190,4 @@ def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
     counts = count_rewrites(result)
     assert (counts["n_overlong"], counts["n_failed"], len(prompts)) == (1, 1, 2)
     _, prompts = rewrites("all")
-    assert len(prompts) == 3  # and a real backend refuses
+    assert len(prompts) == 3  # a real backend would refuse

@@ -10,7 +10,7 @@ from beatrice.benchmarks.bench.oracle import run_model
 
 
 class Eager:
-    """One answer through the untouched model, everything kept."""
+    """All outputs of the untouched model for one answer."""
 
     def __init__(self, model, ids):
         run, self.model = run_model(model, np.array(ids)), model
@@ -51,7 +51,7 @@ def mmd(p, q, embeddings):
 
 
 def expected(model, answer, swapped, n_cue):
-    """Return every reading, by loops over what the eager model puts out."""
+    """Return every reading, by loops over the eager model's outputs."""
     p, n_answer = len(answer.prompt_ids), len(answer.token_ids)
     ids = answer.prompt_ids + answer.token_ids
     seen = Eager(model, ids)
@@ -97,7 +97,7 @@ def expected(model, answer, swapped, n_cue):
 
 
 def of_attention(seen, p, c, steps, before):
-    """Return Lookback-Lens' ratios and ReDeEP's ECS, a cell a head."""
+    """Return Lookback Lens's ratios and ReDeEP's ECS, a cell per head."""
     lookback = np.zeros((len(seen.maps), len(seen.maps[0])))
     ecs = np.zeros_like(lookback)
     for layer, heads in enumerate(seen.maps):

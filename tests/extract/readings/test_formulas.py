@@ -50,7 +50,7 @@ def test_the_entropies_have_their_golden_values():
     assert float(top) == pytest.approx(0.31883757, abs=1e-8)
 
 
-def test_a_head_that_sees_the_context_alone_looks_back_entirely():
+def test_a_head_that_sees_only_the_context_has_a_lookback_ratio_of_one():
     weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
     ratios = lookback_ratio(weights[None, None], torch.tensor([2]), torch.tensor([4]))
     assert ratios.tolist() == [[[1.0, 0.0]]]
@@ -59,7 +59,7 @@ def test_a_head_that_sees_the_context_alone_looks_back_entirely():
     assert float(ratio) == pytest.approx(0.5)
 
 
-def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
+def test_divergences_of_a_large_vocabulary_in_chunks_are_those_of_float64():
     n_words, n_rows = 2**18 + 5, 260  # two chunks of rows, uneven blocks of words
     torch.manual_seed(0)
     weight = (torch.randn(n_words, 8) * 2).bfloat16()
@@ -77,7 +77,7 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
             log_probs[::2], log_probs[1::2]
         )
     assert rows == list(range(n_rows))
-    for pair in (0, 127, 128, 129):  # on both sides of where the chunks meet
+    for pair in (0, 127, 128, 129):  # on both sides of the chunks' border
         logits = states[2 * pair : 2 * pair + 2].double() @ weight.double().T
         exact = logits.softmax(-1)
         for column, is_swapped in enumerate((False, True)):
@@ -85,8 +85,8 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
             assert float(result[pair, column]) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score():
-    """Rounding leaves their Gram matrix indefinite; their singular values are known."""
+def test_the_hidden_score_is_exact_for_more_tokens_than_features_of_many_sizes():
+    """Rounding makes their Gram matrix indefinite; their singular values are known."""
     rng, n_tokens, width = np.random.default_rng(0), 60, 12
     left = np.linalg.qr(rng.standard_normal((n_tokens, width - 1)))[0]
     # Orthogonal to the vector of ones, so that centring the rows changes nothing.
@@ -105,21 +105,21 @@ def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score(
     assert result[1].item() == pytest.approx(alone.item(), abs=1e-9)
 
 
-def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
+def test_disjoint_distributions_diverge_by_log_two_and_equal_ones_by_zero():
     sure = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
     result = formulas.divergences(sure, sure.flip(-1))[0]
     assert float(result[0]) == pytest.approx(math.log(2), abs=1e-6)
-    # Exchanged arguments have no bound: 80 nats times a half, less log 2.
+    # With exchanged arguments there is no bound: half of 80 nats, less log 2.
     assert float(result[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
     assert formulas.divergences(sure, sure).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
-def test_a_tenth_of_the_prompt_is_attended_and_at_least_one_token(n_prompt, n):
+def test_a_tenth_of_the_prompt_counts_as_attended_but_at_least_one_token(n_prompt, n):
     assert formulas.n_attended(n_prompt) == n
 
 
-def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
+def test_the_discrepancy_is_the_double_sum_over_the_most_probable_words():
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn((2, 9), generator=generator).double().softmax(-1)
     table = torch.randn((9, 5), generator=generator).double()
@@ -128,17 +128,17 @@ def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
         return torch.where(values >= values.sort().values[-4], values, 0.0)
 
     result = formulas.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
-    # The embeddings are taken in float32.
+    # The function takes embeddings in float32.
     assert float(result) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
     same = formulas.discrepancy(p.log()[None], p.log()[None], table)
     assert float(same) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_layers_that_know_the_word_already_process_nothing():
+def test_layers_that_already_know_the_word_have_a_processing_rate_of_zero():
     entropies, emphasis = torch.ones((1, 2)), torch.ones(1)
     rate = formulas.processing_rate
     assert float(rate(torch.tensor([[1.0, 2.0]]), entropies, emphasis)) == 0.0
-    # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it where the told word is half as likely.
+    # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it for half the emphasis.
     halfway = torch.tensor([[0.0, 0.5]])
     assert float(rate(halfway, entropies, emphasis)) == pytest.approx(2 / 3)
     assert float(rate(halfway, entropies, emphasis / 2)) == pytest.approx(1 / 3)

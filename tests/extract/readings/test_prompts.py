@@ -26,7 +26,7 @@ SHORT = TEMPLATES["short"]
 
 @pytest.fixture(scope="module")
 def wordwise():
-    """A tokenizer of words with the space before them, where it knows "A"."""
+    """A tokenizer of words separated by white space, which knows the word "A"."""
     words = truth_text("who?", "Ann", ("Bob",)).replace("\n", " \n ").split(" ")
     known = dict.fromkeys(["<s>", "[UNK]", "\n", *words, "A", "B", ":"])
     result = Tokenizer(models.WordLevel({w: i for i, w in enumerate(known)}, "[UNK]"))
@@ -37,7 +37,7 @@ def wordwise():
     )
 
 
-def test_the_question_about_an_answer_is_that_of_the_official_code():
+def test_the_truth_question_is_that_of_the_official_code():
     assert truth_text("Who?", " Ann", ("Bob\n", "Ann")) == (
         "Question: Who?\nBrainstormed Answers: Bob\nAnn\nAnn\nPossible answer: Ann\n"
         "Is the possible answer:\nA) True\nB) False\nThe possible answer is:"
@@ -46,7 +46,7 @@ def test_the_question_about_an_answer_is_that_of_the_official_code():
     assert alone in truth_text("Who?", "Ann", ())
 
 
-def test_a_truth_prompt_ends_with_the_option_behind_the_text(wordwise):
+def test_a_truth_prompt_is_the_text_followed_by_the_option(wordwise):
     model = TokenizerOnly(wordwise)
     ids = truth_prompt(model, "who?", "Ann", ("Bob",))
     text = truth_text("who?", "Ann", ("Bob",))
@@ -61,7 +61,7 @@ def test_without_one_known_token_for_the_option_there_is_no_truth_prompt(
     bytewise, local
 ):
     assert truth_prompt(TokenizerOnly(bytewise), "who?", "Ann") is None
-    # The microworld's words hold no "A".
+    # The embedded model has no token "A".
     assert truth_prompt(local.backbone, "who?", "Ann") is None
 
 
@@ -83,17 +83,17 @@ def titles_lent(example, every, **fields):
     return [[passage.title for passage in passages] for passages in groups]
 
 
-def test_the_next_question_of_the_set_lends_as_many_passages():
+def test_the_next_questions_of_the_set_lend_equally_many_passages():
     titles = {0: "ab", 1: "cd", 2: "efg", 3: "h", 4: "ij"}
     sets = {1: "other"}
     every = [example(i, x, dataset=sets.get(i, "d")) for i, x in titles.items()]
     assert titles_lent(every[0], every) == [["e", "f"], ["i", "j"]]
-    # Behind the last comes the first.
+    # After the last comes the first.
     assert titles_lent(every[4], every) == [["a", "b"], ["e", "f"]]
     assert titles_lent(every[2], every, dropped=(1, 2)) == [["h"], ["i"], ["a"]]
 
 
-def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
+def test_passages_with_the_same_title_or_a_gold_answer_are_not_lent():
     every = [
         example(0, ["Sid &amp; Nancy"], golds=("Paris",)),
         example(1, ["sid & nancy"]),
@@ -104,13 +104,13 @@ def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
     assert titles_lent(every[0], every) == [["y"]]
 
 
-def test_without_titles_texts_tell_passages_apart():
+def test_passages_without_titles_are_told_apart_by_their_texts():
     every = [example(i, [""], texts=[t]) for i, t in enumerate(["same", "same", "b"])]
     result = other_passages(every[0], answered(every[0]), neighbours_of(every))
     assert [passages[0].text for passages in result] == ["b"]
 
 
-def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
+def test_a_swapped_prompt_asks_the_same_question_after_other_passages(bytewise):
     every = [example(0, "a"), example(1, "b"), example(2, "c")]
     answer = answered(every[0])
     model = TokenizerOnly(bytewise)
@@ -120,15 +120,15 @@ def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
     assert (
         swapped_prompt(model, SHORT, every[0], answer, neighbours_of(every[:1])) is None
     )
-    # What does not fit the window with the answer gives way to what does.
+    # Passages too long for the window with the answer are passed over.
     window = dataclasses.replace(model, max_length=len(ids) + 1)
     lent = [every[0], example(1, "b", texts=["much longer " * 9]), every[2]]
     result = swapped_prompt(window, SHORT, every[0], answer, neighbours_of(lent))
     assert result == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
 
 
-def test_other_passages_change_what_the_microworlds_model_says(local):
-    """A discrepancy of zero would mean that the swap does nothing."""
+def test_other_passages_change_the_embedded_models_distributions(local):
+    """A discrepancy of zero would mean that the swap has no effect."""
     every = [item for item in questions(12, 0, 0) if item.passages]
     backbone, answers = local.backbone, []
     for item in every:

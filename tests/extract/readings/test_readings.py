@@ -1,4 +1,4 @@
-"""Every reading against loops over the eager model, alone and behind a beginning."""
+"""Every reading against loops over the eager model, also with a shared beginning."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,8 @@ from tests.records import an_answer
 
 CUE = (5, 9, 7)
 READING_NAMES = tuple(name for group in PARTS for name in group.names)
-# Sums of float32 products in another order; the Gram matrix' logarithms in float64 of
-# states that differ so.
+# Sums of float32 products differ in their order, and so do the states from which the
+# logarithms of Gram matrices are computed in float64.
 TOLERANCE = 2e-4
 
 
@@ -39,20 +39,20 @@ def answer_of(seed, prompt_ids, n_answer, **fields):
     return an_answer(example_id=f"q{seed}", setting="with_context", **ids, **fields)
 
 
-def answer_behind_cue(seed, n_prompt, n_answer, **fields):
+def answer_after_cue(seed, n_prompt, n_answer, **fields):
     prompt_ids = (*ids_of(seed, n_prompt - 3), *CUE)
     span = {"context_span": (1, n_prompt - 5)}
     return answer_of(seed, prompt_ids, n_answer, **span, **fields)
 
 
 ANSWERS = [
-    answer_behind_cue(1, 23, 3),
-    answer_behind_cue(2, 14, 1),
-    answer_behind_cue(3, 31, 5, stop_id=None),
-    answer_behind_cue(4, 12, 0),
+    answer_after_cue(1, 23, 3),
+    answer_after_cue(2, 14, 1),
+    answer_after_cue(3, 31, 5, stop_id=None),
+    answer_after_cue(4, 12, 0),
 ]
-SWAPPED = [answer_behind_cue(10 + i, 18 + i, 0).prompt_ids for i in range(3)] + [None]
-TRUTH = [answer_behind_cue(20 + i, 15 + i, 0).prompt_ids for i in range(3)] + [None]
+SWAPPED = [answer_after_cue(10 + i, 18 + i, 0).prompt_ids for i in range(3)] + [None]
+TRUTH = [answer_after_cue(20 + i, 15 + i, 0).prompt_ids for i in range(3)] + [None]
 DRAWN = [[(11, 12), (13,), (11, 12)], [(15, 16, 17)], [None, ()], []]
 
 
@@ -86,7 +86,7 @@ def arrays(backbone):
 
 
 def assert_same(items, others, names=READINGS):
-    """Hold the readings of one answer after another against each other."""
+    """Check that each answer has the same readings in both lists."""
     for item, other in zip(items, others, strict=True):
         for name in names:
             np.testing.assert_allclose(
@@ -94,7 +94,7 @@ def assert_same(items, others, names=READINGS):
             )
 
 
-def test_every_reading_is_what_loops_over_the_eager_model_give(eager, arrays):
+def test_every_reading_equals_loops_over_the_eager_model(eager, arrays):
     for answer, swapped, item in zip(ANSWERS[:3], SWAPPED, arrays, strict=False):
         wanted = expected(eager, answer, swapped, 3)
         assert set(wanted) == set(READING_NAMES)
@@ -107,7 +107,7 @@ def test_every_reading_is_what_loops_over_the_eager_model_give(eager, arrays):
             )
 
 
-def test_p_true_is_the_probability_of_the_last_id_behind_the_others(eager, arrays):
+def test_p_true_is_the_probability_of_the_last_id_given_the_others(eager, arrays):
     for prompt, item in zip(TRUTH[:3], arrays, strict=False):
         logits = Eager(eager, prompt).logits[-2].softmax(-1)
         assert item["p_true"] == pytest.approx(float(logits[prompt[-1]]), rel=1e-4)
@@ -130,7 +130,7 @@ def test_the_middle_of_32_layers_is_16_and_of_40_is_20():
     assert [middle_entry(n) for n in (32, 40)] == [16, 20]
 
 
-def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, arrays):
+def test_an_answer_without_tokens_has_nan_for_readings_of_tokens(backbone, arrays):
     whole = {"llmcheck_hidden_all", "llmcheck_attention_all", "lookback"}
     whole |= {"gnosis_maps", "gnosis_states"}
     assert {"window_entropy", "logit_entropy"} <= set(READING_NAMES) - whole
@@ -140,7 +140,7 @@ def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, ar
         assert not is_nan.any() if name in whole else is_nan.all(), name
 
 
-def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, arrays):
+def test_readings_do_not_depend_on_the_batch_or_the_order(backbone, arrays):
     alone = read_all(backbone, tokens_per_batch=1)
     assert_same(arrays, alone)
     backwards = {name: values[::-1] for name, values in GIVEN.items()}
@@ -158,7 +158,7 @@ def readings(backbone, begun, answers, swapped, *, n_cue=1, budget=WHOLE):
     return _read_batch(batch, PARTS, frozenset(READING_NAMES))
 
 
-def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
+def test_chunks_of_one_row_give_the_same_readings_as_one_chunk(backbone):
     least = {"n_attention_weights": 1, "n_tokens_per_chunk": 1, "n_words_per_block": 2}
     chunks, whole = (
         readings(backbone, None, ANSWERS, SWAPPED, n_cue=3, budget=budget)
@@ -168,14 +168,14 @@ def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
     assert_same_batch(chunks, whole, **checks)
 
 
-def test_only_what_is_asked_for_is_read(backbone, arrays):
+def test_only_requested_readings_are_read(backbone, arrays):
     for name in READINGS:
         single = read_all(backbone, names=[name])
         assert all(set(item) == {name} for item in single)
         assert_same(single, arrays, [name])
 
 
-def test_without_a_reading_of_attention_the_model_attends_by_itself(backbone):
+def test_attention_is_computed_here_only_for_readings_of_attention(backbone):
     class Watched(torch.overrides.TorchFunctionMode):
         n_softmax = 0
 
@@ -217,28 +217,28 @@ def test_the_cue_is_what_all_prompts_end_with():
 N_SHARED = 24
 
 
-def behind_shared(seed, n_prompt):
+def after_shared(seed, n_prompt):
     return (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt))
 
 
 TAILED = [
-    answer_of(seed, behind_shared(seed, n), n_answer, context_span=(N_SHARED, N_SHARED))
+    answer_of(seed, after_shared(seed, n), n_answer, context_span=(N_SHARED, N_SHARED))
     for seed, n, n_answer in ((1, 9, 3), (2, 4, 1), (3, 14, 5))
 ]
-TAILED_SWAPS = [behind_shared(10 + i, 7 + 2 * i) for i in range(3)]
+TAILED_SWAPS = [after_shared(10 + i, 7 + 2 * i) for i in range(3)]
 PROMPTS = [*(answer.prompt_ids for answer in TAILED), *TAILED_SWAPS]
 
 
 def backbone_of(name):
     model = tiny_model(name)
-    if name.startswith("gemma"):  # longer than what is common, shorter than a sequence
+    if name.startswith("gemma"):  # between N_SHARED and the lengths of sequences
         model.config.sliding_window = 30
         model = type(model)(model.config).eval().requires_grad_(False)
     return Backbone.from_model(model)
 
 
 def assert_same_batch(batch, other, rtol=2e-4, atol=2e-5, **checks):
-    """Hold two batches' readings, each a tensor for every answer, together."""
+    """Check that two batches, lists of tensors by reading, are the same."""
     for name in READING_NAMES:
         for left, right in zip(batch[name], other[name], strict=True):
             torch.testing.assert_close(left, right, rtol=rtol, atol=atol, **checks)
@@ -247,12 +247,12 @@ def assert_same_batch(batch, other, rtol=2e-4, atol=2e-5, **checks):
 # Full attention, learned positions, windows that a sequence outgrows, and layers that
 # read the keys of others.
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gemma4"])
-def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
+def test_a_batch_that_continues_a_beginning_has_the_same_readings(name):
     backbone = backbone_of(name)
     with torch.no_grad():
         begun = begin(backbone.layout, PROMPTS)
     assert begun.n_tokens == N_SHARED
-    # What one batch adds is not there for the next.
+    # A batch leaves nothing in the beginning for the next.
     whole, continued, again = (
         readings(backbone, item, TAILED, TAILED_SWAPS) for item in (None, begun, begun)
     )
@@ -261,7 +261,7 @@ def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_beginning_goes_on_from_a_shorter_one(name):
+def test_a_beginning_can_continue_a_shorter_one(name):
     backbone, first = backbone_of(name), ids_of(0, N_SHARED)
     draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
     with torch.no_grad():
@@ -287,7 +287,7 @@ def test_another_beginning_gives_other_readings():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
+def test_end_states_of_a_batch_are_those_of_each_sequence_by_itself(name):
     backbone = backbone_of(name)
     for entry in (2, backbone.n_layers):
         pick = hidden_state(backbone, entry)
@@ -296,31 +296,31 @@ def test_states_of_draws_are_those_of_each_sequence_by_itself(name):
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_common_is_run_once():
+def test_a_shared_beginning_is_run_once():
     backbone = backbone_of("llama")
     with shapes_run(backbone) as shapes:
         list(read(backbone, TAILED, ["lookback", "lumina_mmd"], swapped=TAILED_SWAPS))
     assert shapes == [(1, N_SHARED), (3, 19), (3, 16)]
 
 
-# A window shorter than what is common, recurrent layers, a softcap, sinks, and
-# attention that the model does not ask for.
+# A window shorter than the shared beginning, recurrent layers, a softcap, sinks, and
+# attention without the attention function.
 @pytest.mark.parametrize(
     "name", ["mistral_window", "qwen3_5", "gemma2", "gpt_oss", "bloom"]
 )
-def test_some_models_read_every_sequence_from_its_beginning(name):
+def test_some_models_read_every_sequence_in_full(name):
     with torch.no_grad():
         assert begin(Backbone.from_model(tiny_model(name)).layout, PROMPTS) is None
 
 
-def test_little_in_common_is_not_worth_a_run():
+def test_a_short_shared_beginning_is_not_run_separately():
     backbone = backbone_of("llama")
     assert begin(backbone.layout, [ids[N_SHARED - 15 :] for ids in PROMPTS]) is None
     for prompts in (PROMPTS[:1], []):
         assert begin(backbone.layout, prompts) is None
 
 
-# Of Amirhosein-gh98/Gnosis f8ff11d, `compute_attn_stats(A[None, None], ("all",))` in
+# From Amirhosein-gh98/Gnosis f8ff11d, `compute_attn_stats(A[None, None], ("all",))` in
 # float64, where A is `planted_map()`.
 GOLDEN = [
     *(2.433117151, 0.00841421, 0.013417416, 0.121788226, 0.856380224),
@@ -342,11 +342,11 @@ def test_a_map_has_the_statistics_of_the_official_code():
     np.testing.assert_allclose(statistics(planted_map().numpy()), GOLDEN, atol=1e-7)
 
 
-def test_a_head_that_sees_itself_or_the_first_token_alone_has_all_in_one_place():
+def test_a_head_that_sees_only_itself_or_the_first_token_has_extreme_statistics():
     diagonal = map_statistics(torch.eye(32)).numpy()
     np.testing.assert_allclose(diagonal[9:13], [1, 1, 1, 0], atol=1e-6)
     np.testing.assert_allclose(diagonal[13:15], 0.5, atol=1e-6)
-    assert diagonal[22] == pytest.approx(1, abs=1e-6)  # a row tells its column
+    assert diagonal[22] == pytest.approx(1, abs=1e-6)  # rows determine columns
     sink = torch.zeros(32, 32)
     sink[:, 0] = 1
     column = map_statistics(sink).numpy()
@@ -355,7 +355,7 @@ def test_a_head_that_sees_itself_or_the_first_token_alone_has_all_in_one_place()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 32, 50])
-def test_bins_are_those_of_adaptive_pooling(n_tokens):
+def test_bins_average_like_adaptive_pooling(n_tokens):
     values = torch.rand(1, 1, n_tokens, generator=torch.Generator().manual_seed(0))
     bins = bin_weights([(3, 3 + n_tokens)], n_tokens + 9, 32)
     inside = bins[0, :, 3 : 3 + n_tokens]

@@ -1,4 +1,4 @@
-"""What a run has settled on: written down once, and not changed by anybody."""
+"""The settings of a run: written down once and never changed."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def run(tmp_path):
         yield run
 
 
-def test_a_run_continues_with_what_it_was_made_with(run):
+def test_a_run_continues_with_the_settings_it_was_made_with(run):
     run.close()
     before = run.manifest.read_bytes()
     for item in (SMOKE, None):
@@ -64,7 +64,7 @@ def test_a_run_continues_with_what_it_was_made_with(run):
     assert read_manifest(run.path)["versions"]["numpy"]
 
 
-def test_a_run_of_other_settings_is_refused_with_what_differs(tmp_path):
+def test_a_run_with_other_settings_is_refused_with_the_differences(tmp_path):
     RunDir.open(tmp_path, SMOKE).close()
     other = dataclasses.replace(SMOKE, seed=1, sections={"backbone": Widths(rate=0.5)})
     words = f"{tmp_path} holds a run with seed=0, backbone.rate=0.1; you asked for "
@@ -74,10 +74,10 @@ def test_a_run_of_other_settings_is_refused_with_what_differs(tmp_path):
     other = NewRun(preset="smoke", sections={"backbone": Widths(), "data": Settings()})
     with pytest.raises(ValueError, match="with no data; you asked for one with data;"):
         RunDir.open(tmp_path, other)
-    RunDir.open(tmp_path, SMOKE).close()  # the refusals let go of the lock
+    RunDir.open(tmp_path, SMOKE).close()  # the refusals released the lock
 
 
-def test_what_follows_from_a_preset_is_not_listed_as_different(tmp_path):
+def test_settings_that_follow_from_a_preset_are_not_listed_as_different(tmp_path):
     def new_run(preset, **fields):
         sections = {"world": Widths(**fields), "extract": Widths(**fields)}
         return NewRun(preset=preset, sections=sections)
@@ -86,16 +86,16 @@ def test_what_follows_from_a_preset_is_not_listed_as_different(tmp_path):
     with pytest.raises(ValueError, match="asked for preset='demo'; choose another"):
         RunDir.open(tmp_path, new_run("demo", rate=0.5))
     message = "asked for world.rate=0.5, extract.rate=0.5; choose another"
-    with pytest.raises(ValueError, match=message):  # control: nothing else differs
+    with pytest.raises(ValueError, match=message):  # control: same preset
         RunDir.open(tmp_path, new_run("smoke", rate=0.5))
 
 
-def test_what_is_settled_stays_and_other_options_are_refused_by_name(run):
+def test_settled_options_stay_and_other_values_are_refused_by_name(run):
     settled = run.settle("train", PRESETS, changed(stop=3))
     assert settled == dataclasses.replace(PRESETS["smoke"], stop=3)
     assert run.section("train", Settings) == settled
     before = run.manifest.read_bytes()
-    assert run.settle("train", PRESETS) == settled  # options that are not given
+    assert run.settle("train", PRESETS) == settled  # no options given
     assert run.settle("train", PRESETS, lambda saved: saved) == settled
     assert run.settle("train", PRESETS, changed(stop=3)) == settled
     other = changed(precision="bfloat16", widths=Widths(layers=(4,), rate=0.5))
@@ -106,7 +106,7 @@ def test_what_is_settled_stays_and_other_options_are_refused_by_name(run):
     assert run.manifest.read_bytes() == before
 
 
-def test_what_is_settled_outlives_other_defaults_of_a_preset(run):
+def test_settled_options_outlive_changed_defaults_of_a_preset(run):
     settled = run.settle("train", PRESETS)
     later = {**PRESETS, "smoke": Settings(n_seeds=9)}
     assert run.settle("train", later) == settled
@@ -121,7 +121,7 @@ def test_a_dry_run_settles_nothing(run):
     with pytest.raises(ValueError, match="no settings of train yet; run `beatrice tr"):
         run.section("train", Settings)
     run.settle("train", PRESETS)
-    with pytest.raises(ValueError, match="train.stop=3"):  # it would not be done so
+    with pytest.raises(ValueError, match="train.stop=3"):  # the real run would refuse
         run.settle("train", PRESETS, changed(stop=3), is_recorded=False)
 
 
@@ -137,7 +137,7 @@ def test_a_dry_run_settles_nothing(run):
         (lambda saved: saved["widths"].update(layers=4), "Expected `array`, got `int`"),
     ],
 )
-def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
+def test_a_section_that_cannot_be_read_is_refused_with_the_reason(run, change, reason):
     run.settle("train", PRESETS)
     manifest = read_manifest(run.path)
     change(manifest["sections"]["train"])
@@ -156,7 +156,7 @@ def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
         '{"name": "web app"}',
     ],
 )
-def test_a_manifest_of_another_version_or_none_says_what_to_do(tmp_path, content):
+def test_a_missing_manifest_or_another_version_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match="is not a run directory: it has no manifest"):
         RunDir.open(tmp_path)
     (tmp_path / "manifest.json").write_text(content)
@@ -179,7 +179,7 @@ def test_a_manifest_of_another_version_or_none_says_what_to_do(tmp_path, content
     ],
     ids=["a list", "a piece", "bytes", "200,000 brackets", "5,000 digits"],
 )
-def test_a_manifest_that_is_no_object_is_one_sentence(tmp_path, content, words):
+def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, content, words):
     (tmp_path / "manifest.json").write_bytes(content)
     words = re.escape(f"{tmp_path / 'manifest.json'}: {words}")
     with pytest.raises(ValueError, match=f"^{words}.*restore it, or start a new run"):
@@ -202,7 +202,7 @@ BY_HAND = "its own SHA-256 does not match; restore it"
         (lambda x: x.update(seeds=1), True, "unknown field `seeds`"),
     ],
 )
-def test_a_manifest_edited_by_hand_or_of_other_types_is_one_sentence(
+def test_a_manifest_edited_by_hand_or_with_wrong_types_is_refused(
     run, change, is_sealed, words
 ):
     run.settle("train", PRESETS)
@@ -214,11 +214,11 @@ def test_a_manifest_edited_by_hand_or_of_other_types_is_one_sentence(
         run.settle("train", PRESETS)
 
 
-def test_workers_that_settle_at_once_write_the_same_bytes(run):
+def test_workers_that_settle_simultaneously_write_the_same_bytes(run):
     barrier = threading.Barrier(2)
 
     def settle(settings):
-        barrier.wait()  # both have seen that nothing is settled
+        barrier.wait()  # both have found nothing settled
         return dataclasses.replace(settings, stop=3)
 
     def work(_):
@@ -231,7 +231,7 @@ def test_workers_that_settle_at_once_write_the_same_bytes(run):
     assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_workers_that_make_a_run_at_once_make_one(tmp_path):
+def test_workers_that_make_a_run_simultaneously_make_only_one(tmp_path):
     path, barrier = tmp_path / "run", threading.Barrier(4)
 
     def work(_):

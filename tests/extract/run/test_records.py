@@ -1,4 +1,4 @@
-"""Records and rows: what is written is read, and what is wrong is refused by line."""
+"""Records and rows are read as they were written; wrong lines are refused by number."""
 
 import json
 import math
@@ -43,7 +43,7 @@ LABEL = a_label(None, verdicts=("yes", "no"), reason="judges disagree")
 
 
 @pytest.mark.parametrize("record", [EXAMPLE, ANSWER, LABEL])
-def test_a_record_survives_its_line(record):
+def test_a_record_is_read_back_from_its_line(record):
     assert from_json(type(record), to_json(record), "here") == record
 
 
@@ -76,7 +76,7 @@ WRONG = [None, True, 1, 1.5, "x", [], ["x"], [1, "x"], [[]], {}, {"x": 1}]
 
 
 @pytest.mark.parametrize("record", [EXAMPLE, ANSWER, LABEL])
-def test_a_value_of_another_type_is_refused_by_its_field(record):
+def test_a_value_of_the_wrong_type_is_refused_by_its_field(record):
     kind, whole = type(record), json.loads(to_json(record))
     n_refused = 0
     for name, value in ((name, value) for name in whole for value in WRONG):
@@ -92,12 +92,12 @@ def test_a_value_of_another_type_is_refused_by_its_field(record):
     assert n_refused > 5 * len(whole)
 
 
-def test_what_python_writes_and_json_has_not_is_read_back():
+def test_infinity_and_lone_surrogates_are_read_back():
     odd = msgspec.structs.replace(EXAMPLE, meta={"pop": math.inf, "name": "\ud800"})
     assert from_json(Example, to_json(odd), "here") == odd
 
 
-def test_the_bytes_of_a_line_are_those_of_pythons_writer():
+def test_the_bytes_of_a_line_are_those_of_pythons_json_writer():
     assert to_json(EXAMPLE) == (
         '{"id": "q1", "dataset": "capitals", "split": "test", "question": "Capital of '
         'Malawi?", "golds": ["Lilongwe", "Lilongw\\u00e9"], "passages": [{"title": '
@@ -109,7 +109,7 @@ def test_the_bytes_of_a_line_are_those_of_pythons_writer():
 @pytest.mark.parametrize(
     ("token", "words"), [(True, "expected int, found bool"), (-1, "expected int >= 0")]
 )
-def test_what_is_no_whole_number_from_0_is_no_token(token, words):
+def test_a_token_that_is_not_a_whole_number_from_0_is_refused(token, words):
     with pytest.raises(ValueError, match=f"field 'token_ids.*{words}"):
         from_json(type(ANSWER), with_field(ANSWER, "token_ids", [token]), "here")
 
@@ -141,7 +141,7 @@ def line(**changes):
         ({"golds": [" "]}, "has no gold answer"),
     ],
 )
-def test_a_question_that_could_do_harm_is_refused_when_it_is_read(changes, words):
+def test_a_harmful_or_invalid_question_is_refused_when_it_is_read(changes, words):
     with pytest.raises(ValueError) as caught:
         from_json(Example, line(**changes), "examples.jsonl, line 7")
     assert str(caught.value).startswith("examples.jsonl, line 7")
@@ -158,12 +158,12 @@ def test_a_question_that_could_do_harm_is_refused_when_it_is_read(changes, words
         ({"question": None}, "question: expected a text"),
     ],
 )
-def test_a_question_of_other_types_is_refused_when_it_is_made(changes, words):
+def test_a_question_with_wrong_types_is_refused_when_it_is_made(changes, words):
     with pytest.raises(ValueError, match=words):
         an_example(**changes)
 
 
-def test_golds_that_can_be_read_only_once_are_there_afterwards():
+def test_golds_from_an_iterator_are_kept():
     assert an_example(golds=iter(["Lilongwe"])) == an_example(golds=("Lilongwe",))
 
 
@@ -190,14 +190,14 @@ def run(tmp_path):
         ),
     ],
 )
-def test_an_empty_file_an_id_twice_and_a_leak_are_refused(run, lines, words):
+def test_an_empty_file_a_repeated_id_and_a_leak_are_refused(run, lines, words):
     write_text_atomic(run.examples, "".join(f"{item}\n" for item in lines))
     with pytest.raises(ValueError) as caught:
         read_examples(run)
     assert str(run.examples) in str(caught.value) and words in str(caught.value)
 
 
-def test_a_leak_that_a_stage_has_written_is_a_warning_and_an_edited_one_refused(run):
+def test_a_leak_written_by_a_stage_is_a_warning_and_an_edited_one_is_refused(run):
     other = line(id="2", split="test", question="\u201cCapital\u201d of MALAWI")
     third = line(id="3", split="test")
     write_text_atomic(run.examples, f"{line()}\n{other}\n{third}\n")
@@ -210,7 +210,7 @@ def test_a_leak_that_a_stage_has_written_is_a_warning_and_an_edited_one_refused(
         read_examples(run)
 
 
-def test_one_text_twice_in_a_split_is_no_leak_and_an_answer_to_neither_refused(run):
+def test_a_repeated_text_in_a_split_is_no_leak_and_unknown_answers_are_refused(run):
     write_text_atomic(run.examples, f"{line()}\n{line(id='2')}\n")
     assert [example.id for example in read_examples(run)] == ["capitals-1", "2"]
     write_text_atomic(run.answers_file, to_json(an_answer(example_id="capitals-9")))
@@ -228,7 +228,7 @@ def row(**changes):
 NO_INTERVAL = {"ci_low": None, "ci_high": None}
 
 
-def test_rows_survive_writing_and_reading(tmp_path):
+def test_rows_are_read_as_they_were_written(tmp_path):
     undefined = row(value=None, **NO_INTERVAL, reason="one class only", seed="2")
     rows = [row(), undefined, row(detector="[β]", value=1, **NO_INTERVAL)]
     path = tmp_path / "results.jsonl"
@@ -316,7 +316,7 @@ def test_rows_are_published_until_they_are_out_of_date(tmp_path):
             publish(run, "ablate", [ablated], notes)
 
 
-def test_every_published_row_says_by_which_rule_its_answers_were_labelled(tmp_path):
+def test_every_published_row_names_the_rule_by_which_answers_were_labelled(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun()) as run:
         run.labels.write_text("judged")
         judged = {"judge": "sha", "rule": "judges: big, majority"}

@@ -58,7 +58,7 @@ def start_owner(path):
     return owner
 
 
-def test_who_may_read_a_file_or_folder_is_the_users_umask(tmp_path):
+def test_files_and_folders_have_the_permissions_of_the_users_umask(tmp_path):
     before = os.umask(0o077)
     try:
         write_json_atomic(tmp_path / "replies.json", {})
@@ -70,11 +70,11 @@ def test_who_may_read_a_file_or_folder_is_the_users_umask(tmp_path):
         os.umask(before)
     modes = [(tmp_path / x).stat().st_mode for x in ("replies.json", "probe")]
     assert not any(mode & 0o077 for mode in modes)
-    files = [tmp_path / "run", *(tmp_path / "run").iterdir()]  # another of the group's
+    files = [tmp_path / "run", *(tmp_path / "run").iterdir()]  # writable for the group
     assert len(files) == 3 and all(path.stat().st_mode & 0o020 for path in files)
 
 
-def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_path):
+def test_leftovers_of_a_killed_process_go_and_files_of_a_live_one_stay(tmp_path):
     file, folder = tmp_path / "x.json", tmp_path / "probe"
     names = (".x.json.0123abcd.tmp", ".x.json.4567abcd.tmp", ".y.json.0123abcd.tmp")
     killed, live, other = (tmp_path / name for name in names)
@@ -84,7 +84,7 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_pa
     with live.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         with temporary(file) as mine, mine.open("rb") as held:
-            with pytest.raises(BlockingIOError):  # what is being written is held
+            with pytest.raises(BlockingIOError):  # locked while being written
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_text_atomic(file, "whole")
     with replaced_folder(folder) as work:
@@ -93,7 +93,7 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_pa
 
 
 class Unmovable(type(Path())):
-    """A path on a disk that fails when the new folder gets its name."""
+    """A path on a disk that fails when the new folder is renamed to its final name."""
 
     def rename(self, target):
         if self.name.startswith(".probe.") and target.name == "probe":
@@ -101,7 +101,7 @@ class Unmovable(type(Path())):
         return super().rename(target)
 
 
-def test_a_folder_that_cannot_be_replaced_is_there_again(tmp_path):
+def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path):
     folder = Unmovable(tmp_path / "probe")
     folder.mkdir()
     (folder / "weights").write_text("old")
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_replaced_is_there_again(tmp_path):
 
 
 class OfAnImage(type(Path())):
-    """A path on overlayfs, which renames no folder of a container's image."""
+    """A path on overlayfs, which cannot rename a folder of a container's image."""
 
     def rename(self, target):
         if self.name == "probe":
@@ -121,7 +121,7 @@ class OfAnImage(type(Path())):
         return super().rename(target)
 
 
-def test_a_folder_of_a_containers_image_is_replaced(tmp_path):
+def test_a_folder_of_a_containers_image_can_be_replaced(tmp_path):
     folder = OfAnImage(tmp_path / "probe")
     (folder / ".git").mkdir(parents=True)
     for name in ("weights", "index"):
@@ -145,7 +145,7 @@ def test_a_write_replaces_the_file_or_keeps_it_and_leaves_nothing_else(tmp_path)
     assert os.listdir(path.parent) == ["sweep.json"]
 
 
-def test_a_pipe_in_place_of_the_checksums_is_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_the_checksums_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / CHECKSUMS)
     with pytest.raises(ValueError, match=f"{CHECKSUMS} is not a file"):
         verify_checksums(tmp_path)
@@ -159,12 +159,12 @@ def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
         RunDir.open(tmp_path / "notes.txt", SMOKE)
     assert os.listdir(tmp_path) == ["notes.txt"]
     (tmp_path / "notes.txt").unlink()
-    (tmp_path / "lock").write_text('{"pid": 1')  # of a run killed while being created
+    (tmp_path / "lock").write_text('{"pid": 1')  # from a run killed while being made
     (tmp_path / ".manifest.json.ab12.tmp").write_text("{")
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_a_run_on_a_disk_without_links_is_made_but_never_over_another(tmp_path):
+def test_a_run_is_made_without_hard_links_but_never_over_another(tmp_path):
     def refuse(*_):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
@@ -181,7 +181,7 @@ def test_a_run_on_a_disk_without_links_is_made_but_never_over_another(tmp_path):
     assert os.listdir(tmp_path / "other") == ["manifest.json"]
 
 
-def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path):
+def test_a_run_held_by_a_live_process_is_refused_and_by_a_dead_one_is_not(tmp_path):
     owner = start_owner(tmp_path)
     try:
         with pytest.raises(ValueError, match=f"in use by process {owner.pid} on "):
@@ -195,7 +195,7 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_what_a_link_in_a_folder_from_elsewhere_points_to_is_left_alone(tmp_path):
+def test_symbolic_links_in_a_run_are_refused_and_their_targets_left_alone(tmp_path):
     theirs, run = tmp_path / "theirs", tmp_path / "run"
     theirs.write_text('{"a": 1}\nunfinished')
     before = theirs.read_bytes()
@@ -228,7 +228,7 @@ def test_workers_share_a_directory_and_keep_others_out(tmp_path):
     with pytest.raises(InUse, match="in use by workers that a launcher started"):
         RunDir.open(tmp_path, SMOKE)
     other.close()
-    other.close()  # letting go twice is harmless
+    other.close()  # releasing twice is harmless
     RunDir.open(tmp_path, SMOKE).close()
 
 
@@ -242,8 +242,8 @@ def test_an_owner_on_another_machine_is_believed(tmp_path):
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_a_folder_is_replaced_also_where_a_part_of_the_old_one_cannot_go(tmp_path):
-    part = tmp_path / "folder" / "disk"  # as what another has open on NFS
+def test_a_folder_is_replaced_even_if_part_of_the_old_one_cannot_be_deleted(tmp_path):
+    part = tmp_path / "folder" / "disk"  # like a file that another has open on NFS
     part.mkdir(parents=True)
     program = (
         "import sys\nfrom pathlib import Path\n"
@@ -255,10 +255,10 @@ def test_a_folder_is_replaced_also_where_a_part_of_the_old_one_cannot_go(tmp_pat
     assert {path.name for path in part.parent.iterdir()} == {"new", CHECKSUMS}
 
 
-def test_who_has_the_kernels_lock_is_waited_for_whatever_its_machine_is_called(
+def test_the_kernels_lock_counts_whatever_machine_the_lock_file_names(
     tmp_path,
 ):
-    """As on a Mac, whose name follows the network: to delete it would let two in."""
+    """As on a Mac, whose name follows its network. A deleted file would admit two."""
     with RunDir.open(tmp_path, SMOKE):
         elsewhere = {"pid": 7, "host": "old-name", "boot": "", "started": "2026-01-01"}
         (tmp_path / "lock").write_text(json.dumps(elsewhere))
@@ -267,9 +267,7 @@ def test_who_has_the_kernels_lock_is_waited_for_whatever_its_machine_is_called(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_on_a_disk_without_locks_a_process_works_alone_and_no_share_does(
-    tmp_path, number
-):
+def test_on_a_disk_without_locks_one_process_may_work_but_no_shares(tmp_path, number):
     def no_locks(file, kind):
         raise OSError(number, "no locks")
 
@@ -319,7 +317,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path, damage):
+def test_a_stage_with_a_damaged_record_is_not_done(tmp_path, damage):
     run = RunDir(tmp_path)
     run.mark_stage("sweep", {}, 0.1)
     file = run.stages / "sweep.json"
@@ -327,7 +325,7 @@ def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path, damage):
     assert not run.stage_done("sweep")
 
 
-def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_input(
+def test_a_file_changed_since_its_stage_or_with_a_damaged_record_is_no_input(
     tmp_path,
 ):
     run = RunDir(tmp_path)
@@ -348,7 +346,7 @@ def test_a_file_that_changed_since_its_stage_or_whose_record_is_damaged_is_no_in
 @pytest.mark.parametrize(
     "name", [".DS_Store", "._label.json", ".nfs0123", "label.json"]
 )
-def test_what_a_system_puts_into_a_folder_is_no_part_of_it(tmp_path, name):
+def test_files_that_operating_systems_put_into_a_folder_are_ignored(tmp_path, name):
     run = RunDir(tmp_path)
     write_text_atomic(run.answers / "a" / "rows.jsonl", "{}\n")
     write_checksums(run.answers)
@@ -397,7 +395,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
         list(lines.rows())
 
 
-def test_a_run_given_by_a_relative_path_is_the_run_itself(tmp_path, monkeypatch):
+def test_a_run_given_by_a_relative_path_is_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RunDir.open("run", SMOKE) as run:
         run.examples.write_text("{}\n")
@@ -454,7 +452,7 @@ def test_more_parts_than_may_be_open_at_once_are_joined_in_order(tmp_path):
     assert joined.lines.path.read_text() == text_of(**expected)
 
 
-def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
+def test_rows_that_are_not_wanted_or_are_repeated_are_set_aside(tmp_path):
     first = Journal.open(counts_in(tmp_path))
     first.append(lines_of(a=1, b=2))
     first.append(lines_of(a=7))
@@ -465,14 +463,14 @@ def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
     assert "no longer asked for" in note and note.endswith("a.jsonl.stale: 2")
 
 
-def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
+def test_a_share_writes_a_part_and_a_single_process_joins_all_parts(tmp_path):
     files = counts_in(tmp_path, parts=tmp_path / "parts")
     Journal.open(files).append(lines_of(a=1))
     first, other = (Journal.open(files, Share(rank, 2)) for rank in range(2))
     first.append(lines_of(b=2))
     other.append(lines_of(c=3, b=2))
     assert set(files.places()) == set("abc")
-    other.append(lines_of(a=7, c=7))  # the first counts, for a share as for all
+    other.append(lines_of(a=7, c=7))  # the first row of a key counts, also for a share
     again = Journal.open(files, Share(0, 2))
     assert (again["a"].n, again["c"].n) == (1, 3)
     assert files.path.read_text().count("\n") == 1
@@ -481,7 +479,7 @@ def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
     assert not files.parts.exists()
     Journal.open(files, Share(0, 2)).append(lines_of(d=1, e=2))
     (file,) = files.part_files()
-    file.write_bytes(file.read_bytes()[:-3])  # of a share that was killed
+    file.write_bytes(file.read_bytes()[:-3])  # as a killed share leaves it
     assert set(files.places()) == set(Journal.open(files)) == set("abcd")
 
 
@@ -491,18 +489,18 @@ def remembered_folder(tmp_path, monkeypatch):
     return tmp_path / "remembered"
 
 
-def test_what_was_found_is_found_again_under_its_key_alone(remembered_folder):
+def test_a_result_is_remembered_only_under_its_own_kind_and_key(remembered_folder):
     find = iter(range(9)).__next__
     assert remembered("check", {"a": 1}, find) == 0
     assert remembered("check", {"a": 1}, find) == 0
     assert remembered("check", {"a": 2}, find) == 1
     assert remembered("other", {"a": 1}, find) == 2
-    for path in remembered_folder.iterdir():  # whoever edits one has it found again
+    for path in remembered_folder.iterdir():  # an edited file is computed again
         path.write_text(path.read_text().replace('"value": 0', '"value": 7'))
     assert remembered("check", {"a": 1}, find) == 3
 
 
-def test_an_error_or_none_is_not_remembered(remembered_folder):
+def test_neither_an_error_nor_a_result_of_none_is_remembered(remembered_folder):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             remembered("check", {}, lambda: 1 / 0)
@@ -510,18 +508,18 @@ def test_an_error_or_none_is_not_remembered(remembered_folder):
     assert remembered("check", {}, lambda: 5) == 5
 
 
-def test_the_sum_of_a_models_file_is_remembered_until_the_file_changes(
+def test_the_digest_of_a_models_file_is_remembered_until_the_file_changes(
     remembered_folder, tmp_path
 ):
     weights = WEIGHTS / "model.safetensors"
     assert sha256_of_model(weights) == sha256_file(weights)
-    assert len(list(remembered_folder.iterdir())) == 1  # nobody has changed it for long
+    assert len(list(remembered_folder.iterdir())) == 1  # old, so remembered
     path = Path(shutil.copy(weights, tmp_path))
     old = path.stat().st_mtime_ns - 10**12
-    os.utime(path, ns=(old, old))  # which does not set the time of the change
+    os.utime(path, ns=(old, old))  # sets mtime but not ctime
     before = sha256_of_model(path)
     flip_bit(path, -7)
     os.utime(path, ns=(old, old))
     assert before != sha256_of_model(path)
-    # It may change again within a tick.
+    # Not remembered, as it could change again within a clock tick.
     assert len(list(remembered_folder.iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Which share of the work is this process's, and what lies in it."""
+"""Which share of the work this process has, and what belongs to it."""
 
 import sys
 
@@ -20,7 +20,7 @@ MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPIRUN_SAYS = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-SAID = {
+GIVEN_BY = {
     "nobody": ({}, None, (0, 1), ""),
     "torchrun": (TORCHRUN, None, (3, 8), "RANK=3 WORLD_SIZE=8"),
     "srun": (SRUN, None, (2, 4), "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4"),
@@ -43,9 +43,9 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "shard", "expected", "source"), SAID.values(), ids=SAID
+    ("environ", "shard", "expected", "source"), GIVEN_BY.values(), ids=GIVEN_BY
 )
-def test_a_launcher_or_an_option_says_who_this_worker_is(
+def test_a_launcher_or_an_option_gives_a_worker_its_share(
     environ, shard, expected, source
 ):
     share = find_share(shard, environ)
@@ -73,7 +73,7 @@ def test_a_launcher_or_an_option_says_who_this_worker_is(
         ("", "expected i/n"),
     ],
 )
-def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(given, message):
+def test_incomplete_launcher_variables_and_wrong_numbers_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         find_share(given, {}) if isinstance(given, str) else find_share(environ=given)
 
@@ -81,13 +81,13 @@ def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(given, message):
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, None),  # nobody numbers the workers: all GPUs are this one's
+        ({}, None),  # a single process may use every GPU
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
         (TORCHRUN, 1),
         (SRUN, 1),
         (SRUN | PMI, 3),
         (SRUN | {"LOCAL_RANK": "0"}, 0),  # torchrun under srun
-        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each its own
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each worker its own
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
         (TORCHRUN | {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
     ],
@@ -97,7 +97,7 @@ def test_a_launchers_workers_have_a_gpu_each(environ, expected, tmp_path):
 
 
 @pytest.mark.parametrize("n_cards", [1, 2, 4])
-def test_more_workers_than_gpus_share_them_alike_in_jax_and_torch(n_cards, tmp_path):
+def test_jax_and_torch_assign_gpus_alike_for_any_number_of_gpus(n_cards, tmp_path):
     for card in range(n_cards):
         (tmp_path / f"0000:0{card}:00.0").mkdir()
     for number in range(5):
@@ -106,14 +106,14 @@ def test_more_workers_than_gpus_share_them_alike_in_jax_and_torch(n_cards, tmp_p
         assert own_device("cuda", n_cards, environ) == f"cuda:{gpu}"
 
 
-def test_a_local_rank_that_is_no_number_is_named():
+def test_a_local_rank_that_is_not_a_number_is_named():
     with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
         own_gpu(TORCHRUN | {"LOCAL_RANK": "first"})
 
 
 @pytest.mark.parametrize("cost", [None, lambda item: item])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_shares_are_disjoint_hold_everything_and_keep_its_order(world_size, cost):
+def test_shares_are_disjoint_cover_everything_and_keep_the_order(world_size, cost):
     items = [9, 1, 8, 2, 7]
     shares = [Share(rank, world_size).mine(items, cost) for rank in range(world_size)]
     assert sorted(sum(shares, [])) == sorted(items)
@@ -121,15 +121,15 @@ def test_shares_are_disjoint_hold_everything_and_keep_its_order(world_size, cost
         assert [items.index(item) for item in share] == sorted(map(items.index, share))
 
 
-def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
+def test_shares_by_cost_are_about_equally_expensive_and_by_count_are_not():
     costs = {"a": 100, "b": 1, "c": 99, "d": 2, "e": 1}
     assert Share(0, 2).mine(costs, costs.get) == ["a", "b", "e"]
     assert Share(1, 2).mine(costs, costs.get) == ["c", "d"]
     assert Share(1, 2).mine(costs) == ["b", "d"]  # control: every second item
 
 
-# Takes, fills and frees 48 MiB five times; prints the pages that the system gave for
-# the last four. Not by NumPy, which asks for huge pages.
+# Allocates, fills and frees 48 MiB five times; prints the page faults of the last
+# four. Without NumPy, which asks for huge pages.
 CHURN = """
 import resource, sys
 from beatrice.extract.run.process import keep_freed_memory
@@ -148,15 +148,15 @@ print(pages() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
-def test_freed_memory_is_used_again_and_is_not_without_the_call():
-    n_pages = 4 * (48 << 20) // 4096  # a sixteenth of it, where pages are larger
+def test_freed_memory_is_reused_only_after_the_call():
+    n_pages = 4 * (48 << 20) // 4096  # a sixteenth if pages have 64 KiB
     assert int(run_python(CHURN, "leave").stdout) > n_pages // 16
     assert int(run_python(CHURN, "keep").stdout) < n_pages // 64
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
-@pytest.mark.parametrize("most", [64, 32, 16])  # MiB that this glibc takes
-def test_an_old_glibc_keeps_the_blocks_it_can_and_is_else_left_alone(most):
+@pytest.mark.parametrize("most", [64, 32, 16])  # MiB that this glibc accepts
+def test_an_old_glibc_gets_the_limit_that_it_accepts_or_none(most):
     limits = {}
 
     def mallopt(name, value):
@@ -168,8 +168,8 @@ def test_an_old_glibc_keeps_the_blocks_it_can_and_is_else_left_alone(most):
     assert limits == ({-3: most << 20, -1: 512 << 20} if most >= 32 else {})
 
 
-# Frees a block of 24 MiB, by which glibc learns to keep such blocks, then leaves one of
-# 16 MiB below one that stays; prints how much of it is still resident.
+# Frees a block of 24 MiB, by which glibc learns to keep such blocks, then frees one of
+# 16 MiB below one in use; prints how much of it is still resident.
 LEARN = """
 import sys
 from beatrice.extract.run.process import held_bytes, return_freed_memory
@@ -185,13 +185,13 @@ print(held_bytes() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
-def test_freed_blocks_are_given_back_and_are_not_without_the_call():
+def test_freed_blocks_are_returned_to_the_system_only_after_the_call():
     assert int(run_python(LEARN, "leave").stdout) > 12 << 20
     assert int(run_python(LEARN, "return").stdout) < 4 << 20
 
 
 @pytest.mark.parametrize("tell", [keep_freed_memory, return_freed_memory])
-def test_a_user_who_set_the_allocator_keeps_that_setting(tell):
+def test_a_users_own_settings_of_the_allocator_are_kept(tell):
     names = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
     for name in (*(f"MALLOC_{name}" for name in names), "GLIBC_TUNABLES"):
         assert tell({name: "1"}) is False

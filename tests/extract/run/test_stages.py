@@ -1,4 +1,4 @@
-"""A stage is done once; its parts are done side by side."""
+"""A stage is done once; its parts are done in parallel."""
 
 import dataclasses
 import threading
@@ -23,7 +23,7 @@ from beatrice.extract.run.stages import (
 )
 
 
-def test_every_item_is_done_and_every_thing_counted_once():
+def test_parallel_work_counts_every_tick_once():
     calls = []
 
     def work(item, tick):
@@ -34,7 +34,7 @@ def test_every_item_is_done_and_every_thing_counted_once():
     assert sorted(calls) == [(n, 7) for n in range(1, 8)]
 
 
-def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
+def test_the_error_of_a_failing_part_stops_the_others_and_is_raised():
     failed, ended = threading.Event(), []
 
     def work(item, tick):
@@ -43,7 +43,7 @@ def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
             raise ValueError("this part is damaged")
         failed.wait()
         try:
-            while True:  # ends only because the other part has failed
+            while True:  # until the other part fails
                 tick()
         except CancelledError:
             ended.append(item)
@@ -54,7 +54,7 @@ def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
     assert ended == ["good"]
 
 
-def test_one_at_a_time_none_begins_before_the_last_has_ended():
+def test_one_at_a_time_each_part_begins_after_the_last_has_ended():
     now, most, began = set(), [], []
 
     def work(item, tick):
@@ -98,7 +98,7 @@ def stage_of(name, source, target, work, **options):
 
 
 def planted(done, *, forecast=None):
-    """Return a stage that repeats its input's first letter, and tells that it did."""
+    """Return a stage that repeats its input's first letter and notes its config."""
 
     def work(run, config, update, progress):
         done.append(config)
@@ -120,7 +120,7 @@ def test_a_stage_is_done_once_and_again_when_its_input_or_output_changes(run):
     done = []
     stage = planted(done)
     for is_second in (False, True):
-        assert is_done(run.path, stage) == is_second  # beside whoever holds the run
+        assert is_done(run.path, stage) == is_second  # while another holds the run
         run_stage(stage, run, Progress())
     assert done == [Letters(n=3)] and (run.path / "out").read_text() == "aaa"
     (run.path / "in").write_text("b")
@@ -149,7 +149,7 @@ def test_a_stage_settles_its_section_when_it_is_first_done(run, capsys):
     assert len(done) == 1
 
 
-def test_a_forecast_does_nothing_settles_nothing_and_asks_nobody_who_holds_it(run):
+def test_a_forecast_does_and_settles_nothing_and_needs_no_lock(run):
     done, calls, before = [], [], run.manifest.read_bytes()
 
     def forecast(run, config):
@@ -171,7 +171,7 @@ def test_a_forecast_does_nothing_settles_nothing_and_asks_nobody_who_holds_it(ru
 
 
 def chain(done):
-    """Return three stages, each of which repeats the letters of the one before."""
+    """Return three stages, each of which doubles the text of the one before."""
 
     def copies(source, target, name):
         def work(run, config, update, progress):
@@ -192,16 +192,16 @@ def do_all(stages, run):
         run_stage(stage, run, Progress())
 
 
-def test_what_was_made_of_other_files_or_is_not_finished_is_not_read(run, capsys):
+def test_outputs_that_are_out_of_date_or_unfinished_are_not_read(run, capsys):
     done = []
     stages = chain(done)
     do_all(stages, run)
     (run.path / "in").write_text("b")
     words = r"calibrate reads .* its input in has changed since\); run `beatrice sweep`"
     with pytest.raises(ValueError, match=words):
-        run_stage(stages[2], run, Progress())  # whose own input is as it was
+        run_stage(stages[2], run, Progress())  # its own input is unchanged
     assert done == ["sweep", "select", "calibrate"]
-    do_all(stages, run)  # in order, every one is done again and says so
+    do_all(stages, run)  # in order, each is done again
     assert (run.path / "detector").read_text() == "b" * 8
     output = capsys.readouterr().err
     assert "stage sweep: its input in has changed since; it is done again" in output
@@ -214,14 +214,14 @@ def test_what_was_made_of_other_files_or_is_not_finished_is_not_read(run, capsys
     assert done == ["sweep", "select", "calibrate"] * 2 + ["sweep"]
 
 
-def test_a_record_says_how_many_seconds_a_stage_took(run):
+def test_a_record_holds_how_many_seconds_a_stage_took(run):
     began = time.monotonic()
     once(run, "wait", {}, [], Progress(), lambda update: time.sleep(0.2))
     elapsed = time.monotonic() - began
     assert 0.2 <= run.stage_record("wait").seconds <= elapsed + 0.05
 
 
-def test_a_worker_that_cannot_join_the_parts_says_so_unless_they_are_joined(run):
+def test_a_worker_that_cannot_join_the_parts_fails_unless_they_are_joined(run):
     run.close()
     share, last = Share(1, 2), lambda run: 0  # no part is missing
 
@@ -243,14 +243,14 @@ def label_stage(text):
     return stage_of("label", "in", "labels.jsonl", work)
 
 
-def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
+def test_a_file_corrected_by_hand_is_neither_read_nor_replaced(run):
     reader = dataclasses.replace(chain([])[0], inputs=lambda run: [run.labels])
     run_stage(label_stage("ours"), run, Progress())
     run.labels.write_text("corrected by hand")
     for stage in (label_stage("ours"), reader):
         with pytest.raises(ValueError, match="labels.jsonl was changed since it was"):
             run_stage(stage, run, Progress())
-    (run.path / "in").write_text("b")  # a reason to do it again is no reason to replace
+    (run.path / "in").write_text("b")  # out of date, still not replaced
     with pytest.raises(ValueError, match="labels.jsonl was changed since it was wri"):
         run_stage(label_stage("ours"), run, Progress())
     assert run.labels.read_text() == "corrected by hand"
@@ -259,26 +259,26 @@ def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
     assert run.labels.read_text() == "ours"
 
 
-def test_an_estimate_never_falls_and_counts_what_was_there_as_no_speed():
+def test_an_estimate_never_falls_and_its_speed_ignores_earlier_work():
     now = [0.0]
     estimate = Estimate(lambda: now[0])
-    estimate.add(600, 1000)  # an earlier process's
+    estimate.add(600, 1000)  # by an earlier process
     assert estimate.left is None
     now[0] = 100.0
     estimate.add(700, 1000)
     assert (estimate.share, estimate.left) == (0.7, pytest.approx(300.0))
-    estimate.add(10, 1000)  # a part that counts anew
+    estimate.add(10, 1000)  # a part that counts from 0
     assert estimate.share == 0.7
     assert [in_words(x) for x in (39.6, 545.9, 7800)] == ["40 s", "9 min", "2 h 10 min"]
 
 
-def test_a_stage_prints_what_it_took(capsys):
+def test_a_stage_prints_how_long_it_took(capsys):
     with Progress().stage("answer") as update:
         update(1, 2)
     assert capsys.readouterr().err == "answer: done in 0 s\n"
 
 
-def test_a_stage_of_days_says_once_an_hour_how_far_it_is(capsys):
+def test_a_stage_of_days_prints_its_progress_once_an_hour(capsys):
     now = [0.0]
     update = Progress().plain_lines("answer", lambda: now[0])
     for minute in range(3 * 24 * 60):

@@ -1,4 +1,4 @@
-"""Readers without a model, their plans and stores; architectures that stand for all."""
+"""Readers without a model, their plans and stores; representative architectures."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from beatrice.extract.signals.sequence import TokenSequence
 
 FAMILIES = ("hidden", "prob", "resid", "attn")
 SMALL = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
-# Architectures that stand for the others in laws that each of them follows.
+# Architectures that represent all others in laws that every architecture follows.
 REPRESENTATIVES = (
     "llama gemma2 gemma4 gpt2 falcon bloom qwen3_5 granitemoehybrid".split()
 )
 
 
 def representatives(families):
-    """Return parameters for `pytest`: all families, most of them in the slow run."""
+    """Return all families as parameters for pytest, most of them only for slow runs."""
     others = set(families) - set(REPRESENTATIVES)
     return [
         pytest.param(family, marks=[pytest.mark.slow] * (family in others))
@@ -28,14 +28,14 @@ def representatives(families):
 
 @dataclasses.dataclass
 class WaveReader:
-    """A real reader without a model: signals are waves of the running id sum."""
+    """A real reader without a model: signals are waves of the running sum of ids."""
 
     hidden_layers: tuple[int, ...] = (2, 5)
     hidden_spans: str = "all"
     width: int = 16  # of hidden states
     scale: float = 1.0
-    poison: int | None = None  # an id whose states are no numbers
-    most_tokens: int | None = None  # of a batch of several, padded
+    poison: int | None = None  # an id with a state that is not finite
+    most_tokens: int | None = None  # of a padded batch of several sequences
     n_read: int = 0
 
     fingerprint = {"model": "waves"}
@@ -69,19 +69,19 @@ class WaveReader:
 
 
 def plan_of(sequences, reader, config=SMALL):
-    """Return the plan of a store of these sequences, by the keys of `answers`."""
+    """Return the plan of a store of these sequences, with the keys of answers."""
     keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
     return plan_extraction(sequences, keys, reader, config, {"model": "waves"})
 
 
 def sequences_of(n_examples=40, longest=150):
-    """Return sequences of 6 to 39 tokens, but for the eighth, which is the longest."""
+    """Return sequences of 6 to 39 tokens, except for the eighth, which is `longest`."""
     rng = np.random.default_rng(0)
     sequences = []
     for number in range(n_examples):
         n_tokens = int(rng.integers(6, 40)) if number != 7 else longest
         a, b, c, d = sorted(rng.integers(0, n_tokens + 1, 4))
-        # A range of examples without any answer token, and an example of all answer.
+        # A range of examples without answer tokens, and an example that is all answer.
         c = d if 12 <= number < 20 else c
         a, b, c, d = (0, 0, 0, n_tokens) if number == 30 else (a, b, c, d)
         ids = rng.integers(0, 50, n_tokens)
@@ -95,7 +95,7 @@ def sequence_of_ids(ids, spans):
 
 
 def files_under(folder):
-    """Return the bytes of all files, but for temporaries of a killed writer."""
+    """Return the bytes of all files, except temporary files of a killed writer."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""What is read while an answer is written is what is read of the same ids again."""
+"""Signals read while an answer is written equal those of a second pass over its ids."""
 
 import concurrent.futures
 import contextlib
@@ -36,7 +36,7 @@ from tests.extract.signals.readers import FAMILIES as SIGNALS
 from tests.extract.signals.readers import assert_same_signals, representatives
 from tests.process import forked
 
-WITHOUT = ("mpt", "bloom", "llama4")  # these are read again
+WITHOUT = ("mpt", "bloom", "llama4")  # read in a second pass
 CONFIG = GenerationConfig(max_new_tokens=6)
 SAMPLING = SamplingConfig(max_new_tokens=6)
 
@@ -60,13 +60,13 @@ def requests_of(n_shared=0, lengths=(9, 17, 12, 23, 14), context=(2, 6)):
 
 
 def answer_of(request, ids, stop):
-    """The answer to a request that has these ids, and ends in a stop token."""
+    """Return the answer to a request that has these ids and ends in a stop token."""
     ends = {"token_ids": tuple(ids), "stop_id": stop}
     return request.answer(msgspec.structs.replace(generated(""), **ends))
 
 
 def assert_read_alike(reader, requests, config=CONFIG, span="emitting", atol=5e-4):
-    """Hold what is read of answers against what is read again; return the answers."""
+    """Compare signals of answers with those of a second pass; return the answers."""
     answers, written = generate_and_read(reader, requests, config, answer_span=span)
     again = reader.read([sequence_of(a, answer_span=span) for a in answers])
     assert [x.first_token for x in written] == [x.first_token for x in again]
@@ -75,7 +75,7 @@ def assert_read_alike(reader, requests, config=CONFIG, span="emitting", atol=5e-
 
 
 def write(reader, requests, watch, n_new=CONFIG.max_new_tokens):
-    """The replies to the requests, while a reading watches."""
+    """Return the replies to the requests while `watch` reads them."""
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
     sampling = SamplingConfig(max_new_tokens=n_new)
     generator = TransformersGenerator(backbone=reader.backbone)
@@ -83,7 +83,7 @@ def write(reader, requests, watch, n_new=CONFIG.max_new_tokens):
 
 
 def stop_of(family, requests, index):
-    """An id that an answer has at a place, so that it ends there."""
+    """Return an id that some answer has at this index, as a stop token."""
     reader = backbone_of(family, stop=60)
     answers = generate(reader, requests, CONFIG)
     return next(a.token_ids[index] for a in answers if len(a.token_ids) > index)
@@ -93,8 +93,8 @@ READ = representatives([family for family in FAMILIES if family not in WITHOUT])
 
 
 @pytest.mark.parametrize("family", READ)
-def test_reading_while_writing_is_reading_again(family):
-    """Prompts of five lengths beyond the window, padded; answers leave at a stop."""
+def test_reading_while_writing_equals_a_second_pass(family):
+    """Padded prompts of five lengths beyond the window; answers leave at a stop."""
     requests = requests_of()
     stop = stop_of(family, requests, 2)
     reader = SignalReader(backbone_of(family, stop=stop))
@@ -106,15 +106,15 @@ def test_reading_while_writing_is_reading_again(family):
 
 
 class KernelAttends(DecodeReading):
-    """Leaves attention to the model's kernel, as in half precision and on a GPU."""
+    """Leave attention to the model's kernel, as in half precision and on a GPU."""
 
     def reduce(self, layer, call, value):
         return super().reduce(layer, call, None)
 
 
 @pytest.mark.parametrize("family", READ)
-def test_steps_whose_attention_is_read_at_once_are_read_as_again(family):
-    requests, n_new = requests_of(), 11  # eight steps, and what is left
+def test_steps_whose_attention_is_read_together_equal_a_second_pass(family):
+    requests, n_new = requests_of(), 11  # eight steps and a remainder
     stop = stop_of(family, requests, 2)
     reader = SignalReader(backbone_of(family, stop=stop))
     watch = KernelAttends(reader, [r.prompt for r in requests], n_new)
@@ -125,7 +125,7 @@ def test_steps_whose_attention_is_read_at_once_are_read_as_again(family):
     assert_same_signals(watch.signals(answers), again, 5e-4)
 
 
-def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings():
+def test_a_models_own_generation_config_changes_neither_answers_nor_signals():
     requests = requests_of(n_shared=20)
     stop = stop_of("llama", requests, 2)
     expected = generate(backbone_of("llama", stop=stop), requests, CONFIG)
@@ -155,7 +155,7 @@ def test_what_an_owner_set_for_generation_changes_neither_answers_nor_readings()
     assert generate_and_read(SignalReader(backbone), requests, CONFIG)[0] == expected
 
 
-def test_a_model_that_its_owner_trains_meanwhile_is_read_without_dropout():
+def test_a_model_in_training_mode_is_read_without_dropout():
     requests, model = requests_of(n_shared=60), tiny_model("llama")
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -172,7 +172,7 @@ def test_a_model_that_its_owner_trains_meanwhile_is_read_without_dropout():
     assert model.training and model.model.training and not model.lm_head.training
 
 
-def test_a_check_of_some_attention_layers_is_not_believed_of_all(tmp_path, monkeypatch):
+def test_a_check_of_some_attention_layers_does_not_count_for_all(tmp_path, monkeypatch):
     monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))
     backbone = load_backbone(WEIGHTS)
     for n_checks, attention in enumerate(("full", "all"), start=1):
@@ -181,7 +181,7 @@ def test_a_check_of_some_attention_layers_is_not_believed_of_all(tmp_path, monke
         assert len([*tmp_path.rglob("decoding*")]) == n_checks
 
 
-def test_autocast_around_a_model_rounds_nothing_that_is_written_or_read():
+def test_autocast_changes_neither_answers_nor_signals():
     requests, backbone = requests_of(n_shared=20), backbone_of("llama")
     reader = SignalReader(backbone)
     answers, signals = generate_and_read(reader, requests, CONFIG)
@@ -194,8 +194,10 @@ def test_autocast_around_a_model_rounds_nothing_that_is_written_or_read():
     assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
-def test_a_default_device_and_a_default_type_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))  # all is checked again
+def test_a_default_device_is_harmless_and_a_default_dtype_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))  # forget earlier checks
     requests, backbone = requests_of(n_shared=20), backbone_of("llama")
     reader = SignalReader(backbone)
     answers, signals = generate_and_read(reader, requests, CONFIG)
@@ -222,7 +224,7 @@ def test_a_default_device_and_a_default_type_change_nothing(tmp_path, monkeypatc
     assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
-def test_threads_that_share_a_model_write_and_read_as_one_alone():
+def test_threads_that_share_a_model_write_and_read_the_same_as_one_thread():
     requests, backbone = requests_of(), backbone_of("llama")
     answers, signals = generate_and_read(SignalReader(backbone), requests, CONFIG)
     sequences = [sequence_of(answer) for answer in answers]
@@ -242,7 +244,7 @@ def test_threads_that_share_a_model_write_and_read_as_one_alone():
 
 
 @pytest.mark.usefixtures("threads_as_before")
-def test_a_forked_process_whose_warnings_are_errors_does_not_keep_the_model():
+def test_a_fork_whose_warnings_are_errors_does_not_keep_the_models_lock():
     torch.set_num_threads(2)
     lock = ModelLock()
 
@@ -257,13 +259,13 @@ def test_a_forked_process_whose_warnings_are_errors_does_not_keep_the_model():
 
 
 @pytest.mark.usefixtures("threads_as_before")
-def test_a_process_that_was_forked_while_the_model_worked_answers_on_one_thread():
-    """Whatever a pass is at: of hooks that it left the child would read a row more."""
+def test_a_process_forked_while_the_model_worked_gives_the_same_answers():
+    """At any point of a pass; its leftover hooks would read a row more in the child."""
     requests, backbone = requests_of(), backbone_of("llama")
     reader, large = SignalReader(backbone), torch.ones(2**20)
     answers, _ = generate_and_read(reader, requests, CONFIG)
     torch.set_num_threads(2)
-    large.sin()  # Torch's threads are there now, in this process alone
+    large.sin()  # starts Torch's threads in this process
     leave = threading.Event()
 
     def work():
@@ -289,8 +291,8 @@ def test_a_process_that_was_forked_while_the_model_worked_answers_on_one_thread(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
-def test_an_answer_is_read_as_one_that_ends_at_every_token_while_it_is_written(family):
-    """A window that the answer leaves; states that no row can leave."""
+def test_each_prefix_of_a_streamed_answer_is_read_as_an_answer_that_ends_there(family):
+    """Also with a window shorter than the answer, and with recurrent states."""
     (request,) = requests_of(lengths=(7,))
     reader = SignalReader(backbone_of(family, stop=1))
     steps = read_stepwise(reader, request, SamplingConfig(max_new_tokens=6))
@@ -310,15 +312,15 @@ def test_an_answer_is_read_as_one_that_ends_at_every_token_while_it_is_written(f
     for answer, signals in [*prefixes, written]:
         sequence = sequence_of(answer)
         (again,) = reader.read([sequence])
-        n_rows = int(sequence.spans[2, 1])  # of a cut answer the last emitted nothing
+        n_rows = int(sequence.spans[2, 1])  # a cut answer's last row emits nothing
         for name in SIGNALS:
             value, expected = getattr(signals, name), getattr(again, name)
             assert len(value) == n_rows
             np.testing.assert_allclose(value, expected[:n_rows], atol=5e-4)
 
 
-def test_in_a_batch_answers_are_read_as_if_they_ended_before_the_last_choice():
-    """One answer ended before: it is read as it is."""
+def test_answers_in_a_batch_can_be_read_as_if_their_last_token_ended_them():
+    """An answer that has already ended is read as it is."""
     requests = requests_of()
     stop = stop_of("llama", requests, 2)
     reader = SignalReader(backbone_of("llama", stop=stop))
@@ -351,25 +353,25 @@ def test_in_a_batch_answers_are_read_as_if_they_ended_before_the_last_choice():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_what_all_prompts_begin_with_is_run_once_and_belongs_to_no_span(family):
+def test_a_shared_beginning_outside_all_spans_changes_no_signals(family):
     assert_read_alike(SignalReader(backbone_of(family)), requests_of(n_shared=60))
 
 
 @pytest.mark.parametrize("answer_span", ["emitting", "literal"])
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
-@pytest.mark.parametrize("n_new", [1, 6, 20])  # 20: beyond what there is room for
-def test_spans_and_lengths_of_answers_are_those_of_reading_again(
+@pytest.mark.parametrize("n_new", [1, 6, 20])  # 20: more than there is room for
+def test_signals_equal_a_second_pass_for_all_spans_and_lengths_of_answers(
     answer_span, hidden_spans, n_new
 ):
     requests = requests_of(context=(3, 3))  # closed-book: an empty context
-    stop = stop_of("llama", requests, 0)  # an answer without a token
+    stop = stop_of("llama", requests, 0)  # gives an answer without tokens
     reader = SignalReader(backbone_of("llama", stop=stop), hidden_spans=hidden_spans)
     config = dataclasses.replace(CONFIG, max_new_tokens=n_new)
     answers = assert_read_alike(reader, requests, config, answer_span)
     assert {0, n_new} <= {len(answer.token_ids) for answer in answers}
 
 
-def test_an_answer_whose_stop_string_is_several_tokens_is_read_again():
+def test_an_answer_cut_at_a_stop_string_of_several_tokens_is_read_alike():
     requests = requests_of()
     reader = SignalReader(backbone_of("llama", stop=60))
     ids = generate(reader.backbone, requests, CONFIG)[0].token_ids
@@ -379,7 +381,7 @@ def test_an_answer_whose_stop_string_is_several_tokens_is_read_again():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_in_bfloat16_the_difference_is_the_rounding_of_the_model(family):
+def test_in_bfloat16_the_passes_differ_only_within_the_models_rounding(family):
     requests = requests_of()
     reader = SignalReader(backbone_of(family, torch.bfloat16))
     assert_read_alike(reader, requests, atol=0.3)
@@ -389,11 +391,11 @@ def test_in_bfloat16_the_difference_is_the_rounding_of_the_model(family):
 
 
 def widen_logits(module, inputs, output):
-    """As the forwards of some models, and of those that accelerate has trained, do."""
+    """Return float32 logits, like some models and those that accelerate has trained."""
     output["logits"] = output.logits.float()
 
 
-def test_logits_that_a_forward_widens_are_not_read_for_exact_ones():
+def test_logits_that_a_forward_pass_widens_are_not_taken_for_exact_ones():
     plain, widening = backbone_of("llama", torch.bfloat16), tiny_model("llama")
     widening.to(torch.bfloat16).register_forward_hook(widen_logits)
     backbones = plain, Backbone.from_model(widening, Numbers())
@@ -406,8 +408,8 @@ def test_logits_that_a_forward_widens_are_not_read_for_exact_ones():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_in_bfloat16_an_answer_is_the_same_bytes_whether_it_is_read_or_not(family):
-    """Prompts that have more in common than what no span holds; rows leave early."""
+def test_in_bfloat16_an_answer_is_the_same_whether_it_is_read_or_not(family):
+    """With prompts that share part of their spans, and rows that leave early."""
     requests = requests_of(n_shared=70, context=(-10, -6))
     backbone = backbone_of(family, torch.bfloat16)
     reader = SignalReader(backbone)
@@ -423,20 +425,20 @@ def test_in_bfloat16_an_answer_is_the_same_bytes_whether_it_is_read_or_not(famil
     )
     written = dict(plain.stream(prompts, sampling))
     assert dict(reading.stream(prompts, sampling)) == written  # log-probabilities too
-    # What was wrong: from a longer beginning the same prompts are rounded otherwise.
+    # A past bug: a longer shared beginning changes the rounding of the same prompts.
     other = [dataclasses.replace(prompt, n_common=None) for prompt in prompts]
     assert dict(plain.stream(other, sampling)) != written
 
 
 @pytest.mark.parametrize("family", WITHOUT)
-def test_what_cannot_be_read_while_writing_is_named(family):
+def test_a_model_that_cannot_be_read_while_writing_has_a_reason(family):
     reason = check_decoding(SignalReader(backbone_of(family)))
     assert reason and "in memory" in reason
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_cache_that_does_not_grow_is_never_read(family):
-    """A static cache has columns that were not run, and rolls in a window's layer."""
+def test_a_cache_that_does_not_grow_is_refused(family):
+    """A static cache has columns that were not run, and rolls if there is a window."""
     reader, (request,) = SignalReader(backbone_of(family)), requests_of(lengths=(9,))
     reading = DecodeReading(reader, [request.prompt], n_new=2)
     options = {"max_new_tokens": 2, "cache_implementation": "static"}
@@ -444,7 +446,7 @@ def test_a_cache_that_does_not_grow_is_never_read(family):
         reader.backbone.model.generate(torch.tensor([request.prompt.ids]), **options)
 
 
-def test_a_layer_that_chooses_keys_of_its_cache_is_read_again():
+def test_a_layer_that_selects_keys_of_its_cache_is_not_read_while_writing():
     model = twin_of("deepseek_v32")
     model.generation_config.eos_token_id = 60
     reader = SignalReader(Backbone.from_model(model, Numbers()))
@@ -452,28 +454,28 @@ def test_a_layer_that_chooses_keys_of_its_cache_is_read_again():
 
 
 class LateTargets(DecodeReading):
-    """Reads every token with the one before it as its next."""
+    """Read every token with the wrong next token."""
 
     def on_choice(self, ids, is_done):
         super().on_choice(ids.roll(1, dims=1), is_done)
 
 
 class NeverDone(DecodeReading):
-    """Reads on in rows whose answers have ended."""
+    """Go on reading rows whose answers have ended."""
 
     def on_choice(self, ids, is_done):
         super().on_choice(ids, torch.zeros_like(is_done))
 
 
 class FromTheFirstColumn(DecodeReading):
-    """Takes a cached beginning for columns that were never there."""
+    """Count one token too few in a cached beginning."""
 
     def watching(self, rows, n_cached):
         return super().watching(rows, n_cached - 1 if n_cached else 0)
 
 
 @pytest.mark.parametrize("reading", [LateTargets, NeverDone, FromTheFirstColumn, None])
-def test_what_is_read_one_step_beside_is_noticed(reading):
+def test_planted_off_by_one_errors_in_reading_are_noticed(reading):
     requests = requests_of(n_shared=60)
     reader = SignalReader(backbone_of("llama", stop=stop_of("llama", requests, 2)))
     prompts = [request.prompt for request in requests]
@@ -487,7 +489,7 @@ def test_what_is_read_one_step_beside_is_noticed(reading):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_5"])
-def test_attention_of_layers_without_a_window_alone_is_that_part_of_all(family):
+def test_attention_limited_to_layers_without_a_window_is_that_part_of_all(family):
     requests, every = requests_of(), backbone_of(family)
     full = dataclasses.replace(every, attention="full")
     kinds = every.model.config.layer_types
@@ -504,10 +506,10 @@ def test_attention_of_layers_without_a_window_alone_is_that_part_of_all(family):
     ):
         whole, part = map(read, readers)
         cut = [dataclasses.replace(x, attn=x.attn[..., places, :]) for x in whole]
-        assert_same_signals(part, cut, 1e-4)  # whose rows the kernel attends
+        assert_same_signals(part, cut, 1e-4)  # the kernel attends to the rows of `part`
 
 
-def test_a_model_of_one_kind_of_attention_is_read_whole():
+def test_all_layers_of_a_model_with_one_kind_of_attention_are_read():
     for family in ("llama", "mistral_window"):
         backbone = backbone_of(family)
         full = dataclasses.replace(backbone, attention="full")

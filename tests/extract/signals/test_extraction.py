@@ -50,7 +50,7 @@ def test_a_finished_run_reads_nothing_again(whole):
     assert report.n_skipped == open_store(whole).spec.n_ranges
 
 
-def test_progress_counts_the_answers_that_were_left(tmp_path):
+def test_progress_counts_only_the_answers_that_are_left(tmp_path):
     run(tmp_path, share=Share(1, 2))
     seen = []
     report = run(tmp_path, progress=lambda done, total: seen.append((done, total)))
@@ -89,7 +89,7 @@ def test_other_answers_of_equal_length_are_refused(tmp_path):
         run(tmp_path, sequences=other)
 
 
-def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
+def test_a_value_that_is_not_finite_is_named_and_not_stored(tmp_path):
     sequences = sequences_of(10)
     sequences[4].ids[0] = 99
     advice = r"'hidden' of answer \('q4', .* hold: 0 .* 1 were NaN .* load the model"
@@ -108,7 +108,7 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
-def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(tmp_path, shape):
+def test_a_reading_of_another_shape_is_refused_not_broadcast_or_cut(tmp_path, shape):
     class Wrong(WaveReader):
         def read_ids(self, ids):
             reading = super().read_ids(ids)
@@ -119,7 +119,7 @@ def test_a_reading_of_another_shape_is_refused_and_not_repeated_or_cut(tmp_path,
         run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
 
 
-def test_no_rows_a_shard_is_no_way_to_leave_the_choice():
+def test_zero_rows_per_shard_are_refused():
     with pytest.raises(ValueError, match="must be a power of two, found 0"):
         plan_of(sequences_of(3), id_reader(), ExtractConfig(rows_per_shard=0))
 
@@ -141,7 +141,7 @@ def test_the_config_and_the_reader_must_agree_on_layers():
         plan_of(sequences_of(3), id_reader(), config)
 
 
-def test_shards_are_small_enough_to_share_and_to_hold():
+def test_shards_hold_few_rows_of_a_small_store_or_a_wide_family():
     narrow = 2 * 4096
     assert n_rows_of(50_000 * 400, [33 * narrow, 20]) == 256
     assert n_rows_of(50_000 * 400, [narrow, 20]) == 16384
@@ -149,7 +149,7 @@ def test_shards_are_small_enough_to_share_and_to_hold():
     assert n_rows_of(3 * 4, [narrow, 20]) == 256
 
 
-def test_no_answer_at_all_is_refused_in_a_sentence(tmp_path):
+def test_extraction_without_answers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected answers to read, found none"):
         extract(id_reader(), [], tmp_path, SMALL)
 
@@ -167,12 +167,12 @@ def test_the_targets_of_an_answer_are_the_ids_that_follow():
 
 
 CUT, EMPTY, BARE = {"stop_id": None}, {"token_ids": ()}, {"context_span": (1, 1)}
-SPANS = {  # changes of an answer, whose span is meant, the spans
+SPANS = {  # changes to an answer, the kind of answer span, the spans
     "positions that emit the answer": ({}, "emitting", [[1, 4], [4, 7], [7, 11]]),
     "answer tokens alone": ({}, "literal", [[1, 4], [4, 8], [8, 11]]),
     "a question without a context": (BARE, "emitting", [[1, 1], [1, 7], [7, 11]]),
     "nothing but the stop token": (EMPTY, "emitting", [[1, 4], [4, 7], [7, 8]]),
-    # A cut answer leaves out the position whose token is unknown.
+    # A cut answer's span excludes the last position, whose next token is unknown.
     "a cut answer": (CUT, "emitting", [[1, 4], [4, 7], [7, 10]]),
     "a cut answer's tokens": (CUT, "literal", [[1, 4], [4, 8], [8, 10]]),
     "a cut answer of nothing": (CUT | EMPTY, "emitting", [[1, 4], [4, 7], [7, 7]]),
@@ -181,7 +181,7 @@ SPANS = {  # changes of an answer, whose span is meant, the spans
 
 
 @pytest.mark.parametrize("case", SPANS)
-def test_spans_are_of_the_context_the_question_and_the_answer(case):
+def test_spans_are_those_of_the_context_the_question_and_the_answer(case):
     changes, answer_span, expected = SPANS[case]
     sequence = sequence_of(make_answer(**changes), answer_span=answer_span)
     assert sequence.spans.tolist() == expected
@@ -215,9 +215,9 @@ def positions(batches, lengths):
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (30, 50), (80, 240), (190, 1400)])
-def test_batches_compute_at_most_1_1_positions_a_token(shape):
+def test_batches_compute_at_most_1_1_positions_per_token(shape):
     rng, n = np.random.default_rng(0), 256
-    # Most are near the shortest, and a tail is long, as published questions are.
+    # Most are near the shortest, with a long tail, like published questions.
     lengths = (shape[0] + (shape[1] - shape[0]) * rng.beta(1, 3, n)).astype(int)
     budget = 16_384
     batches = batches_of(lengths, budget)
@@ -228,11 +228,11 @@ def test_batches_compute_at_most_1_1_positions_a_token(shape):
     widths = [[lengths[i] for i in batch] for batch in batches]
     again = [[lengths[order][i] for i in b] for b in batches_of(lengths[order], budget)]
     assert again == widths
-    # Without the rule, as where many passes go over a batch, padding is more.
+    # Without the rule, as if a batch were run in many passes, padding is more.
     filled = batches_of(lengths, 10**6, n_passes=10**6)
     assert positions(filled, lengths) > 1.1 * lengths.sum()
 
 
-def test_a_few_short_sequences_are_one_batch_and_a_beginning_is_of_the_budget():
+def test_few_short_sequences_form_one_batch_and_a_beginning_uses_its_budget():
     assert batches_of([4, 8, 2, 6], 4096) == [[1, 3, 0, 2]]
     assert [len(b) for b in batches_of([10] * 8, 80, n_beside=10)] == [4, 4]

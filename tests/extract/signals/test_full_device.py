@@ -1,4 +1,4 @@
-"""A batch that a device cannot hold is done in halves, and a text in no way."""
+"""A batch too large for a device is done in halves; a text too large is an error."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ FULL = (
 
 @contextlib.contextmanager
 def room_for(backbone, n_rows=math.inf, n_tokens=math.inf):
-    """Let the decoder hold so many rows, so long; yields the rows of larger batches."""
+    """Limit the rows and tokens of the decoder; yield the row counts it refused."""
     refused = []
 
     def check(module, args, kwargs):
@@ -42,7 +42,7 @@ def room_for(backbone, n_rows=math.inf, n_tokens=math.inf):
         yield refused
 
 
-def test_what_is_written_and_read_in_halves_is_that_of_the_whole_batch():
+def test_answers_and_signals_in_halves_are_those_of_the_whole_batch():
     requests = requests_of()
     expected, signals = generate_and_read(
         SignalReader(backbone_of("llama")), requests, CONFIG
@@ -71,7 +71,7 @@ def test_other_readings_in_halves_are_those_of_the_whole_batch():
             torch.testing.assert_close(got[name], wanted[name], equal_nan=True)
 
 
-def test_a_batch_too_large_is_tried_once_and_named_once(capsys):
+def test_a_batch_that_is_too_large_is_tried_once_and_reported_once(capsys):
     backbone = backbone_of("llama")
     reader = SignalReader(backbone)
     answers = generate(backbone, requests_of(lengths=(9,) * 8), CONFIG)
@@ -99,7 +99,7 @@ def test_a_text_that_does_not_fit_is_an_error_with_its_length(how):
             reader.read([sequence_of(answer) for answer in answers])
 
 
-def test_batches_are_whole_again_after_a_moment_in_which_no_text_did_fit():
+def test_batches_are_whole_again_after_a_time_in_which_no_text_fitted():
     backbone, requests = backbone_of("llama"), requests_of()
     expected = generate(backbone, requests, CONFIG)
     with room_for(backbone, 0), pytest.raises(DoesNotFit):
@@ -109,7 +109,7 @@ def test_batches_are_whole_again_after_a_moment_in_which_no_text_did_fit():
     assert refused[0] == len(requests)
 
 
-def test_halves_are_named_once_where_a_text_of_each_batch_does_not_fit(capsys):
+def test_halves_are_reported_once_even_if_no_text_fits(capsys):
     backbone, requests = backbone_of("llama"), requests_of()
     with room_for(backbone, 0):
         for _ in range(3):
@@ -128,11 +128,11 @@ def test_halves_are_named_once_where_a_text_of_each_batch_does_not_fit(capsys):
         BrokenProcessPool("A process in the process pool was terminated abruptly."),
     ],
 )
-def test_a_full_machine_is_one_sentence_wherever_it_is_met(error):
+def test_running_out_of_memory_is_one_sentence_whatever_raises_it(error):
     assert is_of_machine(error)
     assert in_one_sentence(error).startswith(f"not enough memory ({error}"[:50])
 
 
-def test_a_mistake_of_the_program_is_none_of_the_machine():
+def test_an_error_of_the_program_is_not_taken_for_one_of_the_machine():
     assert not is_of_machine(RuntimeError("a Tensor with 9 elements has no one value"))
     assert not is_of_machine(IndexError("out of memory"))

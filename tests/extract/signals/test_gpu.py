@@ -1,7 +1,7 @@
-"""What runs on a GPU, on one that is pretended: no operands of two devices meet.
+"""Code for GPUs, run on a pretended one that refuses operands from two devices.
 
-Values are compared with those of the host, where the pretended GPU computes, too. What
-a real one reads is the last test's: `pytest -m gpu tests/extract/signals/test_gpu.py`.
+Values are compared with those of the host, on which the pretended GPU also computes.
+The last test needs a real one: `pytest -m gpu tests/extract/signals/test_gpu.py`.
 """
 
 import copy
@@ -43,15 +43,15 @@ from tests.extract.signals.readers import assert_same_signals
 from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of, stop_of
 from tests.pretended_gpu import DEVICE, PretendedGpu
 
-# On a GPU the model's kernel attends to the rows that are read as well, and chunks have
-# other sizes, so that sums are in another order.
+# On a GPU the model's kernel also attends to the rows that are read, and chunks have
+# other sizes, so sums are in another order.
 TOLERANCE = 1e-4
-# On an H200 the largest of 336 was 3e-4 (DeepSeek V3.2, which chooses keys), else 5e-5.
+# On an H200 the largest of 336 was 3e-4 (DeepSeek V3.2, which selects keys), else 5e-5.
 ON_A_GPU = 1e-3
 
 
 def pair_of(family, dtype=torch.float32, stop=None):
-    """The same backbone on the host, and where a GPU is pretended."""
+    """Return the same backbone on the host and on a pretended GPU."""
     here, there = (backbone_of(family, dtype, stop) for _ in range(2))
     with PretendedGpu():
         return here, Backbone.from_model(there.model.to(DEVICE), Numbers())
@@ -60,13 +60,13 @@ def pair_of(family, dtype=torch.float32, stop=None):
 @pytest.mark.parametrize(
     ("family", "n_shared"),
     [
-        ("llama", 60),  # goes on from a beginning that is run once
+        ("llama", 60),  # continues a beginning that is run once
         ("mistral_window", 0),
         ("qwen3_5", 0),  # recurrent layers
-        ("falcon", 0),  # asks for no attention function
+        ("falcon", 0),  # calls no attention function
     ],
 )
-def test_a_model_writes_and_is_read_as_on_the_host(family, n_shared):
+def test_a_model_on_a_gpu_writes_and_is_read_as_on_the_host(family, n_shared):
     requests = requests_of(n_shared)
     here, there = pair_of(family, stop=stop_of(family, requests, 2))
     reader = SignalReader(here)
@@ -77,18 +77,18 @@ def test_a_model_writes_and_is_read_as_on_the_host(family, n_shared):
         reader = SignalReader(there)
         answers, rows = generate_and_read(reader, requests, CONFIG)
         rows += reader.read(sequences)
-    assert gpu.n_queued > 0  # copies for which the host did not wait
+    assert gpu.n_queued > 0  # asynchronous copies
     assert answers == expected
     assert_same_signals(rows, signals, TOLERANCE)
 
 
-def test_in_half_precision_what_is_written_is_what_is_read_again():
+def test_in_half_precision_reading_while_writing_passes_its_check():
     _, there = pair_of("llama", torch.bfloat16)
     with PretendedGpu():
         assert check_decoding(SignalReader(there)) is None
 
 
-def test_the_embedded_model_is_loaded_checked_and_read(
+def test_the_embedded_model_can_be_loaded_checked_and_read_on_a_gpu(
     monkeypatch, tmp_path, local, requests
 ):
     monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))
@@ -112,7 +112,7 @@ def test_draws_are_made_on_the_device_of_the_logits():
         assert generate(there, requests, CONFIG, sampling) == expected
 
 
-def test_an_answer_is_streamed():
+def test_an_answer_can_be_streamed_on_a_gpu():
     (request, *_), (_, there) = requests_of(), pair_of("llama")
     sampling = SamplingConfig(max_new_tokens=4)
     with PretendedGpu():
@@ -147,18 +147,18 @@ def test_operands_of_two_devices_are_noticed():
 
 
 def eager_attention_forward(module, *tensors, scaling, **options):
-    """What `HalvedAttention` does, in the file and by the name that Gemma 2 has it."""
+    """Stand in for Gemma 2's eager attention, which is looked up by file and name."""
     return modeling_gemma2.eager_attention_forward(
         module, *tensors, scaling=scaling / 2, **options
     )
 
 
 class HalvedAttention(modeling_gemma2.Gemma2Attention):
-    """Halves the logits beside what is handed to the attention function."""
+    """Halve the logits outside the arguments of the attention function."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(dtype):
+def test_attention_weights_are_checked_even_if_the_models_kernel_attends(dtype):
     AttentionInterface.register("halved", eager_attention_forward)
     AttentionMaskInterface.register("halved", eager_mask)
     model = tiny_model("gemma2").to(dtype)
@@ -170,7 +170,7 @@ def test_weights_that_are_read_are_checked_where_the_models_kernel_attends(dtype
         SignalReader(Backbone.from_model(model.to(DEVICE), Numbers()))
 
 
-def test_a_copy_is_there_when_it_was_waited_for():
+def test_an_asynchronous_copy_is_complete_only_after_the_wait():
     with PretendedGpu():
         values = torch.arange(6.0, device=DEVICE)
         copies = host_copies(DEVICE)()
@@ -180,8 +180,8 @@ def test_a_copy_is_there_when_it_was_waited_for():
         assert host.tolist() == values.tolist()
 
 
-def test_a_twin_leaves_the_generators_of_gpus_alone():
-    """To ask for their states is to make a context on each GPU of a machine."""
+def test_building_a_twin_does_not_touch_the_random_generators_of_gpus():
+    """Reading their states would make a context on each GPU of a machine."""
     with PretendedGpu() as gpu:
         gpu.seed = 5
         narrow_twin(LlamaConfig())
@@ -201,13 +201,13 @@ def test_what_a_gpu_reads_is_what_the_host_reads(name):
             model = twin_of(name, lengths)
         except Exception as error:
             pytest.skip(f"Transformers builds no small one: {error}")
-        model.generation_config.eos_token_id = 1  # so that it can write
+        model.generation_config.eos_token_id = 1  # it needs a stop token to write
         try:
             here = SignalReader(Backbone.from_model(copy.deepcopy(model), Numbers()))
         except ValueError as error:
             pytest.skip(f"is not read on the host: {error}")
         there = SignalReader(Backbone.from_model(model.to("cuda"), Numbers()))
-        # As in the survey: what chooses keys may choose others for single tokens.
+        # As in the survey: models that select keys may select others for single tokens.
         errors = largest_errors(
             readings_of(there, lengths),
             readings_of(here, lengths),

@@ -1,4 +1,4 @@
-"""What is kept of the signals: chosen, recorded in the run, and stored as chosen."""
+"""Which signals are kept: chosen, recorded in the run, and stored as chosen."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def extracted(where, reader=None, **fields):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
 @pytest.mark.parametrize("spans", ["all", "answer"])
-def test_a_store_gives_back_what_its_type_and_spans_hold(memory, dtype, spans):
+def test_a_store_returns_values_in_its_type_for_its_spans(memory, dtype, spans):
     store = extracted(memory, dtype=dtype, hidden_spans=spans, scalars="bfloat16")
     hidden, prob = read_family(store, "hidden"), read_family(store, "prob")
     for i, item in enumerate(sequences_of()):
@@ -87,7 +87,7 @@ def test_worked_examples_before_the_spans_have_no_rows(memory, spans):
 
 
 @pytest.mark.parametrize("spans", ["all", "answer"])
-def test_one_span_of_one_layer_is_that_part_of_everything(memory, spans):
+def test_one_span_of_one_layer_is_that_part_of_all_values(memory, spans):
     store = extracted(memory, dtype="int8", hidden_spans=spans)
     every = read_family(store, "hidden")
     chosen = [30, 3, 7, 15]
@@ -109,7 +109,7 @@ def test_a_span_that_was_not_kept_is_refused(memory):
 
 
 def test_half_precision_overflow_is_counted_over_the_range_and_refused(memory):
-    reader = WaveReader(scale=65530.0)  # cosines near one overflow, the others do not
+    reader = WaveReader(scale=65530.0)  # only cosines near one overflow
     with pytest.raises(ValueError, match=r"q0.*more in range 0.*: \d+ overflow, 0"):
         extracted(memory, reader, dtype="float16")
     assert 0 not in done_ranges(open_store(memory))
@@ -117,7 +117,7 @@ def test_half_precision_overflow_is_counted_over_the_range_and_refused(memory):
     assert verify(wide) == []
 
 
-def test_another_choice_is_another_store(memory):
+def test_a_store_with_another_choice_is_refused(memory):
     extracted(memory)
     others = [{"dtype": "int8"}, {"dtype": "float16"}, {"hidden_spans": "answer"}]
     for other in (*others, {"scalars": "bfloat16"}):
@@ -128,9 +128,7 @@ def test_another_choice_is_another_store(memory):
 @pytest.mark.parametrize(
     "fields", [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}]
 )
-def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(
-    tmp_path, fields
-):
+def test_forecast_bytes_are_those_of_the_files_within_a_percent(tmp_path, fields):
     ids = np.arange(32)
     spans = [(0, 8), (8, 16), (16, 32)]
     sequences = [sequence_of_ids(ids + i, spans) for i in range(256)]
@@ -155,12 +153,12 @@ def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(
     ("text", "layers"),
     [("all", None), ("16", (16,)), ("24,8, 16", (8, 16, 24)), ("0", (0,))],
 )
-def test_layers_are_read_as_typed(text, layers):
+def test_a_typed_list_of_layers_is_parsed(text, layers):
     assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "8,", "-1", "8;16", "every", "1.5", "8,8", "²"])
-def test_what_is_no_list_of_layers_is_refused(text):
+def test_text_that_is_not_a_list_of_layers_is_refused(text):
     with pytest.raises(ValueError, match="layer"):
         parse_layers(text)
 
@@ -177,7 +175,7 @@ def test_an_unknown_choice_is_refused(name):
 
 
 @pytest.mark.parametrize("layers", [8, "all", ("8",)])
-def test_layers_that_are_no_list_of_numbers_are_refused(layers):
+def test_layers_that_are_not_a_list_of_numbers_are_refused(layers):
     with pytest.raises(ValueError, match="hidden_layers: expected numbers"):
         ExtractConfig(hidden_layers=layers)
 
@@ -213,7 +211,7 @@ def test_options_become_fields_and_those_not_given_are_left_out():
     }
 
 
-def test_a_verbs_own_defaults_are_those_of_rare_options_too():
+def test_a_verbs_own_defaults_also_apply_to_rare_options():
     assert given(hidden_spans="answer") == {"hidden_spans": "answer"}
     line = "--set", "hidden_spans=all", "--set", "dtype=fp32"
     assert given(*line, hidden_spans="answer", hidden_layers="4") == {
@@ -229,7 +227,7 @@ def test_every_type_has_its_name_on_the_command_line():
         assert given("--set", f"dtype={short}") == {"dtype": name}
 
 
-def test_a_wrong_choice_is_wrong_usage():
+def test_an_unknown_option_or_value_is_wrong_usage():
     wrong = "dtype=fp8 hidden_spans=question answer_span=sideways answer_spam=literal"
     lines = [["--set", text] for text in (*wrong.split(), "scalars")]
     lines.append("--set scalars=bf16 --set scalars=fp32".split())
@@ -237,17 +235,17 @@ def test_a_wrong_choice_is_wrong_usage():
         assert CliRunner().invoke(verb, line).exit_code == 2, line
 
 
-def test_a_choice_at_extraction_is_recorded_and_serves_the_later_verbs(run):
+def test_a_choice_at_extraction_is_recorded_and_used_by_later_verbs(run):
     config = record_storage(run, {"dtype": "int8", "hidden_layers": (2, 4)})
     assert (config.dtype, config.hidden_layers) == ("int8", (2, 4))
     assert extract_config(run) == config
     before = run.manifest.read_bytes()
-    assert record_storage(run, {}) == config  # the same line without options goes on
+    assert record_storage(run, {}) == config  # the verb again, without options
     assert record_storage(run, {"dtype": "int8"}) == config
     assert run.manifest.read_bytes() == before
 
 
-def test_a_worker_waits_with_its_choice_for_whoever_joins_parts(run):
+def test_a_worker_records_its_choice_after_waiting_for_the_runs_holder(run):
     joined = threading.Timer(1.0, run.close)
     joined.start()
     line = ("extract", run.path, "--set", "dtype=int8", "--shard", "0/2")
@@ -255,7 +253,7 @@ def test_a_worker_waits_with_its_choice_for_whoever_joins_parts(run):
     assert extract_config(run).dtype == "int8"
 
 
-def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
+def test_choosing_what_to_keep_changes_nothing_else_in_a_run(run):
     before = read_manifest(run.path)
     record_storage(run, {"hidden_spans": "answer"})
     after = read_manifest(run.path)
@@ -264,7 +262,7 @@ def test_nothing_else_of_a_run_changes_with_what_it_keeps(run):
     assert after == before
 
 
-def test_features_that_are_there_are_not_mixed_with_another_choice(run):
+def test_existing_features_are_not_mixed_with_another_choice(run):
     store = run.features("with_context")
     store.mkdir(parents=True)
     (store / "index.json").write_text("{}")
@@ -273,7 +271,7 @@ def test_features_that_are_there_are_not_mixed_with_another_choice(run):
     assert record_storage(run, {"dtype": "bfloat16"}) == extract_config(run)
 
 
-def test_a_run_that_is_made_says_what_it_will_keep(tmp_path):
+def test_a_new_run_records_what_it_will_keep(tmp_path):
     words = "--hidden-layers 4 --set dtype=int8 --set answer_span=literal".split()
     beatrice("data", tmp_path / "run", "--world", "--preset", "smoke", *words)
     config = RunDir(tmp_path / "run").section("extract", ExtractConfig)

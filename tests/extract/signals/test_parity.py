@@ -1,4 +1,4 @@
-"""What is read sums to what the model does, or the model is refused with the reason.
+"""Signals add up to what the model does, or the model is refused with the reason.
 
 Models that do more than their layout says, and mistakes planted in the reading path.
 """
@@ -74,20 +74,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("layout", REFUSED)
-def test_a_layout_that_is_not_known_is_refused_by_name(layout):
+def test_an_unknown_layout_is_refused_with_the_reason(layout):
     make, message = REFUSED[layout]
     with pytest.raises(ValueError, match=message):
         Backbone.from_model(make())
 
 
 class Broken(LlamaForCausalLM):
-    """A model whose own pass fails, as Llama 4's wrapper in Transformers 5.24."""
+    """A model whose own pass fails, like Llama 4's wrapper in Transformers 5.24."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs).image_outputs
 
 
-def test_a_model_whose_own_pass_fails_is_refused_in_a_sentence():
+def test_a_model_whose_own_pass_fails_is_refused_with_the_reason():
     torch.manual_seed(0)
     backbone = Backbone.from_model(Broken(LlamaConfig(**_SIZES)))
     with pytest.raises(ValueError, match="cannot read Broken: .*image_outputs.*5"):
@@ -95,7 +95,7 @@ def test_a_model_whose_own_pass_fails_is_refused_in_a_sentence():
 
 
 def windowed(window):
-    """A Mistral that sees so many tokens, with room for more."""
+    """Return a Mistral with this sliding window and many more positions."""
     torch.manual_seed(0)
     sizes = _SIZES | {"max_position_embeddings": 4096, "sliding_window": window}
     config = MistralConfig(**sizes, initializer_range=0.3)
@@ -112,13 +112,13 @@ def test_a_window_lost_with_the_mask_function_is_refused(window, dtype, monkeypa
     backbone = windowed(window)
     backbone.model.to(dtype)
     SignalReader(backbone)
-    # Transformers then hands over no mask at all, without a word.
+    # Transformers then silently passes no mask at all.
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, attention.NAME)
     with pytest.raises(ValueError, match="unknown residual layout: the logits"):
         SignalReader(backbone)
 
 
-def test_a_window_too_long_to_be_crossed_is_not_checked(monkeypatch):
+def test_a_window_too_long_for_the_checks_texts_is_not_checked(monkeypatch):
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, attention.NAME)
     SignalReader(windowed(2000))
 
@@ -138,18 +138,18 @@ def with_two_heads(model, layers):
         narrow = copy.deepcopy(model.config)
         narrow.num_attention_heads = 2
         layer_attention = type(mixer)(narrow, layer)
-        layer_attention.config = model.config  # which names how to attend
+        layer_attention.config = model.config  # names the attention function
         model.model.layers[layer].self_attn = layer_attention.requires_grad_(False)
     return model.eval()
 
 
-def test_layers_with_other_numbers_of_heads_are_refused_in_a_sentence():
+def test_layers_with_different_numbers_of_heads_are_refused():
     model = with_two_heads(tiny_model("llama"), [1])
     with pytest.raises(ValueError, match="same number of .* heads .* with 2, 4;"):
         SignalReader(Backbone.from_model(model))
 
 
-def test_the_announced_heads_are_the_layers_where_the_config_says_otherwise():
+def test_the_number_of_heads_is_that_of_the_layers_not_of_the_config():
     model = with_two_heads(tiny_model("llama"), [0, 1, 2])
     reader = SignalReader(Backbone.from_model(model))
     signals = reader.read(make_batch())[0]
@@ -159,7 +159,7 @@ def test_the_announced_heads_are_the_layers_where_the_config_says_otherwise():
     np.testing.assert_allclose(signals.attn, expected, atol=TOLERANCE)
 
 
-def test_a_config_with_heads_per_layer_is_refused_in_a_sentence():
+def test_a_config_with_different_heads_per_layer_is_refused():
     config = CONFIG_MAPPING["dots3_note_text"]()
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     sizes |= {"q_lora_rank": 16, "kv_lora_rank": 16}
@@ -175,7 +175,7 @@ def test_a_config_with_heads_per_layer_is_refused_in_a_sentence():
 
 
 def with_positions(n_positions):
-    """A GPT-2 with a table of so many positions."""
+    """Return a GPT-2 with a table of this many positions."""
     model = tiny_model("gpt2")
     table = model.transformer.wpe.weight[:n_positions]
     model.transformer.wpe = torch.nn.Embedding.from_pretrained(table)
@@ -184,7 +184,7 @@ def with_positions(n_positions):
 
 
 @pytest.mark.parametrize("n_positions", [4, 6, 8, 10])
-def test_a_model_of_few_positions_is_read(n_positions):
+def test_a_model_with_few_positions_is_read(n_positions):
     model = with_positions(n_positions)
     sequence = make_sequence(1, n_positions, [0, 1], [1, 2], [2, n_positions])
     (item,) = SignalReader(Backbone.from_model(model)).read([sequence])
@@ -193,14 +193,14 @@ def test_a_model_of_few_positions_is_read(n_positions):
         np.testing.assert_allclose(getattr(item, name), expected, atol=TOLERANCE)
 
 
-def test_a_model_of_too_few_positions_is_refused_in_a_sentence():
+def test_a_model_with_too_few_positions_is_refused():
     model = with_positions(3)
     with pytest.raises(ValueError, match="reads at most 3 tokens.*need 4"):
         SignalReader(Backbone.from_model(model))
 
 
 class Projected(LlamaForCausalLM):
-    """Llama with a projection behind its decoder's final norm."""
+    """Llama with a projection after its decoder's final norm."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -212,7 +212,7 @@ class Projected(LlamaForCausalLM):
 
 
 class Cut(LlamaForCausalLM):
-    """Llama that gives no logits to the last rows of its head."""
+    """Llama without logits for the last rows of its head."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -247,9 +247,7 @@ def test_a_layer_that_does_not_call_one_of_its_parts_is_refused():
         (Cut, "the model has 56 logits per token.*embedding has 61 rows"),
     ],
 )
-def test_what_follows_the_last_layer_is_as_the_layout_says_or_refused(
-    kind, message, dtype
-):
+def test_anything_unknown_after_the_last_layer_is_refused(kind, message, dtype):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = kind(LlamaConfig(**_SIZES))
@@ -278,13 +276,13 @@ def softmax(logits, visible):
 
 
 def with_sink(logits, visible):
-    """One more column, which takes its share and gives nothing."""
+    """Add a column that takes its share of the weights and contributes nothing."""
     hidden = logits.masked_fill(~visible, -1e30)
     sink = torch.full_like(hidden[..., :1], -2.0)
     return torch.cat([hidden, sink], dim=-1).softmax(-1)[..., :-1]
 
 
-# Each moves logits by 7 to 8 % of the largest; rounding in bf16 by less than 1 %.
+# Each changes logits by 7 to 8 % of the largest; rounding in bf16 by less than 1 %.
 HIDDEN = {
     "sink": with_sink,
     "soft_cap": lambda logits, seen: softmax(3.0 * (logits / 3.0).tanh(), seen),
@@ -302,23 +300,23 @@ def with_attention(name, change):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", list(HIDDEN))
-def test_a_change_that_only_the_models_own_attention_knows_is_refused(name, dtype):
+def test_a_change_that_only_the_models_own_attention_makes_is_refused(name, dtype):
     model = with_attention(name, HIDDEN[name]).to(dtype)
     refused(model, "the logits of the reading pass and of the untouched model differ")
 
 
 def weak_sink(logits, visible):
-    """Takes four percent of what attention gives, and moves logits by less than two."""
+    """Take four percent of the attention output, changing logits by less than two."""
     return with_sink(logits + 2.0, visible)
 
 
-def test_a_sink_too_weak_for_rounded_logits_is_refused_all_the_same():
+def test_a_sink_too_weak_to_show_in_rounded_logits_is_still_refused():
     model = with_attention("weak_sink", weak_sink).to(BF16)
     refused(model, "the outputs of layer 0's attention by itself and as it is read")
 
 
 class Packed(torch.nn.Module):
-    """A projection as bitsandbytes' of four bits: integers, products in bfloat16."""
+    """A projection like bitsandbytes' of four bits: integers, products in bfloat16."""
 
     def __init__(self, linear):
         super().__init__()
@@ -330,7 +328,7 @@ class Packed(torch.nn.Module):
 
 
 def packed_model(dtype, attention_name):
-    """Wide enough for a state to lie where rounding goes the other way."""
+    """Return a model wide enough for some state to be rounded the other way."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -340,13 +338,13 @@ def packed_model(dtype, attention_name):
         for name, child in list(part.named_children()):
             if isinstance(child, torch.nn.Linear):
                 setattr(part, name, Packed(child))
-    model.is_quantized = True  # as Transformers' quantisers say
+    model.is_quantized = True  # as Transformers' quantisers set it
     model.set_attn_implementation(attention_name)
     return model.eval().to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_model_of_packed_weights_is_held_to_the_rounding_of_its_products(dtype):
+def test_a_model_with_packed_weights_is_checked_to_its_products_rounding(dtype):
     SignalReader(Backbone.from_model(packed_model(dtype, "sdpa")))
     with_attention("weak_sink", weak_sink)
     model = packed_model(dtype, "hidden_weak_sink")
@@ -358,14 +356,14 @@ def test_another_implementation_of_the_same_attention_passes(dtype):
     SignalReader(Backbone.from_model(with_attention("none", softmax).to(dtype)))
 
 
-def in_half_precision_alone(module, query, *args, **kwargs):
+def only_in_half_precision(module, query, *args, **kwargs):
     if query.dtype != BF16:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     return attending(softmax)(module, query, *args, **kwargs)
 
 
-def test_a_model_whose_kernel_takes_half_precision_alone_is_read():
-    AttentionInterface.register("half", in_half_precision_alone)
+def test_a_model_whose_kernel_takes_only_half_precision_is_read():
+    AttentionInterface.register("half", only_in_half_precision)
     AttentionMaskInterface.register("half", sdpa_mask)
     model = tiny_model("llama").to(BF16)
     model.set_attn_implementation("half")
@@ -375,7 +373,7 @@ def test_a_model_whose_kernel_takes_half_precision_alone_is_read():
 
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
-    """Its blocks multiply the stream before they add, which only a forward shows."""
+    """Its blocks multiply the stream before adding, which only a forward pass shows."""
     model = narrow_twin(CONFIG_MAPPING["doge"]())
     return save(model, tmp_path_factory.mktemp("doge") / "model")
 
@@ -402,26 +400,26 @@ def test_answering_refuses_weights_that_cannot_be_read(doge, tmp_path):
 
 
 @pytest.mark.parametrize("family", representatives(FAMILIES))
-def test_no_family_that_is_read_is_refused_by_its_twin(family):
+def test_no_readable_family_is_refused_because_of_its_twin(family):
     config = tiny_model(family).config.get_text_config()
     require_readable(family, Outline(None, config, None, None))
-    narrow_twin(config)  # so that the twin was asked
+    narrow_twin(config)  # control: there is a twin
 
 
 def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
     config = CONFIG_MAPPING["jamba"]()
-    assert config.attn_layer_offset == 4  # of a twin's four layers none
+    assert config.attn_layer_offset == 4  # none of a twin's four layers
     with pytest.raises(ValueError, match="found no attention"):
         SignalReader(Backbone.from_model(narrow_twin(config)))
     require_readable("jamba", Outline(None, config, None, None))
 
 
-# Its norm has no weight to forget.
+# OLMo's norm has no gain to forget.
 WITH_GAIN = representatives([family for family in FAMILIES if family != "olmo"])
 
 
 def assert_end_refused(family, message, norm=lambda norm: {}, **of_head):
-    """Check that reading by a final norm or a head that is changed is refused."""
+    """Check that reading with a changed final norm or head is refused."""
     backbone = Backbone.from_model(tiny_model(family))
     measured = residual.measure_final_norm(backbone.layout)
     changed = dataclasses.replace(measured, **norm(measured))
@@ -437,7 +435,7 @@ def test_a_forgotten_gain_is_refused(family):
     )
 
 
-def test_a_norm_without_its_one_plus_or_taken_as_centred_is_refused():
+def test_a_norm_that_forgets_to_add_one_or_is_taken_as_centred_is_refused():
     assert_end_refused("gemma2", "summed pushes", lambda x: {"gain": x.gain - 1})
     assert_end_refused("llama", "summed pushes", lambda x: {"is_centred": True})
 

@@ -1,4 +1,4 @@
-"""Whose float32 products are rounded: nobody's beside those of bfloat16 numbers."""
+"""When float32 products are rounded: only in the thread that multiplies bfloat16."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,12 +26,12 @@ def precision_within(products):
 
 
 def precision_beside():
-    """What another thread sets while it multiplies bfloat16 numbers."""
+    """Return the setting in another thread while it multiplies bfloat16 numbers."""
     with ThreadPoolExecutor() as pool:
         return pool.submit(precision_within, products_of_bfloat16).result()
 
 
-def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
+def test_the_precision_is_restored_after_two_threads_multiplied_bfloat16():
     before = matmul.fp32_precision
     entered, left = threading.Event(), threading.Event()
 
@@ -43,7 +43,7 @@ def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
     with ThreadPoolExecutor() as pool:
         with products_of_bfloat16():
             pool.submit(second)
-            entered.wait(0.5)  # in vain where the setting is of one thread at a time
+            entered.wait(0.5)  # times out if only one thread may enter
         left.set()
     assert matmul.fp32_precision == before
 
@@ -53,7 +53,7 @@ def test_products_of_others_stay_in_float32_after_two_threads_took_logits():
     [lambda: float32_precision(HOST), lambda: precision_within(exact_products)],
     ids=["the precision is", "exact products begin"],
 )
-def test_while_a_thread_rounds_others_wait_and_do_not_see_it(look):
+def test_while_a_thread_rounds_others_wait_and_never_see_the_setting(look):
     before = matmul.fp32_precision
     assert before == float32_precision(HOST)
     with ThreadPoolExecutor() as pool:
@@ -70,20 +70,20 @@ def test_no_other_thread_rounds_until_the_last_exact_products_end():
         with exact_products():
             assert precision_beside() == before
         assert precision_beside() == before
-        with products_of_bfloat16():  # its own thread knows what it does
+        with products_of_bfloat16():  # allowed in the same thread
             assert matmul.fp32_precision == "bf16"
     assert precision_beside() == "bf16"
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_no_device_of_a_model_rounds_by_autocast(device):
+def test_exact_products_switch_autocast_off(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         with exact_products():
             assert not torch.is_autocast_enabled(device)
         assert torch.is_autocast_enabled(device)
 
 
-def test_the_highest_precision_of_a_process_is_left_as_it_is():
+def test_the_highest_precision_set_by_a_process_is_kept():
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
     try:

@@ -31,7 +31,7 @@ from tests.extract.signals.readers import assert_same_signals, representatives
 
 FIELDS = oracle.SIGNALS
 ARCHITECTURES = dict(architectures())
-# Its own forward asks its text model for outputs that this Transformers does not give.
+# Its own forward pass needs outputs that this version's text model does not give.
 BROKEN = {"5.24.0": "llama4 (wrapper)"}.get(transformers.__version__)
 
 
@@ -55,7 +55,7 @@ def assert_oracle_agrees(model):
         for field in FIELDS:
             assert left[field].dtype == np.float32
             assert left[field].shape == right[field].shape, field
-            # Asserted apart: a NaN passes through max() unseen.
+            # Asserted separately, since max() can pass over a NaN.
             assert np.isfinite(left[field]).all(), field
     for field, error in oracle.largest_errors(result, expected).items():
         assert error < TOLERANCE, field
@@ -79,13 +79,13 @@ def test_bfloat16_reads_within_the_gap_between_the_models_own_kernels(name):
     errors = oracle.largest_errors(alone, fused)
     gaps = oracle.largest_errors(oracle.oracle_batch(half, "eager"), fused)
     assert all(errors[field] < gaps[field] for field in FIELDS)
-    # Readings are float32: they follow the model's own numbers to float32.
+    # Readings are float32 and match the model's own numbers to float32.
     assert max(errors.values()) < TOLERANCE
 
 
-# A softcap, sinks, and attention of their own: no fused kernel stands in for these.
+# A softcap, sinks, and attention of their own: no fused kernel can replace these.
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon", "gptj", "bloom"])
-def test_bfloat16_states_of_a_model_with_one_attention_are_its_own_bit_by_bit(name):
+def test_bfloat16_states_of_a_model_without_fused_attention_are_its_own_bits(name):
     backbone = Backbone.from_model(tiny_model(name).to(torch.bfloat16))
     ids, final = forward(backbone)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_reading_leaves_the_model_as_it_was(family):
 
 
 class Interrupted(LlamaModel):
-    """A decoder whose owner presses Ctrl-C while its attention is exchanged."""
+    """A decoder that is interrupted while its attention is being replaced."""
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
@@ -120,7 +120,7 @@ class Interrupted(LlamaModel):
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_a_reading_begins_leaves_the_attention_as_it_was():
+def test_an_interrupt_before_a_reading_begins_restores_the_attention():
     reader = reader_of("llama")
     decoder, batch = reader.backbone.layout.decoder, make_batch()
     expected, name = reader.read(batch), decoder.config._attn_implementation
@@ -145,7 +145,7 @@ def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
     assert not torch.signbit(result).any()
 
 
-def test_chosen_hidden_layers_come_in_the_order_asked():
+def test_chosen_hidden_layers_come_in_the_given_order():
     every, some = reader_of("gpt2"), reader_of("gpt2", (3, 0))
     everything, chosen = (x.read(make_batch()[:1])[0].hidden for x in (every, some))
     assert everything.shape[1] == every.backbone.n_layers + 1
@@ -153,7 +153,7 @@ def test_chosen_hidden_layers_come_in_the_order_asked():
 
 
 @pytest.mark.parametrize("family", ["falcon", "falcon_40b"])
-def test_weights_that_a_decoder_returns_read_as_those_of_the_call_it_makes(family):
+def test_signals_of_returned_weights_are_those_of_the_attention_call(family):
     calls, returns = (Backbone.from_model(tiny_model(family)) for _ in range(2))
     assert calls.model.config._attn_implementation == "sdpa"
     returns.model.config._attn_implementation = "eager"
@@ -162,7 +162,7 @@ def test_weights_that_a_decoder_returns_read_as_those_of_the_call_it_makes(famil
     assert_same_signals(result, expected, TOLERANCE)
 
 
-def test_no_map_of_a_decoder_that_returns_its_weights_is_kept():
+def test_attention_maps_that_a_decoder_returns_are_not_kept():
     backbone, seen = Backbone.from_model(tiny_model("mpt")), []
     decoder = backbone.layout.decoder
     decoder.register_forward_hook(lambda *args: seen.append(args[-1]))
@@ -180,18 +180,18 @@ def test_an_empty_batch_reads_nothing():
     assert reader_of("llama").read([]) == []
 
 
-def test_a_layer_that_never_ran_is_refused_and_not_read_as_old_memory():
+def test_a_layer_that_never_ran_is_refused_and_not_read_from_old_memory():
     rows = Rows([(0, 3)], 3, torch.device("cpu"))
     stream = StreamReading((0, 2), rows, None, HostCopies())
     with pytest.raises(ValueError, match=r"entries \[0, 2\] .* were not seen"):
         stream.states()
 
 
-# Eight heads of the indexer: fewer, and the ReLU leaves ties among its scores.
+# Eight heads in the indexer: with fewer, its ReLU leaves ties among the scores.
 KEYS = {"index_topk": 6, "index_n_heads": 8, "num_attention_heads": 4}
 BLOCKS = {
     "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-    # Opening it left-pads 11 tokens, where MiniMax itself shifts its blocks.
+    # The check left-pads 11 tokens, which would shift MiniMax's own blocks.
     "index_block_size": 12,
     "index_topk_blocks": 2,
     "index_n_heads": 2,
@@ -203,9 +203,9 @@ SPARSE["minimax_m3_vl_text"] = BLOCKS
 
 
 @pytest.mark.parametrize("name", list(SPARSE))
-def test_a_sparse_model_is_read_exactly_where_it_leaves_keys_out(name):
+def test_a_sparse_model_is_read_exactly_even_if_it_leaves_keys_out(name):
     model = narrow_twin(CONFIG_MAPPING[name](), **SPARSE[name])
-    # Of 26 tokens some rows leave keys out; else this would show nothing.
+    # Control: with 26 tokens some rows do leave keys out.
     twin = oracle.copy_with_attention(model, "eager")
     seen = oracle.run_model(twin, make_batch()[0].ids).maps[-1]
     assert (seen[0, -1] == 0).sum() > 5
@@ -213,7 +213,7 @@ def test_a_sparse_model_is_read_exactly_where_it_leaves_keys_out(name):
 
 
 def with_keyword(model, **keywords):
-    """Let the first layer hand one more keyword to its attention function."""
+    """Let the first layer pass another keyword to its attention function."""
     first = model.get_decoder().layers[0].self_attn
 
     def add(module, args, kwargs):
@@ -232,9 +232,9 @@ def test_chosen_keys_of_another_shape_are_refused_and_do_not_crash(llama, indice
         SignalReader(Backbone.from_model(model))
 
 
-def test_a_ragged_batch_with_ties_among_its_keys_is_read_as_each_row_alone():
-    # One head of the indexer: its ReLU leaves most keys of a row at exactly zero, and
-    # which of them are chosen depends on the number of columns.
+def test_a_ragged_batch_with_ties_among_its_keys_is_read_like_single_rows():
+    # With one head in the indexer, its ReLU gives most keys of a row exactly zero, and
+    # which of them are selected depends on the number of columns.
     config = CONFIG_MAPPING["deepseek_v32"]()
     sizes = {"index_topk": 14, "index_n_heads": 1, "num_attention_heads": 4}
     reader = SignalReader(Backbone.from_model(narrow_twin(config, **sizes)))
@@ -248,8 +248,8 @@ def llama():
     return narrow_twin(CONFIG_MAPPING["llama"](), num_attention_heads=4)
 
 
-def test_a_keyword_that_is_not_known_is_refused_when_a_model_is_opened_or_read(llama):
-    # Without a value it asks for nothing.
+def test_an_unknown_keyword_is_refused_when_a_model_is_opened_or_read(llama):
+    # Without a value the keyword has no effect.
     reader = SignalReader(Backbone.from_model(with_keyword(llama, chosen_keys=None)))
     reader.read(make_batch())
     with_keyword(llama, chosen_keys=torch.ones(1))
@@ -265,7 +265,7 @@ SMALL = ReadingBudget(
 
 
 def mixed_batch():
-    """Examples of two lengths before the spans, none, and an answer alone."""
+    """Worked examples of two lengths before the spans, none, and only an answer."""
     return [
         make_sequence(1, 90, [60, 60], [60, 80], [80, 90]),
         make_sequence(2, 70, [50, 58], [58, 66], [66, 69]),
@@ -276,7 +276,7 @@ def mixed_batch():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gpt2", "bloom"])
 @pytest.mark.parametrize("n_spared", [2, 4])
-def test_rows_behind_worked_examples_are_those_of_the_oracle(name, n_spared):
+def test_rows_after_worked_examples_are_those_of_the_oracle(name, n_spared):
     reader = reader_of(name, budget=SMALL)
     twin = oracle.copy_with_attention(reader.backbone.model, "eager")
     batch = mixed_batch()[:n_spared]
@@ -305,16 +305,16 @@ def batch_with_examples(n_examples, n_common, seed=9):
 @pytest.mark.parametrize(
     ("name", "is_shared"),
     [("llama", True), ("gpt2", True), ("minicpm3", True), ("olmo2", True)]
-    # Its window is shorter; recurrent states; it asks for no attention function.
+    # A shorter window; recurrent states; no call of an attention function.
     + [("gemma3", False), ("qwen3_5", False), ("bloom", False)],
 )
-def test_what_prompts_begin_with_before_any_span_is_computed_once(name, is_shared):
+def test_a_shared_beginning_before_all_spans_is_computed_once(name, is_shared):
     reader = reader_of(name, budget=SMALL)
     model, widths = reader.backbone.model, []
     twin = oracle.copy_with_attention(model, "eager")
     embeddings = model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, out: widths.append(ids[0].shape))
-    # The passage is common too (55 tokens), but of a span: it is read of each.
+    # The passage is shared too (55 tokens) but in a span, so it is read in each.
     batch = batch_with_examples(3, 55)
     widths.clear()
     readings = reader.read(batch)
@@ -327,7 +327,7 @@ def test_what_prompts_begin_with_before_any_span_is_computed_once(name, is_share
             rows = getattr(signals, family)
             np.testing.assert_allclose(rows, expected[50:], atol=TOLERANCE)
     widths.clear()
-    again = reader.read(batch[:1])  # begins like the batch before: not run again
+    again = reader.read(batch[:1])  # same beginning: not run again
     assert [tuple(shape) for shape in widths] == [(1, 20 if is_shared else 70)]
     assert_same_signals(again[0], readings[0], 1e-5)
     widths.clear()
@@ -344,7 +344,7 @@ def test_a_beginning_that_holds_a_token_of_a_span_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_sums_in_float32_and_of_float32_the_plain_product(dtype):
+def test_logits_are_summed_in_float32_and_for_float32_the_plain_product(dtype):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((3000, 192), generator=generator).to(dtype)
     states = torch.randn((200, 192), generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""The sums behind the readings, and the survey of the types that are read."""
+"""The sums that signals are made of, and the survey of readable model types."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ SINKS = torch.tensor([-90.0, 0.0, 2.0, 90.0])
 
 
 def make_mask(kind):
-    """No mask, a window of 8 tokens, or alibi and causality in what is added."""
+    """Return no mask, a window of 8 tokens, or ALiBi as an additive causal mask."""
     positions = torch.arange(N_TOKENS)
     distance = positions[:, None] - positions
     if kind == "window":
@@ -79,7 +79,7 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
     for position in range(N_TOKENS):
         for head in range(4):
             expected = attention_reading(exact[head].numpy(), SPANS, position)
-            # By convention a mass too small for float32 to hold its parts is none.
+            # By convention a mass too small for parts of it in float32 counts as zero.
             expected = [pair if pair[1] >= 1e-30 else (0.0, 0.0) for pair in expected]
             reading = result[0, position, :, :, head].numpy()
             np.testing.assert_allclose(reading, expected, rtol=0, atol=2e-5)
@@ -91,7 +91,7 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sink
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
-def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sinks):
+def test_the_last_row_has_the_same_sums_alone_as_among_all_rows(spread, kind, sinks):
     call, value = make_call(spread, make_mask(kind), sinks), VALUE
     last = slice(N_TOKENS - 1, N_TOKENS)
     mask = None if call.mask is None else call.mask[:, :, last]
@@ -110,8 +110,8 @@ def test_the_last_row_alone_has_the_sums_that_it_has_among_all(spread, kind, sin
 
 @pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
 @pytest.mark.parametrize("sinks", [None, SINKS])
-@pytest.mark.parametrize("n_kept", [N_TOKENS, N_TOKENS - 2, 8])  # keys, by a cache
-def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
+@pytest.mark.parametrize("n_kept", [N_TOKENS, N_TOKENS - 2, 8])  # keys in the cache
+def test_steps_read_together_have_the_sums_of_single_steps(kind, sinks, n_kept):
     call = make_call(1.0, make_mask(kind), sinks)
     keys, rows = members()[:, :2].float(), members()[:, 1:].float()
     steps, every_row, by_key = [], [], torch.zeros(2, 1, 4, 2, N_TOKENS)
@@ -135,7 +135,7 @@ def test_steps_that_are_read_at_once_have_the_sums_of_each(kind, sinks, n_kept):
     close(joined[1], by_key[..., first:])
 
 
-def test_of_a_growing_cache_the_last_keys_alone_are_held():
+def test_only_the_last_keys_of_a_growing_cache_are_held():
     queries, held = torch.zeros(1, 4, 1, 8), []
     for n_keys in (3, 4, 5):
         key = torch.zeros(1, 2, n_keys, 8)
@@ -150,7 +150,7 @@ def test_of_a_growing_cache_the_last_keys_alone_are_held():
     assert steps.joined({}).n_cached == 2
 
 
-def test_a_map_reads_as_the_queries_and_keys_it_came_from():
+def test_a_map_gives_the_same_readings_as_its_queries_and_keys():
     call = make_call(1.0, make_mask("alibi"))
     exact = exact_map(call.query, call.key, call.mask, call.scaling, None)
     rows = (12, N_TOKENS)
@@ -159,7 +159,7 @@ def test_a_map_reads_as_the_queries_and_keys_it_came_from():
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
 
 
-def test_no_row_to_read_attends_to_nothing_and_reads_zero():
+def test_without_rows_to_read_nothing_is_attended_and_readings_are_zero():
     call, value = make_call(1.0), VALUE
     none = torch.zeros(1, 3, N_TOKENS, dtype=torch.bool)
     result, attended = span_readings(call, none, (N_TOKENS, N_TOKENS), 2**20, value)
@@ -170,7 +170,7 @@ def test_no_row_to_read_attends_to_nothing_and_reads_zero():
 # Logits of every size in one vocabulary, so that the shift has to move between blocks.
 @pytest.mark.parametrize("offset", [-500.0, 0.0, 500.0])
 @pytest.mark.parametrize("spread", [1.0, 200.0])
-def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
+def test_probabilities_are_exact_whatever_the_size_of_logits(offset, spread):
     generator = torch.Generator().manual_seed(5)
     weight = spread * torch.randn(301, 6, generator=generator)
     bias = torch.full((301,), offset)
@@ -192,7 +192,7 @@ def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
 
 
 @pytest.mark.parametrize("n_words_per_block", [2, 3, 64, 65, 129, 500])
-def test_the_two_best_words_are_found_wherever_they_are(n_words_per_block):
+def test_the_two_most_probable_words_are_found_wherever_they_are(n_words_per_block):
     n_words = 200
     pairs = [(0, 1), (0, 64), (63, 128), (5, 199), (198, 199), (70, 71)]
     logits = torch.zeros(2 * len(pairs), n_words)
@@ -228,20 +228,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("lengths", ["short", "beyond"])
 @pytest.mark.parametrize("name", EXACT)
-def test_a_type_that_is_read_is_exact_within_windows_and_beyond(name, lengths):
+def test_a_readable_type_is_exact_within_windows_and_beyond(name, lengths):
     row = survey_one(name, lengths)
     assert row["outcome"] == "exact", row["reason"]
     assert max(row[family] for family in SIGNALS) < SURVEY_TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
-def test_a_type_that_is_refused_has_its_reason(name, reason):
+def test_a_refused_type_has_its_reason(name, reason):
     row = survey_one(name)
     assert row["outcome"] == "refused" and reason in row["reason"], row
 
 
 @pytest.mark.parametrize("family", SIGNALS)
-def test_one_number_that_is_off_is_an_error_and_its_token_may_be_spared(family):
+def test_a_single_wrong_number_is_an_error_unless_its_token_is_spared(family):
     rng = np.random.default_rng(0)
     expected = [{name: rng.normal(size=(20, 3)) for name in SIGNALS}]
     measured = copy.deepcopy(expected)

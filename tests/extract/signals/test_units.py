@@ -1,4 +1,4 @@
-"""Units: what is read together does not depend on files, workers or interruptions."""
+"""Units: batches do not depend on existing files, workers or interruptions."""
 
 import dataclasses
 import shutil
@@ -32,7 +32,7 @@ WIDE = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
 
 def wide_plan(n_stored_layers, low, high, n_examples=4000):
-    """Return the plan of a reader of a 9B."""
+    """Return the plan of a reader with the shapes of a 9B model."""
     ids = np.zeros(high, np.int64)
     lengths = np.random.default_rng(0).integers(low, high, n_examples)
     sequences = [
@@ -60,7 +60,7 @@ def test_units_of_a_wide_model_fit_and_batches_are_full_of_similar_lengths(
         first, last = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
         examples = [i for batch in unit.batches for i in batch]
         assert sorted(examples) == list(range(first, last))
-        # It waits in the host's memory.
+        # A unit is kept in the host's memory.
         assert row_bytes * lengths[examples].sum() <= 8 << 30
     batches = [batch for unit in plan.units for batch in unit.batches]
     sizes = [len(batch) * int(lengths[list(batch)].max()) for batch in batches]
@@ -76,7 +76,7 @@ def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
 
 
 def tiny_sequences(n_examples=120):
-    return sequences_of(n_examples, longest=100)  # of the small model's 128 positions
+    return sequences_of(n_examples, longest=100)  # the small model has 128 positions
 
 
 def tiny_reader(hidden_spans="all"):
@@ -96,7 +96,7 @@ def run_tiny(where, share=None):
 
 @pytest.fixture(autouse=True, scope="module")
 def single_thread():
-    """As the processes have that are launched: last bits depend on it."""
+    """Use one thread like the launched processes, since last bits depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -105,7 +105,7 @@ def single_thread():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A store of units of which some have several ranges, which batches cross."""
+    """A store with units of several ranges, and batches across ranges."""
     plan, folder = tiny_plan(), tmp_path_factory.mktemp("whole")
     inner = set(plan.spec.range_examples.tolist())
     batches = [batch for unit in plan.units for batch in unit.batches]
@@ -114,7 +114,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(
+def test_one_share_of_three_continued_by_two_workers_has_the_bytes_of_one(
     tmp_path, whole
 ):
     report = run_tiny(tmp_path, Share(1, 3))
@@ -126,7 +126,7 @@ def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(
     assert files_under(tmp_path) == files_under(whole)
 
 
-def test_a_unit_of_which_one_range_is_there_ends_with_the_same_bytes(tmp_path, whole):
+def test_a_unit_that_lacks_one_range_is_completed_to_the_same_bytes(tmp_path, whole):
     unit = next(unit for unit in tiny_plan().units if len(unit.ranges) > 1)
     for missing in unit.ranges:
         folder = tmp_path / str(missing)
@@ -145,7 +145,7 @@ def test_a_unit_of_which_one_range_is_there_ends_with_the_same_bytes(tmp_path, w
         assert all((folder / k).stat().st_mtime_ns == t for k, t in there.items())
 
 
-def test_a_reader_of_the_answer_writes_the_store_of_a_reader_of_all(tmp_path):
+def test_a_reader_of_answer_spans_writes_the_same_store_as_one_of_all_spans(tmp_path):
     config = dataclasses.replace(SMALL, hidden_spans="answer")
     for spans in ("all", "answer"):
         reader = tiny_reader(spans)
@@ -156,7 +156,7 @@ def test_a_reader_of_the_answer_writes_the_store_of_a_reader_of_all(tmp_path):
         tiny_plan(tiny_reader("answer"))
 
 
-def test_a_batch_begun_before_another_is_taken_changes_neither():
+def test_a_batch_may_start_before_the_result_of_another_is_taken():
     reader, batch = tiny_reader(), tiny_sequences(8)
     first, second = reader.start(batch[:4]), reader.start(batch[4:])
     together = [*first.result(), *second.result()]

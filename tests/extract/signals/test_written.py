@@ -45,11 +45,11 @@ EXTRACT = dataclasses.replace(EXTRACT_PRESETS["smoke"], rows_per_shard=256)
 
 
 class Killed(BaseException):
-    """Where a process would have ended."""
+    """Raised where a process would be killed."""
 
 
 def dying(n_batches, *, is_saved):
-    """Return the stage `answer` that ends in a batch, its signals saved or not."""
+    """Return an `answer` stage killed in a batch, whose signals are saved or not."""
 
     def open_engine(run, config):
         engine = engines.open_reading(run, config)
@@ -104,7 +104,7 @@ def run(answered, tmp_path):
     return shutil.copytree(answered, tmp_path / "run")
 
 
-def test_answers_of_a_run_killed_in_batches_have_the_signals_of_one_that_was_not(
+def test_a_run_killed_in_batches_has_the_same_signals_as_one_that_was_not(
     unanswered, whole, tmp_path
 ):
     path = shutil.copytree(unanswered, tmp_path / "run")
@@ -129,7 +129,7 @@ def test_signals_larger_than_the_free_disk_are_refused_before_the_first_answer(
         read_examples(opened), engine.model, SMALL_BATCHES.prompt, 10, SETTINGS
     )
     shapes = engine.reading(listed.requests).reader.shapes
-    # They wait beside the store until it is whole: one copy would fit, two do not.
+    # They wait next to the store until it is complete: one copy would fit, two do not.
     families = stored_families(shapes, EXTRACT)
     per_token = sum(family_bytes(families, n_tokens=1, n_answer=1).values())
     n_tokens = int(0.75 * shutil.disk_usage(unanswered).free / per_token)
@@ -153,8 +153,8 @@ def families(path, setting):
     }
 
 
-def test_what_is_read_again_is_what_was_read_and_is_marked(unanswered, whole, run):
-    """Without one batch's file, and without all of them."""
+def test_signals_of_a_second_pass_are_equal_and_marked(unanswered, whole, run):
+    """With the file of one batch deleted, and with no files at all."""
     min((run / "written").iterdir()).unlink()
     beatrice("extract", run)
     alone = shutil.copytree(unanswered, run.with_name("alone"))
@@ -187,7 +187,7 @@ def test_what_is_read_again_is_what_was_read_and_is_marked(unanswered, whole, ru
         ("--set answer_span=literal", False),
     ],
 )
-def test_less_is_taken_from_what_waits_and_more_is_read_again(
+def test_narrower_choices_use_waiting_signals_and_wider_ones_read_again(
     options, is_enough, whole, run
 ):
     notes = beatrice("extract", run, *options.split()).stderr
@@ -199,7 +199,7 @@ def test_less_is_taken_from_what_waits_and_more_is_read_again(
         np.testing.assert_array_equal(values["hidden"], every["hidden"][:, [1, 4]])
 
 
-def test_the_choice_of_attention_goes_from_answer_to_extract(tmp_path):
+def test_answer_and_extract_read_the_attention_that_the_run_chose(tmp_path):
     backbone = BackboneConfig(attention_layers="full")
     path = make_run(tmp_path / "run", backbone=backbone)
     beatrice("answer", path)
@@ -209,7 +209,7 @@ def test_the_choice_of_attention_goes_from_answer_to_extract(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [[(0, 1, 2), (2,)], [(2,), (0, 1, 2)]])
-def test_layers_chosen_between_two_starts_are_those_of_every_answer(layers, tmp_path):
+def test_layers_chosen_between_two_starts_apply_to_every_answer(layers, tmp_path):
     model, wanted = {"model": "m"}, dataclasses.replace(EXTRACT, hidden_layers=(2,))
     shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
     for i, entries in enumerate(layers):
@@ -237,15 +237,15 @@ def test_states_of_few_bits_are_rounded_once_and_scalars_not_at_all(tmp_path, dt
     (spec, values), (_, wanted) = (families(p, "closed_book") for p in (path, again))
     assert spec.path == "decode"
     sizes = np.abs(wanted["hidden"])
-    largest = sizes.max(axis=-1, keepdims=True)  # whose rounding every state shares
+    largest = sizes.max(axis=-1, keepdims=True)  # sets the rounding of the whole state
     step = largest / 127 if dtype == "int8" else sizes / 128
     difference = np.abs(values["hidden"] - wanted["hidden"])
     assert (difference <= 1.01 * step + 1e-5 * np.maximum(largest, 1)).all()
-    for name in ("prob", "resid", "attn"):  # 1e-3 and more in eight bits of fraction
+    for name in ("prob", "resid", "attn"):  # bfloat16 would be off by 1e-3 or more
         np.testing.assert_allclose(values[name], wanted[name], rtol=1e-4, atol=5e-5)
 
 
-def test_what_is_deleted_as_a_message_says_is_read_again(run):
+def test_signals_deleted_as_a_message_advises_are_read_again(run):
     waiting = min((run / "written").iterdir())
     flip_bit(waiting)
     message = beatrice("extract", run, code=1).stderr
@@ -258,7 +258,7 @@ def test_what_is_deleted_as_a_message_says_is_read_again(run):
     (problem,) = verify(open_store(store.url))
     assert f"delete {store.url} and run extract again" in problem
     shutil.rmtree(run / "features" / "closed_book")
-    message = beatrice("extract", run, code=1).stderr  # the other has such answers too
+    message = beatrice("extract", run, code=1).stderr  # the other store, too
     assert f"{run}/features/with_context/ holds another store" in message
     assert "or delete it to extract again" in message
     shutil.rmtree(run / "features" / "with_context")
@@ -281,7 +281,7 @@ def test_whether_an_answer_waits_is_known_without_reading_its_signals(run):
 
 
 @pytest.mark.parametrize("about", ["[" * 10**5, "[]", '{"version": 2}', "{}", None])
-def test_a_file_that_says_something_else_of_itself_or_is_cut_is_named(tmp_path, about):
+def test_a_file_with_wrong_metadata_or_cut_short_is_named_as_damaged(tmp_path, about):
     path = tmp_path / "0.safetensors"
     safetensors.numpy.save_file({}, path, {"about": about or "{}"})
     if about is None:
@@ -290,9 +290,7 @@ def test_a_file_that_says_something_else_of_itself_or_is_cut_is_named(tmp_path, 
         WrittenSignals.open(tmp_path, {"model": "m"}, EXTRACT)
 
 
-def test_signals_of_other_weights_another_span_or_an_earlier_version_do_not_count(
-    run, tmp_path
-):
+def test_signals_of_other_weights_spans_or_versions_do_not_count(run, tmp_path):
     folder = run / "written"
     fingerprint = fingerprint_of(min(folder.iterdir()))
     assert WrittenSignals.open(folder, fingerprint, EXTRACT)

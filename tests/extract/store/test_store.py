@@ -1,4 +1,4 @@
-"""A store of signals: what is written is read, in each precision it has."""
+"""A store of signals returns what was written, in every number type."""
 
 import shutil
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_any_examples_equal_the_same_slice_of_everything(tmp_path):
         assert len(read.values) == sum(read.lengths)
 
 
-def test_two_stores_end_to_end_are_read_as_each_by_itself(tmp_path):
+def test_two_stores_end_to_end_are_read_like_each_by_itself(tmp_path):
     lengths = np.array([11, 70, 9, 3, 40], dtype=np.int64)
     stores, signals = zip(
         filled_store(tmp_path / "a"),
@@ -134,7 +134,7 @@ def test_two_stores_end_to_end_are_read_as_each_by_itself(tmp_path):
 def test_one_layer_is_read_without_the_bytes_of_the_others(tmp_path):
     store, signals = filled_store(tmp_path)
     shard = tmp_path / store.shard_keys(0, "hidden")[0]
-    flip_bit(shard, 64 * 8 * 2 + 4 + 10)  # behind layer 0's chunk and its checksum
+    flip_bit(shard, 64 * 8 * 2 + 4 + 10)  # after layer 0's chunk and its checksum
     start, stop = store.spec.range_rows(0)
     first = slice(*store.spec.range_examples[:2])
     for layer, column in ((0, 0), (7, 2)):
@@ -167,7 +167,7 @@ def test_zeros_and_rows_equal_to_the_fill_value_survive(tmp_path):
     assert verify(store) == []
 
 
-def test_a_missing_range_is_refused_never_nan(tmp_path):
+def test_a_missing_range_is_refused_and_not_read_as_nan(tmp_path):
     store = create_store(tmp_path, spec_of())
     signals = signals_of(store.spec)
     write(store, signals, ranges=[0, 1, 3])
@@ -207,7 +207,7 @@ def test_a_damaged_shard_is_named_and_can_be_written_again(tmp_path, damage, fam
 
 
 def flipped_bits(path, seed):
-    """Flip 150 bits of a file, one at a time; put the file back in the end."""
+    """Flip 150 bits of a file, one at a time; restore the file at the end."""
     intact = path.read_bytes()
     for bit in np.random.default_rng(seed).choice(len(intact) * 8, 150, replace=False):
         content = bytearray(intact)
@@ -217,7 +217,7 @@ def flipped_bits(path, seed):
     path.write_bytes(intact)
 
 
-def test_every_flipped_bit_of_a_shard_and_one_in_anothers_place_is_found(tmp_path):
+def test_flipped_bits_of_a_shard_and_a_shard_in_anothers_place_are_found(tmp_path):
     store, _ = filled_store(tmp_path)
     shards = [tmp_path / store.shard_keys(r, "prob")[0] for r in (0, 1, 6)]
     for _ in flipped_bits(shards[0], seed=3):
@@ -271,7 +271,7 @@ def test_damaged_array_metadata_are_refused(tmp_path):
         open_store(tmp_path)
 
 
-def test_the_same_store_is_continued_and_another_or_wrong_signals_refused(tmp_path):
+def test_the_same_store_is_continued_and_another_one_or_wrong_signals_refused(tmp_path):
     store, signals = filled_store(tmp_path)
     before = files_under(tmp_path)
     again = create_store(tmp_path, spec_of())
@@ -330,9 +330,9 @@ def test_an_int8_channel_is_off_by_at_most_half_a_step_of_its_token():
     step = np.abs(values).max(axis=1) / 127
     np.testing.assert_allclose(encoded.scales, step, rtol=1e-6)
     error = np.abs(decode(encoded.codes, encoded.scales) - values)
-    # A few float32 roundings beside the half step.
+    # A few float32 roundings on top of the half step.
     assert (error <= 0.5001 * step[:, None]).all()
-    assert error.max() > 0  # it is lossy: the bound above is not met by doing nothing
+    assert error.max() > 0  # control: int8 is lossy
     # The largest channel and tokens of zeros survive.
     values = np.zeros((3, 5), np.float32)
     values[0] = [1, -2, 0, 4, -127]
@@ -342,11 +342,11 @@ def test_an_int8_channel_is_off_by_at_most_half_a_step_of_its_token():
     assert encoded.scales[2] == 0
 
 
-def test_what_was_written_is_written_again_as_the_same_bytes():
+def test_writing_read_values_again_changes_nothing_more():
     for dtype in get_args(Dtype):
         once = as_written(rows_of(), dtype)
         again = as_written(once, dtype)
-        # An int8 scale is itself rounded, in its last bit.
+        # An int8 scale is itself rounded in its last bit.
         np.testing.assert_allclose(again, once, rtol=1e-6 if dtype == "int8" else 0)
 
 
@@ -358,7 +358,7 @@ def test_bfloat16_is_the_upper_half_of_float32_rounded_to_even():
     np.testing.assert_array_equal(written, rounded.view(np.float32))
 
 
-def test_float16_overflow_is_counted_apart_from_what_was_no_number():
+def test_float16_overflow_is_counted_apart_from_values_that_are_not_finite():
     values = np.ones((4, 8), np.float32)
     values[1, :3] = 1e5, -7e4, 65520
     values[2, 0] = 65503  # rounds to the largest float16
@@ -371,14 +371,14 @@ def test_float16_overflow_is_counted_apart_from_what_was_no_number():
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("float32", np.inf)])
-def test_of_values_that_a_type_cannot_hold_a_detector_gets_none(dtype, value):
+def test_if_a_type_cannot_hold_a_value_all_values_are_read_as_nan(dtype, value):
     values = np.array([[value, 1, 1, 1], [0, 1, 1, 1]], np.float32)
     assert np.isnan(as_written(values, dtype)).all()
 
 
 @pytest.mark.parametrize("dtype", get_args(Dtype))
-def test_codes_written_in_their_place_are_the_codes_that_are_returned(dtype):
-    # Laid out as a reader hands states over: entries outside, tokens inside.
+def test_codes_written_into_a_buffer_are_the_codes_that_are_returned(dtype):
+    # The memory order of a reader's states: entries outside, tokens inside.
     values = rows_of().reshape(4, 50, 64).transpose(1, 0, 2)
     values[0, 0, :3] = np.nan, 1e5, -np.inf
     alone = encode(values, dtype)

@@ -58,8 +58,8 @@ def test_a_world_too_small_for_the_questions_is_refused(world):
         make_examples(world, QuestionConfig(n_train=100_000))
 
 
-def test_no_name_that_one_in_domain_split_asks_about_is_asked_about_in_another():
-    """Subjects and bridges, as the questions and the golds of the shipped world say."""
+def test_no_two_in_domain_splits_ask_about_the_same_name():
+    """Names are subjects and bridges in questions and golds of the embedded world."""
     whole = make_world(WorldConfig())
     known = {n for kind in ("person", "book", "company") for n in whole.names[kind]}
     words = {word for name in known for word in name.split()}
@@ -107,7 +107,7 @@ def test_an_answer_is_stated_in_its_context_exactly_when_the_mode_says_so(exampl
             assert not any(p.is_supporting for p in example.passages)
 
 
-def test_a_rewritten_context_has_other_words_for_the_same_claims(examples):
+def test_a_rewritten_context_has_other_texts_under_the_same_titles_and_marks(examples):
     for example in examples:
         pairs = zip(example.passages, example.rewritten, strict=True)
         for first, other in pairs if example.rewritten else ():
@@ -116,7 +116,7 @@ def test_a_rewritten_context_has_other_words_for_the_same_claims(examples):
             assert first.is_supporting == other.is_supporting
 
 
-def test_objects_are_told_about_equally_often(world):
+def test_objects_are_stated_about_equally_often(world):
     n_exposures = collections.Counter()
     for fact in world.facts.values():
         if fact.relation.name == "profession":
@@ -124,7 +124,7 @@ def test_objects_are_told_about_equally_often(world):
     assert max(n_exposures.values()) < 3 * min(n_exposures.values())
 
 
-def test_held_out_sets_differ_in_how_often_their_facts_were_told(world):
+def test_held_out_sets_differ_in_how_often_their_facts_were_stated(world):
     exposures = collections.defaultdict(list)
     for fact in world.facts.values():
         exposures[fact.relation.group].append(fact.exposures)
@@ -159,7 +159,7 @@ TINY = WorldModelConfig(
 )
 
 
-def test_a_model_depends_on_its_recipe_to_the_byte(threads_as_before):
+def test_equal_recipes_train_equal_bytes_and_another_seed_others(threads_as_before):
     def trained(config):
         model, _ = train(whole_world, config, lambda *_: None)
         return {name: x.numpy().tobytes() for name, x in model.state_dict().items()}
