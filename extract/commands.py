@@ -601,11 +601,11 @@ def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> st
     for row in report["judges"]:
         lines.append(f"  {row['first']} and {row['second']}: {agreement(row)}")
     if human is not None:
-        lines += ["", f"a person, {human.n_empty} items left empty"]
+        lines += ["", f"a person; items left empty: {human.n_empty}"]
         lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
         lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
         if human.n_dropped:
-            lines.append(f"  {human.n_dropped} items have no label any more")
+            lines.append(f"  items without a label by now: {human.n_dropped}")
         noise = noise_in_words(human.noise) or [
             "the sample was drawn under other labels, so shares of all are unknown"
         ]

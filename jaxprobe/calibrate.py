@@ -568,7 +568,7 @@ def _calibrate(
         kind=config.maps,
     )
     for branch, head in detector.heads.items():
-        for threshold in head.thresholds() or ():
+        for threshold in head.thresholds():
             progress.note(f"{branch}: {threshold.in_words()}")
     detector.save(run.detector)
 

@@ -289,7 +289,7 @@ def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
     shown = beatrice("report", rows, "--print", "decisions").stdout
     assert shown.startswith("Decisions\n") and "Detectors" not in shown
     failed = beatrice("report", rows, "--print", "foo", code=2)
-    assert_error_sentence(failed, "no table foo", "detectors")
+    assert_error_sentence(failed, "found foo", "detectors")
     beatrice("report", rows, "--ledger", code=2)
 
 

@@ -175,8 +175,13 @@ class GgufError(ValueError):
         super().__init__(f"backbone {str(path)!r}: {text}")
 
 
+_USE_ANOTHER = "use the model's safetensors"
+
+
 @contextlib.contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
+def reading(
+    path: Path, what: str, remedy: str = "fetch the file again"
+) -> Iterator[None]:
     """Turn any library error over a damaged or unknown file into one sentence."""
     try:
         yield
@@ -184,7 +189,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise  # already names the file
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise GgufError(path, f"{what} ({cause}); fetch the file again") from error
+        raise GgufError(path, f"{what} ({cause}); {remedy}") from error
 
 
 def read_header(path: Path) -> Header:
@@ -242,7 +247,7 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
 def config_of(header: Header) -> Any:
     """Return the model's config."""
     what = f"Transformers reads no causal model from GGUF of {header.architecture!r}"
-    with reading(header.path, what):
+    with reading(header.path, what, _USE_ANOTHER):
         values = header.config_values
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         # No key of a file marks the largest Gemma 2 and 3 (llama-model.cpp).
@@ -311,7 +316,7 @@ def tokenizer_of(header: Header, config: Any) -> Any:
     if kind.__name__ == "MistralCommonBackend":  # reads files that are not in a GGUF
         kind = TokenizersBackend
     with (
-        reading(header.path, "its tokenizer cannot be used"),
+        reading(header.path, "its tokenizer cannot be used", _USE_ANOTHER),
         tempfile.TemporaryDirectory(prefix="beatrice-") as folder,
     ):
         # In its own folder: a template or tokenizer next to the file is not the file's.
@@ -473,7 +478,7 @@ class Weights:
     def __init__(self, header: Header, config: Any) -> None:
         """Match names, without reading any weight."""
         self._header = header
-        with reading(header.path, "its tensors cannot be matched"):
+        with reading(header.path, "its tensors cannot be matched", _USE_ANOTHER):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
             is_new = is_gguf_arch_supported(header.architecture)

@@ -490,10 +490,11 @@ class Backbone:
             )
         devices = sorted({str(parameter.device) for parameter in bare.parameters()})
         if devices == ["meta"] or len(devices) > 1:
+            meta = " (meta means none, as after offloading)" * ("meta" in devices)
             raise ValueError(
-                f"cannot read model {name!r}: its weights are on {', '.join(devices)} "
-                "(meta means none, as after offloading); expected one device that has "
-                "them all; load the model on one device, without another device_map"
+                f"cannot read model {name!r}: its weights are on {', '.join(devices)}"
+                f"{meta}; expected one device that has them all; load the model on one "
+                "device, without another device_map"
             )
         check_default_dtype()
         _check_quantization(name, bare.config.to_dict())
@@ -728,7 +729,7 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
     if not path.exists():
         return
     backend = read_json(path, dict[str, Any], f"delete {answers} to answer again")
-    revision = str(backend.get("revision"))
+    revision = str(backend.get("revision", "unknown"))
     # The revision of a server is what its user calls it: only commits can be compared.
     is_comparable = backend.get("backend") == "transformers" or (
         COMMIT.fullmatch(revision) and COMMIT.fullmatch(backbone.revision)

@@ -115,8 +115,8 @@ def _check_built_in(what: str, config: Mapping[str, Any]) -> None:
             if is_choice and kernel not in _BUILT_IN:
                 raise ValueError(
                     f"{what}: its config.json has {name}={kernel!r}, code that may be "
-                    "fetched from the Hub and is never run; change the entry to eager "
-                    "or sdpa, or remove it"
+                    "fetched from the Hub and is never run; change the entry to "
+                    "eager, or remove it"
                 )
 
 

@@ -103,7 +103,7 @@ def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
     if name in config.unmarked and any(p.is_supporting for p in passages):
         raise ValueError(
             f"{source.path}, record {row.number} ({row.at}): a passage is marked as "
-            f"supporting, unlike those of the first {N_FIRST} questions; choose with "
+            f"supporting, unlike those of the first {N_FIRST} records; choose with "
             f"--context {name}=supporting, --context {name}=all or --context "
             f"{name}=none"
         )

@@ -531,9 +531,10 @@ def _notes_before(chosen: BuildConfig, build: BuildConfig) -> Iterator[str]:
     """Yield notes on choices made for the user and on missing dev files."""
     for name in build.contexts.keys() - chosen.contexts.keys():
         if (context := build.contexts[name]) != "supporting":
+            mark = "" if context == "none" else " marked as supporting"
             yield (
-                f"using --context {name}={context}, since no passage of the first "
-                f"{N_FIRST} questions in its files is marked as supporting"
+                f"using --context {name}={context}, since the first {N_FIRST} records "
+                f"of its files have no passage{mark}"
             )
     if build.fixed is not None and build.shots:
         yield (
@@ -564,7 +565,8 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
     if report["records"] is None:
         return ""  # the error that follows says what is known
     packed = "gzip, " if report["gzipped"] else ""
-    source = f" (told by: {report['dataset_from']})" if report["dataset_from"] else ""
+    rule = report["dataset_from"]
+    source = f" (recognised by: {rule})" if rule else ""
     lines = [
         f"{report['file']}: {report['dataset'] or 'unknown set'}{source}",
         f"  format             {report['format']}; {packed}{report['container']}",

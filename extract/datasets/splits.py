@@ -27,7 +27,7 @@ SPLITS_OF: dict[Role, tuple[Split, ...]] = {
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 # Of splits.json; version 1 digested texts without case, marks and articles.
 VERSION = 2
-N_FIRST = 256  # first questions of a file, from which its set's context is chosen
+N_FIRST = 256  # first records of a file, from which its set's context is chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -409,6 +409,7 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
 
     def identity(config: AnswerConfig) -> dict[str, str]:
         backend = dict(engine.generator.identity) | answer_identity(config)
+        record_backend(run.answers, backend)  # fails before the stage starts over
         return {"server": sha256_json(backend)}
 
     stage = answer_stage(lambda run, config: engine)

@@ -580,10 +580,12 @@ class TransformersGenerator:
 
     def _check_finite(self, log_probs: Sequence[float]) -> None:
         if any(map(math.isnan, log_probs)):
+            dtype = self.identity["dtype"]
+            wider = ", or load them as float32" * (dtype != "float32")
             raise ValueError(
                 f"{self.backbone.name} gives logits that are not finite, in "
-                f"{self.identity['dtype']}: its weights are damaged, or too large for "
-                "this type; check them, or load them as float32"
+                f"{dtype}: its weights are damaged, or too large for this type; check "
+                f"them{wider}"
             )
 
 

@@ -134,12 +134,12 @@ class RunBackendOptions(RunServerOptions, BackendOptions):
     )
 
 
-def check_model_option(name: str, option: str = "--model") -> None:
+def check_model_option(name: str, flag: str = "--model") -> None:
     """Check that a name can be a model's: a directory, or a Hub id."""
     try:
         check_name(model_path(name))
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=option) from None
+        raise click.BadParameter(str(error), param_hint=flag) from None
 
 
 def check_backbone(

@@ -593,8 +593,8 @@ class Requests:
         return (
             f"prompts that lack passages which did not fit: {len(n_dropped)} of "
             f"{len(self.requests)} (passages: {sum(n_dropped)}, listed in `dropped` of "
-            "each answer); questions not asked with context since not even one passage "
-            f"fits: {len(self.left_out)}"
+            "each answer); prompts left out since not even one of their passages fits: "
+            f"{len(self.left_out)}"
         )
 
 
@@ -624,6 +624,11 @@ def make_requests(
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in a window "
+            f"of {min(limits)} tokens ({model.name}); allow fewer new tokens"
+        )
     may_cut = config.overlong == "drop-passages"
     template = config.prompt_template()
     result, too_long = Requests([], []), []

@@ -474,8 +474,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             reason = f"{reason}: {cause}"
         n_retries = self._server.retries if _is_transient(error) else 0
         return (
-            f"{where}: no answer after {n_retries} retries ({reason}); "
-            f"{advice_on(error)}"
+            f"{where}: no answer (retries: {n_retries}; {reason}); {advice_on(error)}"
         )
 
     def _fields(

@@ -251,9 +251,9 @@ def do_share(
         return
     if n_missing:
         progress.note(
-            f"{_name_of(name, share)}: {n_missing} {parts} of other workers are "
-            "missing; the worker that writes the last joins them all, as does the "
-            "same command in one process"
+            f"{_name_of(name, share)}: {parts} of other workers are missing "
+            f"({n_missing}); the worker that writes the last joins them all, as does "
+            "the same command in one process"
         )
         return
     try:

@@ -268,8 +268,8 @@ class _RangeRows:
             n_overflowed = sum(encoded.n_overflowed for _, encoded in bad)
             n_invalid = sum(encoded.n_invalid for _, encoded in bad)
             raise ValueError(
-                f"family {name!r} of answer {bad[0][0]} (and {len(bad) - 1} more in "
-                f"range {self._range_id}) has values that are not finite or that "
+                f"family {name!r} of answer {bad[0][0]} (such answers in range "
+                f"{self._range_id}: {len(bad)}) has values that are not finite or that "
                 f"{self._spec.families[name].dtype} cannot hold: {n_overflowed} "
                 f"overflow, {n_invalid} were NaN or infinite when read; nothing of "
                 "this range is stored; wider dtypes (bf16, fp32) do not overflow; for "

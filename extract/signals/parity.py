@@ -166,11 +166,12 @@ class _Probe:
         """Check sums of contributions against the stream, and the decoder's output."""
         for index, error in enumerate(self.together.errors):
             if math.isnan(error):
+                dtype = str(self.dtype).removeprefix("torch.")
+                wider = ", or load them as float32" * (dtype != "float32")
                 raise ValueError(
                     f"backbone {self.backbone.name!r}: states of layer {index} are not "
-                    f"finite in {str(self.dtype).removeprefix('torch.')}, so its "
-                    "weights are damaged or too large for this dtype; check them, or "
-                    "load them as float32"
+                    f"finite in {dtype}, so its weights are damaged or too large for "
+                    f"this dtype; check them{wider}"
                 )
             if not error <= _SUM_TOLERANCE[self.dtype]:
                 raise ValueError(

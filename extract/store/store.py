@@ -250,8 +250,10 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
     folder = f"commits/{store.id}/"
     span = ts.KvStore.KeyRange(folder, folder + "\x7f")
     keys = open_kvstore(store.url).list(span).result()
-    store.seen.update(_range_of(store.url, key.decode()) for key in keys)
-    return frozenset(store.seen)
+    present = frozenset(_range_of(store.url, key.decode()) for key in keys)
+    store.seen.intersection_update(present)  # a record may have been deleted since
+    store.seen.update(present)
+    return present
 
 
 def _range_of(url: str, key: str) -> int:

@@ -119,6 +119,11 @@ def test_stages_of_a_run_take_a_custom_engine(tmp_path):
         store = open_store(run.features("closed_book"))
         assert store.spec.keys == tuple(answer.key for answer in answers)
         assert {answer.stop_id for answer in answers} == {0}
+        other = LastWord()
+        other.identity = {"backend": "another"}
+        with pytest.raises(ValueError, match="holds answers with backend='last word'"):
+            answer_with(run, Engine(other, MODEL), Progress())
+        assert run.stage_done("answer")
 
 
 def test_a_worker_that_ends_last_finds_no_ranges_missing_in_any_setting(tmp_path):

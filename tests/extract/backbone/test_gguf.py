@@ -448,7 +448,10 @@ HEADER = "header is damaged"
 DAMAGES = {
     "its end is cut off": (lambda content: content[:-100], "cut short"),
     "its header is cut": (lambda content: content[:300], HEADER),
-    "another architecture": (lambda x: x.replace(b"llama", b"lLama"), "'lLama'"),
+    "another architecture": (
+        lambda x: x.replace(b"llama", b"lLama"),
+        "lLama is not supported yet.); use the model's safetensors",
+    ),
     "version one": (with_byte(b"GGUF", 0, b"\x01"), "version 2 or 3"),
     "too many values": (lambda x: x[:16] + b"\xff" * 8 + x[24:], HEADER),
     "an unknown type": (with_byte(b"token_embd.weight", 4 + 16, b"\x63"), HEADER),

@@ -255,7 +255,8 @@ def test_the_context_of_a_users_own_set_follows_from_its_passages(
     sections = read_manifest(tmp_path / "run")["sections"]
     assert sections["data"]["context"] == context
     chosen = context.removeprefix("supporting ")
-    assert (f"--context {chosen}, since no passage" in shown) == (" " in context)
+    assert (f"--context {chosen}, since the first" in shown) == (" " in context)
+    assert ("have no passage marked" in shown) == (chosen == "mine=all")
 
 
 def test_a_question_among_the_worked_examples_is_drawn_into_no_split(source, tmp_path):
@@ -351,7 +352,7 @@ def test_a_folder_with_a_users_files_is_refused_and_left_alone(source, line):
     if line == "data":
         options = ["--train", f"mine={source}", "--n-train", "all", *EMBEDDED]
     shown = beatrice(verb, source.parent, "--preset", "smoke", *options, code=1).output
-    assert "it holds 'examples.jsonl'" in shown
+    assert "it has 'examples.jsonl'" in shown
     assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in shown
     assert [path.name for path in source.parent.iterdir()] == ["examples.jsonl"]
     source.rename(source.with_name("lockdown.txt"))  # begins like a run's lock

@@ -125,7 +125,7 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
 
     fill(filled, decide)
     done = beatrice("label", run_dir, "--audit", "--annotations", filled)
-    assert "a person, 0 items left empty" in done.stdout
+    assert "a person; items left empty: 0" in done.stdout
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
     # Labelling by exact match again says that it replaces the judges' labels.
     done = beatrice("label", run_dir)

@@ -655,6 +655,8 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_asked(tokenize
         make_requests([fits, long], words, PromptConfig(), 5)
     with pytest.raises(ValueError, match="do not fit"):  # one token more to answer
         make_requests([fits], words, PromptConfig(), 6)
+    with pytest.raises(ValueError, match=f"no room .* a window of {room + 5} tokens"):
+        make_requests([fits], words, PromptConfig(), room + 5)
 
 
 def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):

@@ -238,6 +238,8 @@ def test_a_readable_type_is_exact_within_windows_and_beyond(name, lengths):
 def test_a_refused_type_has_its_reason(name, reason):
     row = survey_one(name)
     assert row["outcome"] == "refused" and reason in row["reason"], row
+    *_, kind = summary([row])  # without what was found there and what to do
+    assert " found " not in kind and "; " not in kind
 
 
 @pytest.mark.parametrize("family", SIGNALS)
