@@ -1,9 +1,9 @@
-"""The blocks of a Markdown file, run in order as a reader would type them.
+"""Run the code blocks of a Markdown file in order, as a reader would type them.
 
-`python -m tests.blocks README.md …` runs all of each file in the folder where one
-stands. Python keeps its names from block to block; a block without a language, or of
-`text`, behind one of Python is what that prints; `console` are lines of a terminal.
-What takes a cluster or hours is `sh`, and is not run.
+`python -m tests.blocks README.md …` runs all blocks of each file in the current folder.
+Blocks of `python` share their names. A block without a language, or of `text`, right
+after one of Python is what that block prints; `console` blocks are lines typed in a
+terminal. Blocks of `sh` need a cluster or hours, and are not run.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run_blocks(path, *, terminal):
-    """Run a file's blocks; without a terminal those of Python alone."""
+    """Run a file's blocks; if `terminal` is false, only those of Python."""
     text = path.read_text(encoding="utf-8")
     names, printed, end = {}, None, 0
     here = os.path.dirname(sys.executable)

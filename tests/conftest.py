@@ -11,8 +11,8 @@ from tests.process import ENVIRON, ROOT, call
 MOST_COMPILED_BYTES = 2**31
 for name, value in ENVIRON.items():  # before JAX or Torch start
     os.environ.setdefault(name, value)
-# Every file, worker and process that a test starts finds what another has compiled,
-# and so does the next session. Nothing is written to the user's own cache.
+# All test files, workers and child processes share what they compile, also with the
+# next session. Nothing is written to the user's own cache.
 COMPILED = ROOT / ".pytest_cache" / "compiled"
 os.environ.setdefault("BEATRICE_REMEMBERED", str(ROOT / ".pytest_cache" / "remembered"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
@@ -32,11 +32,11 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def clear_compiled_code():
-    """A process that keeps all that it compiles comes to six gigabytes, and to as many
-    mappings of memory as Linux allows one (65,530), where the compiler crashes.
+    """Drop what a module has compiled, and freeze what its imports have loaded.
 
-    What is loaded by then is not looked at by the garbage collector again: two million
-    objects of libraries take it half a second.
+    A process that keeps everything it compiles reaches six gigabytes and the number of
+    memory mappings that Linux allows (65,530), and then the compiler crashes. Scanning
+    two million objects of libraries takes the garbage collector half a second.
     """
     gc.collect()
     gc.freeze()
@@ -50,7 +50,7 @@ def clear_compiled_code():
 def shared_folder(tmp_path_factory):
     """Return a function that makes a folder once for all workers of a session.
 
-    Tests that change what is in it change a copy.
+    A test that changes its contents works on a copy.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -60,7 +60,7 @@ def shared_folder(tmp_path_factory):
         path, done = base / name, base / f"{name}.done"
         with filelock.FileLock(base / f"{name}.lock"):
             if not done.exists():
-                shutil.rmtree(path, ignore_errors=True)  # of a worker that failed
+                shutil.rmtree(path, ignore_errors=True)  # left by a failed worker
                 make(path)
                 done.touch()
         return path
@@ -70,7 +70,7 @@ def shared_folder(tmp_path_factory):
 
 @pytest.fixture
 def threads_as_before():
-    """Benches choose how many threads Torch has; tests behind them do not notice."""
+    """Restore Torch's number of threads after a benchmark has changed it."""
     import torch
 
     before = torch.get_num_threads()
@@ -86,7 +86,7 @@ def smoke_run(shared_folder):
 
 @pytest.fixture
 def working_folder(tmp_path, monkeypatch):
-    """The current folder of a person; what plugs add to Python's path goes again."""
+    """A user's current folder; Python's path, to which plugs add, is restored."""
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield tmp_path

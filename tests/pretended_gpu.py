@@ -1,12 +1,12 @@
-"""A GPU that is not there: its tensors say that they are on cuda:0, and lie on the CPU.
+"""A pretended GPU: its tensors claim to be on cuda:0, but their values are on the CPU.
 
-Torch refuses operands of two devices, and so does this; it computes whatever depends on
-values, as its fake tensors cannot. A copy into pinned memory that is queued on a stream
-of its own arrives when it is waited for: read earlier, NaN is found. What is not
-pretended: kernels of CUDA, their rounding, memory and speed.
+Like Torch, it refuses operands on two devices; unlike Torch's fake tensors, it has
+values. A copy into pinned memory that is queued on a stream of its own arrives only
+when the host waits for it; until then the memory holds NaN. CUDA's kernels, their
+rounding, memory and speed are not pretended.
 
-Torch lets no device be registered from Python, so while this is entered the questions
-of `torch.cuda` are answered here. Nothing of beatrice is replaced.
+Torch lets no device be registered from Python, so inside the context this module
+answers the queries of `torch.cuda`. Nothing in beatrice is replaced.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten
-# Both devices may meet in a copy, and indices of any tensor may lie on the host.
+# A copy may involve both devices, and indices of any tensor may be on the host.
 _COPIES = {_aten.copy_, _aten._to_copy, _aten.to}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _PINNING = {_aten._pin_memory, _aten.pin_memory}
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor that says it is on the GPU; `inner` has its values.
+    """A tensor that claims to be on the GPU; `inner` holds its values.
 
-    For Torch's own code it is a meta tensor: of CUDA a build without it knows nothing.
+    To Torch's own code it is a meta tensor, as a build without CUDA has no others.
     """
 
     device = property(lambda self: DEVICE)
@@ -59,7 +59,7 @@ class GpuTensor(torch.Tensor):
             copied = torch.nn.Parameter(copied, self.requires_grad)
         return memo.setdefault(id(self), copied)
 
-    # What Torch would make of lists and numbers on its device.
+    # Lists and numbers are converted as Torch converts them on a GPU.
 
     def __getitem__(self, index):
         return super().__getitem__(_without_lists(index))
@@ -91,7 +91,7 @@ def _without_lists(index):
 
 
 class _Generator(torch.Generator):
-    of_gpu = {}  # by the address of what Torch hands on; kept, so that none comes twice
+    of_gpu = {}  # by the address that Torch passes on; kept, so that none is reused
 
     def __new__(cls, device="cpu"):
         generator = super().__new__(cls)
@@ -102,10 +102,10 @@ class _Generator(torch.Generator):
 
 class _Stream:
     def __init__(self, device=None):
-        self.queue, self.recorded, self.is_behind = [], [], False
+        self.queue, self.recorded, self.has_waited = [], [], False
 
     def wait_stream(self, other):
-        self.is_behind = True
+        self.has_waited = True
 
 
 class _Event:
@@ -121,7 +121,7 @@ class _Event:
 
 
 def _is_outline():
-    """Return whether models are made without weights here, on the device "meta"."""
+    """Return whether models are being made without weights, on the device "meta"."""
     devices = (getattr(m, "device", None) for m in _get_current_function_mode_stack())
     return torch.device("meta") in devices
 
@@ -131,15 +131,15 @@ def _is_host(tensor):
 
 
 class PretendedGpu(TorchDispatchMode):
-    """While it is entered Torch has a GPU, or several, the first of which computes."""
+    """A context in which Torch has one or more GPUs, the first of which computes."""
 
     def __init__(self, capabilities=((9, 0),)):
         super().__init__()
         self.capabilities, self.stream = capabilities, _Stream()
         self.pinned = set()  # addresses of storages
-        self.n_queued = 0  # copies that were not waited for when they were asked for
+        self.n_queued = 0  # copies for which the host did not wait at once
         self.seed = 0  # of the GPUs' generators
-        self.n_forked = 0  # of these, each time they were
+        self.n_forked = 0  # how often their state was asked for
 
     def __enter__(self):
         self._patches = contextlib.ExitStack()
@@ -162,12 +162,12 @@ class PretendedGpu(TorchDispatchMode):
             "stream": self._switch,
             "Stream": _Stream,
             "Event": _Event,
-            # Asked by optimisers of a Torch that was built for CUDA.
+            # Called by the optimisers of a Torch that was built for CUDA.
             "is_current_stream_capturing": lambda: False,
         }
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **fakes))
         self._patches.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        # Likewise, from 2.14 on: a graph is captured on none.
+        # Likewise, from 2.14 on: without an accelerator no graph is being captured.
         none = {"current_accelerator": lambda check_available=False: None}
         self._patches.enter_context(mock.patch.multiple(torch.accelerator, **none))
         future = torch.__future__  # a parameter's data cannot be set: it has none
@@ -202,13 +202,13 @@ class PretendedGpu(TorchDispatchMode):
         try:
             yield
         finally:
-            self.stream, stream.is_behind = before, False
+            self.stream, stream.has_waited = before, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.compute(func, args, kwargs or {})
 
     def compute(self, func, args, kwargs):
-        """Compute on the host; what comes out is where Torch would have it."""
+        """Compute on the host; the result claims the device that Torch would choose."""
         leaves, kind = tree_flatten((args, kwargs))[0], func.overloadpacket
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._check_devices(func, args, kwargs, tensors)
@@ -236,14 +236,14 @@ class PretendedGpu(TorchDispatchMode):
         def wrapped(leaf):
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if is_pinned:  # nobody may read what has not arrived
+            if is_pinned:  # nothing may be read before it has arrived
                 values = torch.nan if leaf.is_floating_point() else -1
                 return self._pinned(leaf.fill_(values))
             if id(leaf) in owners:  # what was computed in place
                 return owners[id(leaf)]
             if not on_gpu:
                 return leaf
-            # A view in inference mode is what its base is.
+            # In inference mode a view is an inference tensor only if its base is.
             is_kept = not func.is_view or tensors[0].is_inference()
             with torch.inference_mode(is_kept and torch.is_inference_mode_enabled()):
                 return GpuTensor(leaf)
@@ -278,12 +278,12 @@ class PretendedGpu(TorchDispatchMode):
             raise RuntimeError(f"{func}: tensors on two devices, {shapes}")
 
     def _is_queued(self, host, values, non_blocking=False):
-        """Return whether a copy goes on while the host does."""
+        """Queue a copy if it runs while the host goes on; return whether it does."""
         if not (non_blocking and _is_host(host)) or _is_host(values):
             return False
         if host.untyped_storage().data_ptr() not in self.pinned:
             return False
-        if not self.stream.is_behind:
+        if not self.stream.has_waited:
             raise RuntimeError("a copy may begin before its values are computed")
         self.stream.queue.append((host, values))
         self.n_queued += 1
@@ -291,14 +291,14 @@ class PretendedGpu(TorchDispatchMode):
 
 
 def _wide_product(left, right, out_dtype, *, out=None):
-    """What CUDA alone has: a product of halves that is summed in float32."""
+    """Only on CUDA: a product of 16-bit floats that is summed in float32."""
     assert left.dtype == right.dtype != torch.float32 == out_dtype
     assert out is None or out.dtype == out_dtype
     return torch.mm(left.float(), right.float(), out=out)
 
 
 def _counts_of_integers(values, bins=100, min=0, max=0):
-    """Mixtures of experts count so how many tokens each has; CPUs do not."""
+    """Only on CUDA: a histogram by which mixtures of experts count tokens."""
     return torch.histc(values.float(), bins, min, max).to(values.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user calls it, and Python: in processes of their own."""
+"""Run the command line as a user calls it, and Python, in separate processes."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ BEATRICE = (sys.executable, "-m", "beatrice")
 ENVIRON = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    # Those of the smallest preset, which halve what compiling takes.
+    # The flags of the smallest preset, which halve the time of compilation.
     "XLA_FLAGS": " ".join(
         [XLA_FLAGS["smoke"], *(f"--{name}=false" for name in old_emitter())]
     ),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # See `filterwarnings` in pyproject.toml: of processes that a test starts.
+    # Like `filterwarnings` in pyproject.toml, for processes that a test starts.
     "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     "HF_HUB_OFFLINE": "1",
     # Two workers whose threads wait for each other on two cores take twice as long; and
@@ -67,19 +67,19 @@ def call(*words, **options) -> subprocess.CompletedProcess[str]:
 
 
 def run_python(program, *words, **options) -> subprocess.CompletedProcess[str]:
-    """Run a program of Python, see `run_line`."""
+    """Run a Python program, see `run_line`."""
     return run_line(sys.executable, "-c", program, *words, **options)
 
 
 def unshare(*words, **options) -> subprocess.CompletedProcess[str]:
-    """Run a line with users or disks of its own; skips the test where it may not."""
+    """Run a line with its own users or disks; skip the test if that is forbidden."""
     if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("this machine lets nobody unshare users and disks")
     return run_line("unshare", *words, **options)
 
 
 def on_disk(options, folder, program, code=0) -> subprocess.CompletedProcess[str]:
-    """Run a program of Python where a folder is a small disk, with `options` of it."""
+    """Run a Python program with a small disk, mounted with `options`, as a folder."""
     mount = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
     line = (sys.executable, "-c", program, folder)
     return unshare("-rm", "sh", "-c", mount, folder, *line, code=code)
@@ -92,7 +92,7 @@ def loaded_by(program) -> set[str]:
 
 
 def forked(work) -> int:
-    """Return how a forked process ends that does some work: 0 where that is done."""
+    """Do some work in a forked process; return its exit code, 0 if it succeeded."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")  # JAX's
         child = os.fork()
@@ -119,7 +119,7 @@ def start(*words, **environ) -> subprocess.Popen[str]:
 
 
 def finish(process) -> str:
-    """Return what a process that was started says on stderr; it must end well."""
+    """Wait for a started process, which must succeed; return its stderr."""
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return errors

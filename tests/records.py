@@ -1,4 +1,4 @@
-"""Records that are filled in, of which a test says only what it is about."""
+"""Filled-in records, of which a test names only the fields that matter to it."""
 
 import copy
 
@@ -8,7 +8,7 @@ _KEY = {"example_id": "q", "setting": "closed_book", "variant": "original"}
 
 
 def an_answer(**fields):
-    """One token behind a prompt of two, and the stop token."""
+    """By default a token and the stop token, after a prompt of two tokens."""
     usual = dict(text="x", prompt_ids=(1, 2), token_ids=(3,), stop_id=0)
     return Answer(**{**_KEY, **usual, "context_span": (1, 1), **fields})
 
@@ -19,7 +19,7 @@ def an_example(**fields):
 
 
 def question_row(example, **more):
-    """A question as a person writes it in a file."""
+    """Return a question as a user writes it in a file."""
     return {"question": example.question, "golds": list(example.golds), **more}
 
 
@@ -28,7 +28,7 @@ def passage_rows(example):
 
 
 def labelled_rows(example, **more):
-    """A right and a wrong answer to a question, as a person labels them in a file."""
+    """Return a right and a wrong answer to a question, as a user labels them."""
     gold = example.golds[0]
     return [
         {"question": example.question, "answer": x, "label": x == gold, **more}
@@ -48,7 +48,7 @@ def a_sample(text, **fields):
 
 
 def spoil(rng, value, junk):
-    """Replace, remove, or nudge something at a random depth of a value of JSON."""
+    """Replace, remove, or nudge something at a random depth of a JSON value."""
     if isinstance(value, dict) and value and rng.random() > 0.1:
         key = rng.choice(list(value))
         if rng.random() < 0.1:

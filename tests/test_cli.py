@@ -1,7 +1,7 @@
-"""What a person meets at the command line.
+"""What a user meets at the command line.
 
-The program is called within this process, which spares its start; exit codes and
-signals are asked of real processes.
+Most tests call the program within this process, which saves its start; those of
+signals, letters and the whole demo start real processes.
 """
 
 import json
@@ -31,14 +31,14 @@ def small_run(tmp_path_factory):
     return path
 
 
-def test_what_to_install_is_told_in_the_words_of_the_reader_that_lacks_it():
+def test_a_missing_package_is_reported_with_what_to_install():
     error = ImportError("Parquet: pip install pyarrow", name="pyarrow")
     assert missing_extra(error) == str(error)
     bare = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
     assert "beatrice-probe[train]" in missing_extra(bare)
 
 
-def test_help_lists_the_verbs_in_the_order_of_the_data_and_each_has_an_example():
+def test_help_lists_the_verbs_in_order_and_each_verb_has_an_example():
     done = beatrice("--help")
     text = done.stdout.split(f"{next(iter(HEADINGS))}:")[1]
     listed = re.findall(r"^  (\w+) ", text, re.MULTILINE)
@@ -48,7 +48,7 @@ def test_help_lists_the_verbs_in_the_order_of_the_data_and_each_has_an_example()
         assert "Example:" in beatrice(verb, "--help").stdout
 
 
-def test_an_option_whose_default_is_printed_names_no_other_in_its_words():
+def test_help_does_not_state_in_words_a_default_that_is_printed():
     n_printed = 0
     lines = [(verb,) for verb in VERBS]
     lines += [("bench", name) for name in main.get_command(None, "bench").commands]
@@ -62,7 +62,7 @@ def test_an_option_whose_default_is_printed_names_no_other_in_its_words():
 
 
 def every_option(command, name=""):
-    """Yield every option of a command and of what is below it, by its name."""
+    """Yield the name of every option of a command and of its subcommands."""
     for option in command.params:
         if isinstance(option, click.Option):
             yield max(option.opts, key=len)
@@ -85,7 +85,7 @@ def test_there_are_few_verbs_and_options():
         ("label RUN --set max_costs=3", "max_cost?"),
     ],
 )
-def test_what_is_mistyped_gets_a_suggestion(words, meant):
+def test_a_mistyped_word_gets_a_suggestion(words, meant):
     assert meant in beatrice(*words.split(), code=2).stderr
 
 
@@ -140,7 +140,7 @@ WRONG_USAGE = [
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG_USAGE)
-def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
+def test_wrong_usage_is_reported_at_once_and_leaves_nothing_behind(
     tmp_path, words, message
 ):
     run = tmp_path / "run"
@@ -163,12 +163,12 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
         ("report RUN --out HERE.md", "--out is for a comparison; give RUN_B too"),
     ],
 )
-def test_what_a_run_cannot_be_given_is_wrong_usage(small_run, words, message):
+def test_options_that_do_not_fit_a_run_are_wrong_usage(small_run, words, message):
     line = (small_run if word == "RUN" else word for word in words.split())
     assert message in beatrice(*line, code=2).stderr
 
 
-def test_a_template_that_is_no_file_is_told_with_those_that_there_are():
+def test_an_unknown_template_is_refused_with_a_list_of_the_known_ones():
     with pytest.raises(click.BadParameter, match="nowhere: .* few-shot or a file"):
         AskingOptions(template="nowhere").prompt_config()
 
@@ -193,7 +193,7 @@ def test_a_template_that_is_no_file_is_told_with_those_that_there_are():
         "corpus FOLDER --serve --set host=EMPTY",
     ],
 )
-def test_an_empty_text_is_never_taken_for_nothing_or_for_this_folder(
+def test_an_empty_value_is_refused_and_nothing_is_written(
     small_run, tmp_path, monkeypatch, words
 ):
     monkeypatch.chdir(tmp_path)
@@ -214,7 +214,7 @@ def test_an_empty_text_is_never_taken_for_nothing_or_for_this_folder(
         "corpus FILE/corpus --source FILE",
     ],
 )
-def test_what_cannot_be_written_is_told_before_the_work(small_run, tmp_path, words):
+def test_an_output_that_cannot_be_written_is_wrong_usage(small_run, tmp_path, words):
     (tmp_path / "file").write_text("{}")
     places = {"RUN": str(small_run), "FILE": str(tmp_path / "file")}
     for name, place in places.items():
@@ -223,7 +223,7 @@ def test_what_cannot_be_written_is_told_before_the_work(small_run, tmp_path, wor
     assert f"{tmp_path / 'file'} is not a folder" in done.stderr
 
 
-def test_another_run_that_is_none_is_told_and_not_written_down(small_run, tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused_and_not_recorded(small_run, tmp_path):
     before = (small_run / "manifest.json").read_bytes()
     for verb in ("anatomy", "report"):
         done = beatrice(verb, small_run, tmp_path, code=2)
@@ -231,7 +231,7 @@ def test_another_run_that_is_none_is_told_and_not_written_down(small_run, tmp_pa
     assert (small_run / "manifest.json").read_bytes() == before
 
 
-LEFT = "answer, label, extract, sweep, train, select, calibrate"  # of an unfinished run
+LEFT = "answer, label, extract, sweep, train, select, calibrate"  # verbs left to run
 NOT_THERE = [
     (
         "data RUN --world --preset smoke --seed 5",
@@ -245,17 +245,17 @@ NOT_THERE = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), NOT_THERE)
-def test_what_a_run_lacks_is_told_in_a_sentence(small_run, words, sentence):
+def test_what_a_run_lacks_is_reported_in_one_sentence(small_run, words, sentence):
     places = {"RUN": small_run, "NOTHING": small_run.with_name("nothing")}
     line = (places.get(word, word) for word in words.split())
     assert_error_sentence(beatrice(*line, code=1), *sentence)
 
 
 @pytest.mark.parametrize(("asked", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_who_is_asked_to_stop_lets_go_of_the_run_and_ends_with_the_code_of_that(
+def test_a_stopped_process_releases_the_run_and_ends_with_the_signals_code(
     tmp_path, asked, code
 ):
-    # A shell starts what it runs in the background deaf to Ctrl-C.
+    # A process that a shell starts in the background ignores Ctrl-C.
     listening = (
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
         "; runpy.run_module('beatrice', run_name='__main__')"
@@ -273,7 +273,7 @@ def test_who_is_asked_to_stop_lets_go_of_the_run_and_ends_with_the_code_of_that(
     assert "Traceback" not in output
 
 
-def test_a_letter_that_the_terminal_does_not_know_is_escaped_and_no_input_is_said():
+def test_unknown_letters_are_escaped_and_a_closed_input_is_reported():
     rows = ROOT / "docs" / "results" / "demo.jsonl"
     words = ("report", rows, "--print", "detectors")
     known = call(*words, PYTHONIOENCODING="utf-8").stdout
@@ -284,7 +284,7 @@ def test_a_letter_that_the_terminal_does_not_know_is_escaped_and_no_input_is_sai
     assert_error_sentence(done, "standard input is closed")
 
 
-def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
+def test_report_prints_one_table_of_a_file_of_rows_or_refuses_the_option():
     rows = ROOT / "docs" / "results" / "demo.jsonl"
     shown = beatrice("report", rows, "--print", "decisions").stdout
     assert shown.startswith("Decisions\n") and "Detectors" not in shown
@@ -293,7 +293,7 @@ def test_of_a_file_of_rows_one_table_is_printed_or_the_option_refused():
     beatrice("report", rows, "--ledger", code=2)
 
 
-def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run, tmp_path):
+def test_a_verb_names_the_next_verb_and_prints_nothing_when_quiet(small_run, tmp_path):
     run = shutil.copytree(small_run, tmp_path / "my run")
     line = ("data", run, "--world", "--preset", "smoke")
     *_, last = beatrice(*line).stderr.splitlines()
@@ -301,14 +301,14 @@ def test_a_verb_says_which_one_comes_next_and_nothing_when_quiet(small_run, tmp_
     assert beatrice(*line, "--quiet").stderr == ""
     shown = beatrice("data", "--inspect", small_run / "examples.jsonl").stderr
     assert "next:" not in shown
-    assert not Progress.is_quiet  # what this process does next may speak
+    assert not Progress.is_quiet  # later calls in this process may print
 
 
 @pytest.mark.slow
-def test_the_demo_forecasts_its_time_only_where_it_wrote_all_answers(tmp_path):
+def test_the_demo_forecasts_its_time_only_if_it_wrote_all_answers(tmp_path):
     beatrice("data", tmp_path, "--world", "--preset", "smoke")
     run = RunDir(tmp_path)
-    run.labels.mkdir()  # where a file is expected: the demo ends behind its answers
+    run.labels.mkdir()  # where a file is expected: the demo fails after its answers
     line = ("demo", tmp_path, "--preset", "smoke")
     assert "left for all stages" in beatrice(*line, code=1).stderr
     answers = run.answers_file.read_bytes().splitlines(keepends=True)
@@ -320,7 +320,7 @@ def test_the_demo_forecasts_its_time_only_where_it_wrote_all_answers(tmp_path):
 
 @pytest.mark.slow
 def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
-    """The whole way, twice: rows are equal, the report opens, `score` answers."""
+    """Also `score` answers, and `doctor` and `sweep` notice a damaged store."""
     runs = [tmp_path / "run", smoke_run]
     done = call("demo", runs[0], "--preset", "smoke", "--json")
     assert "closed_book/auroc" in json.loads(done.stdout.splitlines()[0])

@@ -1,6 +1,6 @@
-"""A finished run, damaged one file at a time: told in a sentence, or nothing changes.
+"""A finished run, damaged one file at a time: an error of one sentence, or no change.
 
-Mutants of its JSON files go through what reads them and through the verbs.
+Mutants of its JSON files are read by the readers of the stages and by the verbs.
 None may end in a traceback, and none may be accepted and change a number.
 """
 
@@ -43,13 +43,13 @@ def run(smoke_run, tmp_path_factory):
 
 
 def contents(run):
-    """Return all JSON of a run, by path in it."""
+    """Return the contents of all JSON files of a run, by their paths in it."""
     files = [*run.path.rglob("*.json"), *run.path.rglob("*.jsonl")]
     return {str(f.relative_to(run.path)): f.read_bytes() for f in sorted(files)}
 
 
 def read(run, name):
-    """Read a file as the stages do; each may raise ValueError and nothing else."""
+    """Read a file as the stages do, which may raise nothing but ValueError."""
     top, *inner = name.split("/")
     if top == "manifest.json":
         read_manifest(run.path)
@@ -100,7 +100,7 @@ def mutant(rng, content, *, is_lines):
 
 
 def consumers(run):
-    """Return the verbs that read each file, or make or show it where none does."""
+    """Return for each file the verbs that read it, or else make or show it."""
     stages = list(map(resolve_name, CHAIN))
     inputs = {
         s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
@@ -143,7 +143,7 @@ def numbers(files):
 
 
 @pytest.mark.parametrize("n_mutants", [150, pytest.param(1000, marks=pytest.mark.slow)])
-def test_mutants_end_in_a_sentence_or_change_no_number(run, n_mutants):
+def test_mutants_end_in_one_sentence_or_change_no_number(run, n_mutants):
     whole, verbs = contents(run), consumers(run)
     # The page is drawn again for these two, which takes a second.
     slow = dict.fromkeys(("results.jsonl", "stages/report.json"), n_mutants // 150)
@@ -176,7 +176,7 @@ def test_mutants_end_in_a_sentence_or_change_no_number(run, n_mutants):
 
 
 def edit(name, **fields):
-    """Return a change of one record of a file of lines."""
+    """Return a function that changes the last record of a file of lines."""
 
     def change(run):
         lines = (run.path / name).read_text().splitlines(keepends=True)
@@ -187,7 +187,7 @@ def edit(name, **fields):
 
 
 def replaced(name, old, new):
-    """Return a change of a part of a file."""
+    """Return a function that replaces a text in a file."""
 
     def change(run):
         content = (run.path / name).read_text()
@@ -223,22 +223,22 @@ LATER = {"another threshold", "another row", "another result", "another curve"}
         *((edited, "evaluate") for edited in PLAUSIBLE if edited not in LATER),
     ],
 )
-def test_an_edit_that_could_be_true_changes_no_number(run, tmp_path, edited, verb):
+def test_a_plausible_edit_changes_no_number(run, tmp_path, edited, verb):
     copied = RunDir(shutil.copytree(run.path, tmp_path / "run"))
     whole = contents(copied)
     PLAUSIBLE[edited](copied)
     changed = {n for n, c in contents(copied).items() if c != whole[n]}
     assert len(changed) == 1
-    (copied.stages / f"{verb}.json").unlink()  # so that it has to read all it reads
+    (copied.stages / f"{verb}.json").unlink()  # so that it reads its inputs again
     done = call(verb, copied)
     for name, content in numbers(contents(copied)).items():
         lines, before = set(content.splitlines()), set(whole[name].splitlines())
         assert name in changed or lines <= before, done.output
-        # Rows of an edited part are left out, and that is said.
+        # Rows of an edited part are left out, and the output says so.
         assert lines == before or name in changed or "left out" in done.output
 
 
-def test_verify_names_every_file_that_was_edited(run):
+def test_verify_fails_for_every_file_that_was_edited(run):
     whole = contents(run)
     for edited, change in PLAUSIBLE.items():
         change(run)

@@ -1,4 +1,4 @@
-"""The guides, the notebook and the results: what they show is what comes."""
+"""The guides, the notebook and the results show what the program really gives."""
 
 import faulthandler
 import itertools
@@ -44,7 +44,7 @@ DOCUMENTS = [
 ]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPAN = re.compile(r"`([^`]+)`")
-PARTS = re.compile(r"&&|\$\(|#")  # of a line, where another command may begin
+PARTS = re.compile(r"&&|\$\(|#")  # where another command may begin in a line
 OPTION = re.compile(r"(?<!\S)\[?(--[a-z][a-z-]+)")
 SETTING = re.compile(r"--set (\w+)=")
 NAMED = re.compile(r"(\w+): ")
@@ -67,7 +67,7 @@ def test_the_python_of_a_guide_runs_and_prints_what_it_shows(guide, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_every_line_of_a_guide_runs_in_its_order(guide, folder):
+def test_every_line_of_a_guide_runs_in_order(guide, folder):
     (folder / "questions.jsonl").unlink()  # the guide says where it comes from
     run_blocks(guide, terminal=True)
 
@@ -80,7 +80,7 @@ def options_of(command):
 
 
 def commands_of(document):
-    """Yield each command that a document shows: its words, from the verb on."""
+    """Yield the line and the words, from the verb on, of each command shown."""
     text = document.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [x for k, b in FENCE.findall(text) if k != "python" for x in b.splitlines()]
     lines += [" ".join(x.split()) for x in SPAN.findall(FENCE.sub("", text))]
@@ -91,7 +91,7 @@ def commands_of(document):
             yield part, part.split()
 
 
-def test_every_command_of_a_document_names_a_verb_and_options_that_there_are():
+def test_every_command_in_a_document_has_a_known_verb_and_known_options():
     n_commands = 0
     for document in DOCUMENTS:
         for line, words in commands_of(document):
@@ -109,7 +109,7 @@ def test_every_command_of_a_document_names_a_verb_and_options_that_there_are():
     assert n_commands > 100
 
 
-def test_the_picture_is_small_and_asks_for_nothing():
+def test_the_picture_is_small_and_loads_nothing_from_outside():
     svg = (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")
     assert len(svg) < 200_000
     links = re.findall(r'(?:xlink:)?href="([^"]{0,20})', svg)
@@ -149,7 +149,7 @@ def test_the_documentation_is_built_without_a_warning(tmp_path):
     assert (tmp_path / "out" / "guides" / "score-answers.html").exists()
 
 
-# What the tests set, and a newcomer has not.
+# Beginnings of variables that the tests set and a newcomer does not have.
 OURS = ("BEATRICE_", "JAX_", "XLA_", "PYTHON", "OMP_", "HF_", "PYTEST_")
 
 
@@ -163,7 +163,7 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
 
     def do(*words, folder=clone):
         start = time.monotonic()
-        with capsys.disabled():  # an hour is watched
+        with capsys.disabled():  # so that its hour can be watched
             subprocess.run(words, cwd=folder, env=environ, check=True)
             print(f"{time.monotonic() - start:6.0f} s  {' '.join(words)}", flush=True)
 
@@ -172,7 +172,7 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
     do("make", "demo")
     with (clone / "runs" / "demo" / "examples.jsonl").open() as lines:
         some = "".join(itertools.islice(lines, 600))
-    (clone / "questions.jsonl").write_text(some)  # as anybody has
+    (clone / "questions.jsonl").write_text(some)  # as a user has
     texts = [ROOT / "README.md", *GUIDES]
     texts = [str(path.relative_to(ROOT)) for path in texts]
     do(".venv/bin/python", "-m", "tests.blocks", *texts)
@@ -196,7 +196,7 @@ def with_interval(row):
 
 
 def readme_cells(name, lines):
-    """Return the cells of a released model in the README's table, by its rows."""
+    """Yield the cells that a released model's rows give in the README's table."""
     results = results_of(read_rows(RESULTS / f"{name}.jsonl"))
     places = ({"dataset": IN_DOMAIN, "split": "test"}, {"dataset": "popqa"})
     for setting, rival in lines:
@@ -248,7 +248,7 @@ def test_the_retrieval_numbers_of_the_texts_are_those_of_the_committed_rows():
     assert [row.ci_low > 0 for row in differences] == [False, True]
 
 
-def test_what_the_readme_quotes_of_the_measurements_stands_there():
+def test_the_readme_quotes_numbers_that_stand_in_the_measurements():
     measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
     minutes, questions = re.findall(r"([\d.]+) minutes for \[([\d,]+) quest", README)[0]
     assert re.search(rf"^\| {questions} \|.* \| {minutes} \|$", measured, re.MULTILINE)
@@ -258,7 +258,7 @@ def test_what_the_readme_quotes_of_the_measurements_stands_there():
     assert f"| of up to 26 tokens | {exact} | {refused} |" in measured
 
 
-def test_the_schema_names_every_column_in_the_order_of_the_type():
+def test_the_schema_names_every_column_of_a_row():
     columns = re.findall(r"^\| `(\w+)` \| (?:text|number|whole) \|", SCHEMA, re.M)
     assert sorted(columns) == sorted(ResultRow.__struct_fields__)
 
@@ -270,7 +270,7 @@ def test_the_schema_names_every_experiment_of_the_committed_rows():
     assert all(f"`{name}`" in SCHEMA for name in experiments)
 
 
-def test_every_analysis_stands_in_the_schema_and_in_the_table_of_its_room():
+def test_the_schema_and_the_rooms_table_name_every_analysis():
     text = (ROOT / "selection" / "README.md").read_text(encoding="utf-8")
     table = text[text.index("| `--only` |") :].partition("\n\n")[0]
     cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]

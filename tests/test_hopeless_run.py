@@ -37,14 +37,14 @@ def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
     done = beatrice("answer", run, code=1)
     assert "states of layer 3 are not finite in float32" in done.stderr
     assert "load them as float32" not in done.stderr
-    # Where nothing is looked at on loading, as of a judge, the first text tells.
+    # A judge's weights are not checked on loading; its first text shows the damage.
     generator = TransformersGenerator(backbone=load_backbone(model))
     with pytest.raises(ValueError, match="not finite, in float32: .* check them$"):
         dict(generator.stream([GeneratorPrompt(text="who?")], SamplingConfig()))
     assert not (run / "answers" / "answers.jsonl").exists()
 
 
-def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples):
+def test_answers_cut_at_the_length_limit_are_counted_with_advice(tmp_path, examples):
     short = AnswerConfig(generation=GenerationConfig(max_new_tokens=1))
     run = make_run(tmp_path / "run", examples, answer=short).path
     done = beatrice("answer", run)
@@ -61,14 +61,14 @@ def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples
         (PromptConfig(), {"--chat", "--template"}),
     ],
 )
-def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, left):
+def test_advice_on_cut_answers_leaves_out_what_was_already_done(prompt, left):
     (line,) = summarize_answers([an_answer(stop_id=None)] * 3, 7, prompt)
     advice = line.partition("Make another run with")[2]
     assert "--max-new-tokens above 7" in advice
     assert {x for x in ("--chat", "--template") if x in advice} == left
 
 
-def test_few_cut_answers_and_hedges_are_counted_and_only_empty_ones_refused():
+def test_cut_answers_and_hedges_are_counted_and_only_all_empty_ones_refused():
     answers = [an_answer() for _ in range(19)] + [an_answer(stop_id=None, text="")]
     assert summarize_answers(answers, 7, PromptConfig()) == [
         "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
@@ -93,18 +93,18 @@ def test_few_cut_answers_and_hedges_are_counted_and_only_empty_ones_refused():
         ("The answer is not mentioned in the passage.", True),
         ("None", True),
         ("The Unknown Soldier", False),
-        ("Unknown Pleasures", True),  # a list of words cannot tell a title
+        ("Unknown Pleasures", True),  # a list of words does not recognise a title
         ("None of the above albums", False),
         ("Sorrento", False),
         ("Paris", False),
         ("", False),
     ],
 )
-def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
+def test_hedges_and_refusals_are_recognised_by_how_an_answer_begins(text, counts):
     assert is_hedge(text) == counts
 
 
-def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
+def test_labels_report_the_right_answers_and_splits_of_only_one_class():
     examples, labels, others = [], [], []
     for split in ("train", "validation", "test"):
         for i in range(20):
@@ -113,13 +113,13 @@ def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
             labels.append(a_label(split != "validation" and i % 10 == 0, example_id=x))
             others.append(a_label(i % 2 == 0, example_id=x, setting="with_context"))
     labels[0] = msgspec.structs.replace(labels[0], label=None)
-    first, warned, alone, whole, hardly = shares_in_words(examples, labels + others)
+    first, warned, one_class, complete, few = shares_in_words(examples, labels + others)
     assert first == "closed_book: 3 of 59 answers correct (5.1 %), 1 without a label"
     assert warned.startswith("closed_book, train: 1 correct and 18 incorrect")
-    assert alone.startswith("closed_book, validation: 0 of 20 labelled answers are")
-    assert "one class alone" in alone
-    assert whole == "with_context: 30 of 60 answers correct (50.0 %)"
-    assert hardly.startswith("with_context, train: 10 correct and 10 incorrect")
+    assert one_class.startswith("closed_book, validation: 0 of 20 labelled answers are")
+    assert "one class alone" in one_class
+    assert complete == "with_context: 30 of 60 answers correct (50.0 %)"
+    assert few.startswith("with_context, train: 10 correct and 10 incorrect")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_setting_with_fewer_than_150_of_either_class_cannot_conclude(
         assert "cannot conclude" in result["closed_book"]
 
 
-def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examples):
+def test_labels_of_one_class_are_warned_of_and_never_trained_on(tmp_path, examples):
     hopeless = [msgspec.structs.replace(e, golds=("zzz",)) for e in examples]
     run = make_run(tmp_path / "run", hopeless).path
     beatrice("answer", run)
@@ -158,11 +158,11 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
     assert "one class" in beatrice("sweep", run, code=1).stderr
     (run / "sweep.json").write_text(json.dumps({"layer": 1, "settings": {}}))
     done = beatrice("train", run, code=1)
-    # Both settings are trained at once, and either may be the first to find out.
+    # Both settings are trained at once, and either may be the first to fail.
     assert "labelled training answers are correct, but both" in done.stderr
 
 
-def test_more_than_the_gold_is_right_by_containment_alone(tmp_path, examples):
+def test_answers_beyond_the_gold_are_right_only_by_containment(tmp_path, examples):
     golds = ("Falls", "Works", "Academy")  # last words of names, never a whole answer
     named = [msgspec.structs.replace(e, golds=golds) for e in examples]
     run = make_run(tmp_path / "run", named).path

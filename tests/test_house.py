@@ -1,4 +1,4 @@
-"""The laws of the house: who imports whom, how large a thing is, what it says."""
+"""Rules of the code base: which room imports which, its documents, unsafe code."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "pgir": {"pgir", "selection", "jaxprobe", "extract"},
     "benchmarks": set(ROOMS),
 }
-# What a JAX room may take from `extract`: records, labels, words of prompts, run
+# What a JAX room may import from `extract`: records, labels, words of prompts, run
 # directories, stored arrays.
 WITHOUT_TORCH = (
     "extract.backbone.names",
@@ -48,7 +48,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def of_types(path):
-    """Return the nodes that a type checker alone reads."""
+    """Return the nodes that only a type checker reads."""
     return {
         inner
         for node in nodes_of(path)
@@ -76,7 +76,7 @@ def test_a_room_imports_only_the_rooms_before_it(room):
         for name in imports_of(path):
             package, _, module = name.partition(".")
             if package == "beatrice":
-                # A bench may also time what a person calls.
+                # A benchmark may also time what a user calls.
                 is_bench = path.is_relative_to(ROOT / "benchmarks" / "bench")
                 is_known = module.split(".")[0] in MAY_IMPORT[room]
                 assert is_known or is_bench, f"{path}: {name}"
@@ -85,14 +85,14 @@ def test_a_room_imports_only_the_rooms_before_it(room):
 
 
 def test_nothing_imports_a_room_by_its_bare_name():
-    """From a checkout it would work, and be a second copy of every module."""
+    """In a checkout it would work, but load a second copy of every module."""
     rooms = {*ROOMS, "api"}
     for path in (*SOURCES, *(ROOT / "tests").rglob("*.py")):
         bare = {name.split(".")[0] for name in imports_of(path)} & rooms
         assert not bare, f"{path} imports {bare}"
 
 
-def test_no_import_goes_in_a_circle():
+def test_there_is_no_circular_import():
     imports = {
         name: MODULES.keys() & {*imports_of(path, of_types(path))} - {name}
         for name, path in MODULES.items()
@@ -100,7 +100,7 @@ def test_no_import_goes_in_a_circle():
     finished = set()
 
     def visit(name, above):
-        assert name not in above, f"a circle: {' > '.join([*above, name])}"
+        assert name not in above, f"circular import: {' > '.join([*above, name])}"
         if name not in finished:
             for other in imports[name]:
                 visit(other, (*above, name))
@@ -111,7 +111,7 @@ def test_no_import_goes_in_a_circle():
 
 
 def is_stage_file(path):
-    """A file that makes a stage or a verb, or is of the room of run directories."""
+    """Return whether a file makes a stage or a verb, or is in `extract/run`."""
     if path.is_relative_to(ROOT / "extract" / "run"):
         return True
     makers = {"Stage", "TextStage", "answer_stage", "command"}
@@ -130,7 +130,7 @@ def functions_with_a_run(path):
                 yield node.name
 
 
-def test_only_a_stage_takes_a_run_directory():
+def test_only_files_of_stages_and_verbs_take_a_run_directory():
     below = {
         f"{path.relative_to(ROOT)}:{name}"
         for path in SOURCES
@@ -167,7 +167,7 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
     ("modules", "absent"),
     [
         (
-            # Of stages, what `data` and `label` import, and the prompts.
+            # What the stages of `data` and `label` import, and the prompts.
             "extract.datasets extract.datasets.building extract.generate.answers "
             "extract.generate.prompts extract.label.stage extract.records "
             "extract.run.contents extract.run.process extract.run.stages "
@@ -185,7 +185,7 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
         ("", "numpy"),
     ],
 )
-def test_importing_one_side_leaves_the_other_unloaded(modules, absent):
+def test_importing_one_side_does_not_load_the_libraries_of_the_other(modules, absent):
     names = ["beatrice", *(f"beatrice.{name}" for name in modules.split())]
     assert not {*absent.split()} & loaded_by("import " + ", ".join(names))
 
@@ -201,10 +201,10 @@ for name in cli.VERBS:
     assert not {"torch", "jax", "transformers", "numpy"} & loaded_by(code)
 
 
-def test_every_verb_lives_in_the_commands_of_a_room():
+def test_every_verb_is_defined_in_the_commands_module_of_a_room():
     for module in cli.VERBS.values():
         rooms = module.removeprefix("beatrice.").split(".")
-        if rooms[0] in ROOMS:  # else it knows all rooms: demo, doctor
+        if rooms[0] in ROOMS:  # the others use all rooms: demo, doctor
             assert rooms[-1] == "commands"
 
 

@@ -1,4 +1,4 @@
-"""Processes that train together end with what one process ends with."""
+"""Processes that train together get the same encoders as a single process."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ def start_share(run, rank, world_size, *options):
 
 
 def train_together(run, *options):
-    """Start two processes; return what each said, after both have ended well."""
+    """Train in two processes, which must succeed; return the stderr of each."""
     parts = [start_share(run, rank, 2, *options) for rank in range(2)]
     return [finish(process) for process in parts]
 
@@ -44,7 +44,7 @@ def untrained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(untrained):
+def trained_by_one(untrained):
     path = shutil.copytree(untrained, untrained.with_name("alone"))
     beatrice("train", path)
     return path
@@ -56,7 +56,7 @@ def run(untrained, tmp_path):
 
 
 def check_same(first, other):
-    """All that a checkpoint holds, bit by bit: on a CPU members are trained alone."""
+    """Assert that checkpoints are equal bit by bit; a CPU trains members singly."""
     (left, about_left), (right, about_right) = map(checkpoint.restore, (first, other))
     assert about_left == about_right
     assert jax.tree.structure(left) == jax.tree.structure(right)
@@ -75,29 +75,29 @@ def members(run):
     return {file: file.stat().st_mtime_ns for file in files}
 
 
-def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
+def test_two_processes_train_the_same_encoders_as_one_bit_by_bit(trained_by_one, run):
     output = train_together(run)
     assert RunDir(run).stage_done("train")
     assert sum("train: done in" in text for text in output) == 1
     assert not members(run)
-    check_same_encoders(run, alone)
+    check_same_encoders(run, trained_by_one)
     assert "already done" in beatrice("train", run).stderr
 
 
 @pytest.mark.slow
-def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
+def test_four_shares_out_of_order_train_the_encoders_of_one(trained_by_one, run):
     for rank in (2, 0, 3, 1):
         output = finish(start(*BEATRICE, "train", run, "--shard", f"{rank}/4"))
         is_last = rank == 1
         assert ("encoders of other workers are missing" in output) != is_last
         assert RunDir(run).stage_done("train") == is_last
-    check_same_encoders(run, alone)
+    check_same_encoders(run, trained_by_one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_killed_processes_have_trained_others_do_not_train_again(
-    alone, run, world_size
+def test_members_trained_by_killed_processes_are_not_trained_again(
+    trained_by_one, run, world_size
 ):
     processes = [start_share(run, rank, 2) for rank in range(2)]
     while len(members(run)) < 3:
@@ -113,7 +113,7 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
         *others, last = range(world_size)
         for rank in others:
             finish(start_share(run, rank, world_size))
-        # Where these were the last that were missing, members are one file by now.
+        # If no other member was missing, they are joined in one file by now.
         is_joined = (run / "encoders" / "closed_book").exists()
         waiting = {
             file: when
@@ -122,16 +122,16 @@ def test_what_killed_processes_have_trained_others_do_not_train_again(
         }
         assert waiting.items() <= members(run).items()
         finish(start_share(run, last, world_size))
-    check_same_encoders(run, alone)
+    check_same_encoders(run, trained_by_one)
 
 
-def test_one_process_takes_what_a_share_has_trained_as_it_is_saved(run):
+def test_one_process_uses_the_saved_members_of_a_share(run):
     beatrice("train", run, "--shard", "0/2")
     directory = RunDir(run)
     config = grid_config(directory).seeded(directory.seed)
     cache, _ = _caches(directory, config, "closed_book")
     names = [path.stem for path in cache.folder.glob("*.safetensors")]
-    for name in names:  # what no training gives
+    for name in names:  # a value that no training gives
         arrays = cache.load(name)
         cache.save(name, arrays | {"info.best_epoch": arrays["info.best_epoch"] - 999})
     beatrice("train", run)
@@ -147,7 +147,7 @@ def test_rows_that_memory_cannot_hold_are_refused_before_any_is_read(run):
 
 
 @pytest.mark.slow
-def test_who_was_first_in_one_setting_and_last_in_all_finds_no_member_missing(tmp_path):
+def test_the_share_that_finishes_last_finds_no_member_missing(tmp_path):
     path = complete_run(tmp_path / "run", "mixed", SETTINGS)
     # One setting at a time, as on an accelerator.
     config = dataclasses.replace(GRID_PRESETS["smoke"], device_memory=1 << 32)
@@ -157,7 +157,7 @@ def test_who_was_first_in_one_setting_and_last_in_all_finds_no_member_missing(tm
         with RunDir.open(path, share=Share(rank, 2)) as run:
             return TRAIN.work(run, config, on_member, Progress())
 
-    n_missing = []  # of who works while the other is in the second setting
+    n_missing = []  # at the end of the share that works meanwhile
 
     def on_member(done, total):
         if done > total / 2 and not n_missing:
@@ -168,7 +168,7 @@ def test_who_was_first_in_one_setting_and_last_in_all_finds_no_member_missing(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["streamed", "linear_first"])
-def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
+def test_two_processes_train_both_settings_in_other_ways_as_one_does(tmp_path, option):
     run = complete_run(tmp_path / "run", "mixed", SETTINGS)
     other = shutil.copytree(run, tmp_path / "other")
     words = "--set", f"{option}=true"

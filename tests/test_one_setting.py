@@ -1,4 +1,4 @@
-"""Runs whose questions have no passages, some have, or are asked with them alone."""
+"""Runs of questions without passages, with some, or asked only with passages."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ def examples_of(case, n_train=96):
     result = questions(n_train=n_train, n_evaluation=n_train // 2, n_ood=n_train // 8)
     if case == "closed-book":
         return [bare(item, item.dataset) for item in result]
-    if case == "mixed":  # in domain every third
+    if case == "mixed":  # every third in-domain question is bare
         for i, item in enumerate(result):
             dataset = item.dataset if item.split == "ood" or i % 3 else "bare"
             result[i] = bare(item, dataset) if dataset in BARE else item
@@ -91,7 +91,7 @@ def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
 
 
 @pytest.mark.slow
-def test_rows_are_of_the_questions_that_a_setting_has(run, case):
+def test_rows_count_the_questions_that_a_setting_has(run, case):
     examples = [e for e in read_examples(run) if e.split != "train"]
     for setting in SETTINGS:
         n = collections.Counter()
@@ -101,7 +101,7 @@ def test_rows_are_of_the_questions_that_a_setting_has(run, case):
             n[example.dataset, example.split] += n_rows
             if example.split != "ood":
                 n[IN_DOMAIN, example.split] += n_rows
-        n = +n if setting in HAS[case] else {}  # sets without a row are none
+        n = +n if setting in HAS[case] else {}  # sets without rows are left out
         assert sets_of(run, setting) == n
         if case == "mixed":
             assert (setting == "closed_book") == (("bare", "test") in n)
@@ -130,7 +130,7 @@ def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
 
 
 @pytest.mark.slow
-def test_the_report_says_what_a_run_has_and_shows_no_other(run, case):
+def test_the_report_shows_only_the_settings_that_a_run_has(run, case):
     page = run.report.read_text(encoding="utf-8")
     assert ("Never retrieve" in page) == (case == "mixed")
     assert ("AUROC from memory" in page) == ("closed_book" in HAS[case])
@@ -141,7 +141,7 @@ def test_the_report_says_what_a_run_has_and_shows_no_other(run, case):
 
 
 @pytest.mark.slow
-def test_control_leaves_out_the_sets_in_which_there_is_nothing_to_find(run, case):
+def test_control_leaves_out_the_sets_without_passages(run, case):
     if case != "mixed":
         done = beatrice("control", run.path, code=1)
         assert f"has {HAS[case][0]} alone" in done.stderr
@@ -157,13 +157,13 @@ def test_a_run_has_the_settings_that_its_questions_allow(case, tmp_path):
     assert settings_of(result) == HAS[case]
 
 
-def test_passages_of_held_out_questions_alone_teach_no_setting(tmp_path):
+def test_passages_of_only_held_out_questions_give_no_setting(tmp_path):
     examples = [x if x.split == "ood" else bare(x, x.dataset) for x in questions()]
     run = make_run(tmp_path / "run", examples, SETTINGS)
     assert settings_of(run) == ("closed_book",)
 
 
-def test_half_may_be_left_unasked(tmp_path):
+def test_one_of_the_two_settings_may_be_left_unasked(tmp_path):
     run = make_run(tmp_path / "run", questions(), ("closed_book",))
     done = beatrice("answer", run.path)
     assert "with_context: not in this run" in done.stderr
@@ -171,7 +171,7 @@ def test_half_may_be_left_unasked(tmp_path):
     assert {json.loads(line)["setting"] for line in lines} == {"closed_book"}
 
 
-def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
+def test_asking_only_with_context_is_refused_for_questions_without_passages(tmp_path):
     file = tmp_path / "own.jsonl"
     lines = [{"question": f"{i}?", "golds": [str(i)]} for i in range(20)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -181,10 +181,10 @@ def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
     done = beatrice(*line, "--settings", "with-context", code=1)
     assert "no training or no validation question has passages" in done.stderr
     assert not (tmp_path / "run").exists()
-    beatrice(*line)  # control: closed-book it is
+    beatrice(*line)  # control: accepted as closed-book
 
 
-def test_there_is_nothing_to_reword_where_no_context_is_asked(tmp_path):
+def test_rewrite_is_refused_if_no_question_is_asked_with_context(tmp_path):
     run = make_run(tmp_path / "run", questions(), ("closed_book",))
     server = ["--server", "http://localhost:1/v1", "--model", "m"]
     done = beatrice("rewrite", run.path, *server, code=1)

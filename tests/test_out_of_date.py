@@ -1,4 +1,4 @@
-"""What is out of date is neither reported, compared nor given away."""
+"""Outdated results are neither reported, compared nor exported."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ def run(smoke_run, tmp_path):
     return RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
 
 
-def test_verdicts_on_labels_of_another_rule_wait_until_a_sample_by_these_is_judged(
+def test_verdicts_on_outdated_labels_give_no_rows_until_a_new_sample_is_judged(
     run, tmp_path
 ):
     def experiments():
@@ -67,7 +67,7 @@ def test_rows_of_an_earlier_detector_are_neither_exported_nor_compared(
         beatrice(*line)
 
 
-def test_the_anatomy_is_not_done_of_another_format_ranking_or_other_run(
+def test_another_format_ranking_or_other_run_makes_the_anatomy_outdated(
     run, smoke_run, tmp_path
 ):
     other = shutil.copytree(smoke_run, tmp_path / "other")
@@ -90,7 +90,7 @@ def test_the_anatomy_is_not_done_of_another_format_ranking_or_other_run(
     assert not is_done(run.path, ANATOMY)
 
 
-def test_encoders_of_another_protocol_are_trained_again_and_compared_with_none(run):
+def test_encoders_of_another_protocol_count_as_untrained_and_are_not_compared(run):
     assert is_done(run.path, TRAIN)
     inputs, outputs = run.stage_record("train").inputs, TRAIN.outputs(run)
     earlier = {name: sha for name, sha in inputs.items() if name != "protocol"}
@@ -101,10 +101,10 @@ def test_encoders_of_another_protocol_are_trained_again_and_compared_with_none(r
 
 
 @pytest.mark.slow
-def test_a_ranking_that_is_not_recorded_yet_trains_no_head_again(run, capsys):
+def test_heads_of_a_ranking_not_yet_recorded_are_not_trained_again(run, capsys):
     for n_missing in ("[1-9][0-9]*", "0"):
         EXHAUSTIVE.work(run, select_config(run), lambda *_: None, Progress())
         assert re.search(f"exhaustive: {n_missing} of ", capsys.readouterr().err)
         ranking, pieces = run.path / "exhaustive", run.path / "exhaustive.pieces"
         assert {*ranking.glob("*")} == {ranking / f"{s}.safetensors" for s in SETTINGS}
-        (pieces / "closed_book").rename(ranking / "closed_book.pieces")  # as it was
+        (pieces / "closed_book").rename(ranking / "closed_book.pieces")  # as before

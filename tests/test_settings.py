@@ -1,4 +1,4 @@
-"""The sections of every room: what a manifest holds of them is what is read again."""
+"""The settings of every room, which a manifest gives back as they were stored."""
 
 import dataclasses
 import re
@@ -71,7 +71,7 @@ def test_a_section_survives_the_manifest(settings):
     assert decode_section(as_json(settings), type(settings), "it") == settings
 
 
-def test_every_stage_of_the_chain_has_a_verb_and_the_section_it_is_known_by():
+def test_every_stage_of_the_chain_has_a_verb_and_its_own_section():
     stages = list(map(resolve_name, CHAIN))
     assert [stage.name for stage in stages] == [*STAGES.split(), "report"]
     for stage in stages:
@@ -95,7 +95,7 @@ def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
     result = run.settle("train", GRID_PRESETS, chosen)
     assert result == chosen(GRID_PRESETS["smoke"]) != GRID_PRESETS["smoke"]
-    assert run.settle("train", GRID_PRESETS, options()) == result  # none is given
+    assert run.settle("train", GRID_PRESETS, options()) == result  # no option given
     assert run.settle("train", GRID_PRESETS, chosen) == result
     assert grid_config(run) == result.seeded(7)
     both = options(mixed=True, streamed=True, linear_first=True)
@@ -110,7 +110,7 @@ def test_options_of_training_stay_with_the_run(run, option):
         ("streamed", "train.stream=None; you asked for train.stream={'n_chunk': 64"),
     ],
 )
-def test_a_run_that_is_trained_without_an_option_is_not_trained_with_it(
+def test_a_training_option_is_refused_once_a_run_is_settled_without_it(
     run, option, refusal
 ):
     assert grid_config(run).encoder.matmul_dtype != "bfloat16"
@@ -139,7 +139,7 @@ def test_the_help_of_presets_names_their_sizes(text, preset, config):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_sizes_of_a_grid_change_by_themselves(preset):
+def test_sizes_of_a_grid_can_be_changed_one_by_one(preset):
     config = GRID_PRESETS[preset]
     wide = config.resized(width=24, seeds=7)
     assert (wide.encoder.hidden, wide.train.n_seeds) == (24, 7)
@@ -156,7 +156,7 @@ def test_sizes_of_a_grid_change_by_themselves(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_line_makes_one_section_whatever_was_typed_before(preset):
+def test_a_command_gives_the_same_section_whatever_was_typed_before(preset):
     config = GRID_PRESETS[preset]
     for line in (SizeOptions(epochs=1), SizeOptions(width=5), SizeOptions(width=128)):
         once = line.change(config, preset)
@@ -170,14 +170,14 @@ def test_a_line_makes_one_section_whatever_was_typed_before(preset):
     assert SizeOptions(epochs=90).change(steady, preset).train.lr_patience is None
 
 
-def test_an_old_sections_rate_that_stayed_is_a_number():
+def test_the_rate_patience_of_an_older_section_is_kept():
     old = as_json(GRID_PRESETS["few"])
     old["train"]["lr_patience"] = 12
     section = decode_section(old, GridConfig, "train")
     assert section.linear_first().train.lr_patience == 12
 
 
-def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
+def test_sizes_of_a_stage_may_change_until_its_outputs_exist(run):
     def change(config):
         return config.resized(width=4)
 
@@ -193,12 +193,12 @@ def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
     with pytest.raises(ValueError, match="n_seeds must be .* at least 1") as refused:
         TRAIN.settle(run, lambda config: config.resized(seeds=0))
     assert "delete" not in str(refused.value)
-    # No result depends on the memory for which it is planned.
+    # No result depends on the memory that training is planned for.
     planned = TRAIN.settle(run, lambda c: dataclasses.replace(c, device_memory=9))
     assert planned.device_memory == 9
 
 
-def test_sizes_of_heads_are_open_until_heads_are_there(run):
+def test_sizes_of_heads_may_change_until_heads_exist(run):
     for n in (3, 5):
         settled = SELECT.settle(run, lambda config, n=n: config.resized(epochs=n))
         assert settled.train.max_epochs == n
@@ -208,7 +208,7 @@ def test_sizes_of_heads_are_open_until_heads_are_there(run):
         SELECT.settle(run, lambda config: config.resized(epochs=7))
 
 
-def test_the_runs_seed_takes_the_place_of_the_protocols(run):
+def test_the_runs_seed_replaces_the_protocols_seed(run):
     assert grid_config(run).train.root_seed == 7
     assert select_config(run).train.root_seed == 7
     assert run.section("train", GridConfig) == GRID_PRESETS["smoke"]  # not stored twice

@@ -1,6 +1,6 @@
-"""Numbers raised by hand, each beside what it stands for.
+"""Version numbers, raised by hand, each with a digest of what it stands for.
 
-By them a file that is continued, a cache and the record of a stage know whether this
+They tell a file that is continued, a cache and the record of a stage whether this
 program would have written the same.
 """
 
@@ -29,7 +29,7 @@ from tests.jaxprobe.test_grid import BLOCK, ENCODER, TRAIN, planted_parts
 from tests.pgir.test_scorer import REPLY, TURNS, prepending
 from tests.records import an_answer, an_example
 
-# Of each script, with marks, blanks and hyphens that nobody sees.
+# Several scripts, with invisible marks, blanks and hyphens.
 TEXTS = [
     "The A-B's 1979\u201380, d\u2019Arc; C# (x+y) e\u0301t\u00e9?",
     "Кто? Где. Αθήνα; \u0915\u094d\u092f\u093e\u0964 \u0645\u064e\u0646\u0652\u061f",
@@ -40,21 +40,21 @@ ANSWERS = ["1979-80", "Darc", "C", "Кто", "北京", "thai", "hyphen", "dwidth
 
 
 def verdicts():
-    """Whether answers are words of texts, and stand in them."""
+    """Yield whether texts contain answers, and which words equal an answer."""
     for text, answer in itertools.product(TEXTS, ANSWERS):
         yield labels.contains_gold(text, [answer]), labels.token_f1(text, [answer])
         yield [labels.exact_match(answer, [word]) for word in text.split()]
 
 
 def grounded():
-    """Whether answers stand in a context."""
+    """Yield whether answers stand in a context."""
     for text, answer in itertools.product(TEXTS, ANSWERS):
         example = an_example(passages=(Passage(title="", text=text),))
         yield labels.stands_in_context(example, an_answer(text=answer))
 
 
 def words_and_sentences():
-    """What published detectors split a text into."""
+    """Return the parts into which published detectors split a text."""
     pairs = plain.word_pairs().build_analyzer()
     return [
         (pairs(x), selfcheck.sentences_of(x), selfcheck.tokens_of(x)) for x in TEXTS
@@ -62,7 +62,7 @@ def words_and_sentences():
 
 
 def owners():
-    """Of which words tokens are, where their characters come in parts."""
+    """Yield the word of each token, also for tokens that are parts of characters."""
     ends = list(range(1, 12)), [1, 2, 3, 1, 3, 5], [2, 5, 6, 12]
     for text in ("Guzolt Fall", "🦇 a b", *TEXTS):
         for stops in ends:
@@ -71,7 +71,7 @@ def owners():
 
 
 def fits():
-    """Scales of a feature that is constant, groups of lengths, and a few steps."""
+    """Yield scales of constant features, groups of lengths, and a short training."""
     rows = np.full((50, 2), 0.1, np.float32)
     yield [x.tolist() for x in block_scale(rows)]
     lengths = np.random.default_rng(0).integers(1, 9, (300, 2))
@@ -79,12 +79,12 @@ def fits():
         yield [group.tolist() for group in width_groups(lengths[:n], 32)]
     groups = ([part] for part in planted_parts())
     (trained,) = fit_blocks([BLOCK], *groups, encoder=ENCODER, config=TRAIN)
-    # Two digits: machines add in other orders.
+    # Two digits, as machines add in different orders.
     yield [round(float(np.mean(x)), 2) for x in trained.info[:2]]
 
 
 def read_ids():
-    """What is read of an answer under prompts that end in each way."""
+    """Yield the token ids read for an answer after prompts of various endings."""
     words = [
         Words(closed_book="{question}" + x) for x in (":", "\n", " 「", "答", " (")
     ]
@@ -121,7 +121,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", STANDS_FOR)
-def test_a_number_changes_with_what_it_stands_for(name):
+def test_a_version_number_changes_with_what_it_stands_for(name):
     number, outputs = STANDS_FOR[name]
     digest = sha256_json(outputs())[:12]
     assert (number, digest) == EXPECTED[name], "raise the number and write both here"
@@ -137,5 +137,5 @@ IN_RECORDS = [
 
 
 @pytest.mark.parametrize(("done", "name", "number"), IN_RECORDS)
-def test_the_record_of_a_stage_names_the_number(done, name, number):
+def test_the_record_of_a_stage_names_the_version_number(done, name, number):
     assert done.identity(done.presets.get("smoke"))[name] == str(number)

@@ -1,4 +1,4 @@
-"""Whole small runs, up to the report: killed, of one layer, streamed, of two sets."""
+"""Small runs up to the report: killed, of one layer, streamed, of two sets."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tests.records import passage_rows, question_row
 pytestmark = pytest.mark.slow
 N_KILLS = 10
 LEAST_KILLS = 5  # a run that ends before its tenth kill has been killed often enough
-LIFE = 0.1, 0.45  # between these shares of the uninterrupted run's time
+LIFE = 0.1, 0.45  # processes live for these shares of a whole run's time
 
 
 def test_ten_kills_change_no_row(smoke_run, tmp_path):
@@ -56,7 +56,7 @@ def copies(smoke_run, tmp_path):
 
 
 def assert_page_shows(run, *sections):
-    """Draw the report, in which these sections have something to show."""
+    """Draw the report, and assert that these sections of it are not empty."""
     call("report", run)
     page = (run / "report.html").read_text()
     for section in sections:
@@ -85,7 +85,7 @@ def test_kills_change_no_row_and_the_report_shows_what_was_asked_for(copies):
     rows = (whole / "results.jsonl").read_text()
     assert rows == (killed / "results.jsonl").read_text()
     before = dict.fromkeys(plain.splitlines())
-    # What was there before is as it was, in its order.
+    # Earlier rows are unchanged, and in their order.
     assert [row for row in rows.splitlines() if row in before] == list(before)
     for experiment in ("exhaustive", "ablation"):
         assert f'"experiment": "{experiment}"' in rows
@@ -116,7 +116,7 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(copies
     call("anatomy", killed)
     assert_same_rows()
     assert "anatomy: already done" in call("anatomy", killed).stderr
-    call("anatomy", killed, "--only", "flips")  # what was made stays
+    call("anatomy", killed, "--only", "flips")  # earlier rows stay
     assert_same_rows()
     assert_page_shows(killed, "anatomy")
     assert not (killed / "anatomy" / "members").exists()
@@ -133,7 +133,7 @@ def layer_run(tmp_path_factory):
     return path
 
 
-def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(layer_run):
+def test_the_sweep_of_a_one_layer_run_finds_that_layer_and_all_verifies(layer_run):
     sweep = json.loads((layer_run / "sweep.json").read_text())
     assert sweep["layer"] == 4
     assert [choice["layers"] for choice in sweep["settings"].values()] == [[4], [4]]
@@ -141,7 +141,7 @@ def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(layer_run):
     call("doctor", layer_run, "--verify")
 
 
-def test_a_live_score_is_that_of_the_evaluation(layer_run):
+def test_a_live_score_equals_the_score_in_the_evaluation(layer_run):
     directory = RunDir(layer_run)
     _, rows = open_rows(directory, "closed_book")
     tree, _ = run_selection(directory, "closed_book")
@@ -153,12 +153,12 @@ def test_a_live_score_is_that_of_the_evaluation(layer_run):
     chosen = [i for i in test if answers[rows.ids[i]].stop_id is not None][:20]
     texts = [(questions[x], answers[x].text) for x in rows.ids[chosen]]
     live = [scorer.score(*pair).raw for pair in texts]
-    # The batch decides the last bit of a sum, which may be one step of 127.
+    # A sum's last bit depends on the batch, and may be one step of 8-bit states.
     np.testing.assert_allclose(live, stored[chosen], atol=2e-3)
     assert np.ptp(live) > 0.01
 
 
-def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(layer_run):
+def test_the_ledger_compares_the_run_with_the_paper_and_names_differences(layer_run):
     ledger = call("report", layer_run, "--ledger").stdout
     assert "## tab:pgir-application (Qwen3.5-9B)" in ledger
     assert "of 1,500" not in ledger and "1,500 questions in the paper" in ledger
@@ -183,7 +183,7 @@ def linear_first(path, *options):
 def logits_without_spans(run):
     """Return the logits of the champions' encoders that were trained without a span.
 
-    By the span and the encoders: which are chosen may hang on the last bits.
+    Keys are the file and the chosen encoders: the choice may depend on last bits.
     """
     logits = {}
     for path in (run.path / "ablations").glob("*.without_*_span.safetensors"):
@@ -192,7 +192,7 @@ def logits_without_spans(run):
     return logits
 
 
-def test_a_streamed_run_whose_store_is_one_group_is_the_run_that_holds_it(tmp_path):
+def test_a_streamed_run_of_one_group_gives_the_logits_of_a_run_in_memory(tmp_path):
     held = linear_first(tmp_path / "held")
     streamed = linear_first(tmp_path / "streamed", "--set", "streamed=true")
     manifest = json.loads((streamed.path / "manifest.json").read_text())
@@ -226,7 +226,7 @@ def hotpot_form(example):
     }
 
 
-def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
+def test_a_run_of_two_sets_reaches_the_report_and_pools_them(tmp_path):
     """Both ask what the embedded model knows, so that some answers are right."""
     config = WORLD_PRESETS["smoke"]
     options = []

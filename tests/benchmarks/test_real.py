@@ -1,7 +1,7 @@
 """Released models on published questions, and detectors moved to retrieved passages.
 
-The wheels are made here and come from a folder that pip is told of; the questions are
-the microworld's in published layouts, which the embedded model can answer.
+The questions are the microworld's in published layouts, which the embedded model can
+answer.
 """
 
 import collections
@@ -160,7 +160,7 @@ def write_questions(folder):
     return folder
 
 
-def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
+def test_files_are_recognised_by_their_content_and_the_largest_is_taken(tmp_path):
     folder = write_questions(tmp_path / "questions")
     small = pub.write_lines(folder / "a_few.jsonl", [pub.oracle(i) for i in range(3)])
     bare = pub.write_table(folder / "bare.tsv", [pub.popqa(i) for i in range(99)])
@@ -177,7 +177,7 @@ def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
     assert len(calls) == 3 and "Natural Questions" in calls[1]
 
 
-def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
+def test_all_missing_sets_are_named_with_files_that_would_do(tmp_path):
     pub.write_array(tmp_path / "bare.json", [pub.trivia(i) for i in range(3)])
     with pytest.raises(ValueError, match="lacks Natural Questions"):
         find_questions(tmp_path, print, {("train", "triviaqa"), ("dev", "triviaqa")})
@@ -188,7 +188,7 @@ def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_half_of_a_download_is_named_as_such(tmp_path):
+def test_a_truncated_download_is_reported(tmp_path):
     lines = "".join(json.dumps(pub.oracle(i)) + "\n" for i in range(9000))  # two chunks
     packed, notes = gzip.compress(lines.encode()), []
     (tmp_path / "oracle.jsonl.gz").write_bytes(packed[: len(packed) // 2])
@@ -207,14 +207,14 @@ def test_half_of_a_download_is_named_as_such(tmp_path):
         (None, "float32"),
     ],
 )
-def test_weights_are_bfloat16_where_the_processor_multiplies_it(tmp_path, line, dtype):
+def test_weights_are_bfloat16_if_the_processor_multiplies_it(tmp_path, line, dtype):
     path = tmp_path / "cpuinfo"
     if line is not None:
         path.write_text(f"processor : 0\n{line}\n")
     assert cpu_dtype(path) == dtype
 
 
-def test_a_stage_that_was_stopped_is_counted_twice_and_one_that_is_done_once(tmp_path):
+def test_a_restarted_stage_counts_two_starts_and_a_done_one_no_more(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
         stage = run.path, "answer", run.stage_record
         with pytest.raises(KeyboardInterrupt), measured(*stage):
@@ -299,7 +299,7 @@ CORPUS = [Passage(title=f"T{i}", text=f"word{i}", is_supporting=True) for i in r
 
 
 class Half:
-    """A retriever whose server fails every second question."""
+    """A retriever whose server fails for every second question."""
 
     def search(self, queries, depth):
         hits = {i: np.arange(depth) for i in range(0, len(queries), 2)}
@@ -349,7 +349,7 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tm
     assert "line 3" in notes[0]
 
 
-def test_retrieved_passages_carry_no_mark_of_gold_and_none_is_a_failure():
+def test_retrieved_passages_are_not_marked_gold_and_none_found_is_a_failure():
     texts = ["word0 T0 T1 T2", "word1 T0 T1 T2", "zzzz"]
     requests = [an_example(id=f"q{i}", question=text) for i, text in enumerate(texts)]
     result = Retrieval(Bm25Retriever(CORPUS), CORPUS, "")
@@ -373,7 +373,7 @@ TINY = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 
 
 def signals_of(setting, spans):
-    """Normal signals of answers to retrieved passages; none was trained on."""
+    """Return normally distributed signals of answers that nothing was trained on."""
     sizes = zip(DIMS.names, DIMS.sizes, strict=True)
     families = {name: Family(shape=(size,)) for name, size in sizes}
     store = store_like(f"memory://{setting}-{len(spans)}", families, spans)
@@ -424,7 +424,7 @@ def test_encoders_score_retrieved_answers_as_each_does_by_itself():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_put_to_their_own_rows_detectors_score_as_evaluate_says(smoke_run, setting):
+def test_on_their_own_rows_detectors_score_as_in_evaluate(smoke_run, setting):
     run = RunDir(smoke_run)
     scene = run_scene(run, run, setting)
     detectors = run_detectors(run, scene.trained)[0]
@@ -440,7 +440,7 @@ def test_put_to_their_own_rows_detectors_score_as_evaluate_says(smoke_run, setti
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_put_to_their_own_rows_published_detectors_score_as_they_are_judged(
+def test_on_their_own_rows_published_detectors_score_as_in_baselines(
     smoke_run, setting
 ):
     run = RunDir(smoke_run)
@@ -458,7 +458,7 @@ def test_put_to_their_own_rows_published_detectors_score_as_they_are_judged(
         np.testing.assert_allclose(scored.scores, scores, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_read_and_drawn_for_new_answers_is_put_behind_the_runs_own(smoke_run):
+def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_run):
     run = RunDir(smoke_run)
     scene = run_scene(run, run, "closed_book")
     rows = scene.trained.rows
@@ -485,7 +485,7 @@ def test_what_is_read_and_drawn_for_new_answers_is_put_behind_the_runs_own(smoke
     assert joined.texts[len(own) :] == scene.new.texts
 
 
-def test_every_set_and_all_together_have_their_rows_and_what_was_not_answered():
+def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
     rng, at = np.random.default_rng(0), np.arange(90)
     labels, is_found, in_a = rng.random(90) < 0.4, at % 3 == 0, at < 50
     sets = np.where(in_a, "a", "b"), np.where(in_a, "test", "ood")
@@ -537,7 +537,7 @@ def test_a_run_inside_a_run_keeps_what_detectors_were_fitted_on(smoke_run, tmp_p
         assert answer_config(inner).settings == SETTINGS
 
 
-def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_path):
+def test_closed_book_answers_are_reused_and_changed_questions_answered_again(tmp_path):
     passages = (Passage(title="T", text="new"),)
     *asked, other = [an_example(id=f"q{i}", passages=passages) for i in range(4)]
     run, notes = make_run(tmp_path / "run", [*asked, other]), []
@@ -560,9 +560,7 @@ def test_answers_from_memory_are_taken_along_and_new_passages_are_read_anew(tmp_
     assert notes == ["retrieved: passages or questions have changed; answering again"]
 
 
-def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
-    smoke_run, tmp_path
-):
+def test_transfer_answers_nothing_if_a_detectors_code_is_not_named(smoke_run, tmp_path):
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
     only = BaselinesConfig(only=("foreign:x",))
     BASELINES.settle(run, lambda _: only, is_replaceable=True)
@@ -585,7 +583,7 @@ def test_transfer_answers_nothing_where_a_detectors_code_is_not_named(
         ("imported from mine.jsonl", None),
     ],
 )
-def test_options_of_label_follow_from_a_rule(rule, options):
+def test_options_of_label_follow_from_a_label_rule(rule, options):
     assert transfer.labelling_options(rule) == options
 
 
@@ -607,7 +605,7 @@ def finished(smoke_run, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_rows_are_published_beside_the_others_and_done_once(finished):
+def test_rows_of_transfer_join_the_others_and_are_made_once(finished):
     rows = [r for r in read_result_rows(finished) if r.experiment == RETRIEVED]
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
@@ -636,7 +634,7 @@ def test_answers_from_other_passages_are_labelled_by_the_runs_rule(finished, tmp
 
 
 @pytest.mark.slow
-def test_transfer_searches_by_the_server_that_control_searched_by(smoke_run, tmp_path):
+def test_transfer_searches_with_the_server_that_control_used(smoke_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(smoke_run, run)
     held = list(read_records(run / "passages.jsonl", Passage))

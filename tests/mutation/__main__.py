@@ -2,12 +2,12 @@
 
 A few hundred expressions are drawn over all rooms and changed, one at a time, in a copy
 of the tree. The tests that run a changed line are run, quickest files first, until one
-fails. It ends with the share of mutants that were killed, by room; the same line again
+fails. At the end the share of killed mutants is printed by room; the same line again
 continues.
 
-Which test runs which line is found once, in a run of the whole suite. A mutant is tried
-in a process that is forked from one that has imported the libraries, which spares six
-seconds each, but nothing of ours, and has started no backend.
+One run of the whole suite finds which test runs which line. A mutant is tried in a
+process forked from one that has imported the libraries, which saves six seconds, but
+none of our modules, and that has started no backend.
 """
 
 import argparse
@@ -40,11 +40,11 @@ LIBRARIES = (
 ).split()
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
 NOT_COPIED = (".*", "__pycache__", "runs", "build", "*.egg-info", "shared")
-LEAST_SECONDS, TIMES_ITS_SECONDS = 60, 10  # after which a test hangs
+LEAST_SECONDS, TIMES_ITS_SECONDS = 60, 10  # after which a test counts as hung
 
 
 def environ_of(tree: Path) -> dict[str, str]:
-    """Return the environment in which a tree's modules are its own."""
+    """Return an environment in which Python imports the modules of this tree."""
     path = os.pathsep.join([str(tree / ".path"), str(tree)])
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(tree.parent / "compiled")}
     return {**os.environ, **ENVIRON, **compiled, "PYTHONPATH": path}
@@ -61,10 +61,10 @@ def copy_tree(tree: Path, copy: Path) -> None:
 
 
 def trace(tree: Path, folder: Path) -> None:
-    """Run the suite of a copied tree, once: `coverage` and `tests.jsonl` in a folder.
+    """Run a copied tree's suite once; write `coverage` and `tests.jsonl`.
 
     Raises:
-      SystemExit: it was stopped; the next run goes on with the tests that are left.
+      SystemExit: the suite was stopped; the next run does the tests that are left.
     """
     if (folder / "traced").exists():
         return
@@ -100,16 +100,16 @@ class Chooser:
         self.data.read()
 
     def choose(self, mutant: Mutant) -> list[str]:
-        """Return tests, in the order to run them, of `budget` seconds at most.
+        """Return a mutant's tests, in running order, of `budget` seconds at most.
 
-        First those that run the statement; for what runs at import, those that run the
-        file. Then the others of their files: what one test made another may judge;
-        for what runs at import, those of files that import it.
+        First come those that run the statement or, for code run at import, the file.
+        Then come the others of their files, as a test may judge what another has made;
+        for code run at import, those of test files that import it.
         """
         contexts = self.data.contexts_by_lineno(str(self.tree / mutant.file))
         lines = {mutant.line, *range(mutant.first_line, mutant.last_line + 1)}
         names = {
-            # A process that a test has started says "TEST (call)".
+            # A process started by a test is recorded as "TEST (call)".
             name if name in self.seconds else name.rsplit(" (", 1)[0]
             for line, names in contexts.items()
             for name in names
@@ -184,7 +184,7 @@ def run_tests(tree: Path, tests: list[str], reporter: Reporter) -> None:
 
 
 def judge(tree: Path, tests: list[str], seconds: dict[str, float]) -> dict[str, str]:
-    """Run tests on a tree; return the `outcome` and the `test` by which."""
+    """Run tests on a tree; return the `outcome` and the `test` that decided."""
     reporter = Reporter(tree.with_suffix(".json"))
     reporter.write("", "not begun")
     if not (child := os.fork()):
@@ -228,9 +228,9 @@ def try_mutant(tree: Path, mutant: Mutant, tests: list[str], seconds: dict) -> d
 def work(
     tree: Path, planned: list[tuple[Mutant, list[str]]], seconds: dict, out: Path
 ) -> None:
-    """Try mutants one after another in a tree of one's own; write a line each.
+    """Try mutants one after another in a separate tree; write a line for each.
 
-    A test that has killed must pass without the change, or it kills nothing.
+    A test that kills a mutant must pass without the change, or it does not count.
     """
     good, bad = set(), set()
     first = next((tests[:1] for _, tests in planned if tests), None)
@@ -256,7 +256,7 @@ def work(
 
 
 def summary(rows: list[dict]) -> str:
-    """Return killed, of how many, by room; what hangs is killed."""
+    """Return the share of killed mutants by room; hung ones count as killed."""
     lines = []
     for room in ["", *sorted({row["file"].split("/")[0] for row in rows})]:
         counts = collections.Counter(
@@ -284,7 +284,7 @@ def main() -> None:
         for path in paths:
             digest.update(path.read_bytes())
     folder = Path("/var/tmp") / f"beatrice-mutants-{digest.hexdigest()[:12]}"
-    out = folder / f"mutants-{args.seed}.jsonl"  # what is there stays
+    out = folder / f"mutants-{args.seed}.jsonl"  # existing lines stay
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / "tree"
     if not base.exists():
@@ -297,7 +297,7 @@ def main() -> None:
     if done - {mutant.key for mutant in mutants}:
         raise SystemExit(f"{out} is of another tree, seed or number; move it away")
     chooser = Chooser(base, folder, args.budget)
-    # All here: a forked process that reads coverage's data erases them.
+    # All are chosen here: a forked process that reads coverage's data erases it.
     planned = [(m, chooser.choose(m)) for m in mutants if m.key not in done]
     os.environ.update(environ_of(base))  # JAX reads its own when it is imported
     for library in LIBRARIES:

@@ -55,7 +55,7 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What tells one mutant of a tree from all others."""
+        """Return what distinguishes a mutant from all others of a tree."""
         return self.file, self.line, self.column, self.after
 
 
@@ -106,7 +106,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what may change below a node: no annotations, decorators, filled-in texts.
+    """Yield a node's children that may change; no annotations, no f-strings.
 
     Options of `dataclass` change nothing that a test should see, and Python 3.11 gives
     no positions inside an f-string.
@@ -179,7 +179,7 @@ def apply(source: str, mutant: Mutant) -> str:
 
 
 def is_valid(source: str, mutant: Mutant) -> bool:
-    """Tell whether a changed file still parses, as another program."""
+    """Return whether a changed file still parses, and as another program."""
     try:
         changed = ast.parse(apply(source, mutant))
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""A pytest plugin: which test runs which line, in its worker and in what it starts."""
+"""A pytest plugin: records which test runs which line, also in child processes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ disable_warnings = no-data-collected,module-not-imported,module-not-measured
 
 
 class Tracer:
-    """Names the running test to the tracer of a worker."""
+    """Tells the tracer of a worker which test is running."""
 
     def __init__(self, folder: Path):
         settings = str(folder / "coveragerc")
@@ -37,7 +37,7 @@ class Tracer:
 
 
 class Durations:
-    """Writes what each test took, as the first process hears it from all workers."""
+    """Writes how long each test took, which all workers report to the main process."""
 
     def __init__(self, folder: Path):
         self.path, self.seconds, self.failed = folder / "tests.jsonl", {}, set()
@@ -45,7 +45,7 @@ class Durations:
     def pytest_runtest_logreport(self, report):
         seconds = self.seconds.get(report.nodeid, 0.0) + report.duration
         self.seconds[report.nodeid] = seconds
-        if not report.passed:  # or skipped: it tells of no mutant
+        if not report.passed:  # or is skipped: it can kill no mutant
             self.failed.add(report.nodeid)
         if report.when == "teardown":
             row = {"test": report.nodeid, "seconds": round(seconds, 3)}
@@ -68,6 +68,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Leave out what a run that was stopped has traced; workers collect alike."""
+    """Leave out tests that a stopped run has traced; all workers collect the same."""
     traced = read_tests(Path(os.environ["MUTATION_FOLDER"]))
     items[:] = [item for item in items if item.nodeid not in traced]

@@ -1,4 +1,4 @@
-"""Small inputs: in which every detector finds what was planted, and of a few draws."""
+"""Small inputs: with a signal for every detector to find, and with a few draws."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from tests.jaxprobe.samples import rows_of, store_like
 from tests.records import a_sample, an_answer, an_example
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_ANSWER = 150, 6, 5, 3, 4, 3, 3
-SETTING, LAYER = "with_context", 2  # of which hidden states tell, 0 the embedding
+SETTING, LAYER = "with_context", 2  # the layer with the signal; 0 is the embedding
 _NUMBERS = itertools.count()
 # Readings that are higher for right answers; all others are lower.
 UP = {"redeep_ecs", "lumina_mmd", "p_true", "llmcheck_attention_all"}
@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def readings(labels, rng, strength):
-    """Noise, and the label at layer 2 where there are layers."""
+    """Return noise to which the label is added, at layer 2 if there are layers."""
     arrays = {}
     for name, shape in SHAPES.items():
         values = rng.standard_normal((len(labels), *shape)).astype(np.float32)
@@ -48,15 +48,15 @@ def readings(labels, rng, strength):
 
 
 def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields):
-    """Return a store in memory, of values end to end by family, `[n_tokens, ...]`.
+    """Return a store in memory of concatenated values by family, `[n_tokens, ...]`.
 
     Args:
-      values: of "hidden" with a layer axis behind the tokens.
+      values: by family; those of "hidden" have a layer axis after the tokens.
       lengths: `[n_rows]` tokens.
       spans: `[n_rows, 3, 2]` or, the same for all rows, `[3, 2]`.
       layers: of the hidden states.
       setting: of the answers.
-      fields: of the hidden family ("spans"), or the fingerprint.
+      fields: `hidden_spans` of the hidden family; all others are the fingerprint.
     """
     hidden = {"by_layer": True, "spans": fields.pop("hidden_spans", "all")}
     families = {}
@@ -78,7 +78,7 @@ def memory_store(values, lengths, spans, *, layers=(), setting=SETTING, **fields
 
 
 def store_of(labels, rng):
-    """Hidden states of which layer 2 tells, and surprisals that do."""
+    """Return a store whose layer 2 and whose surprisals depend on the label."""
     length = N_PROMPT + N_ANSWER
     shape = (len(labels), length)
     hidden = rng.standard_normal((*shape, N_LAYERS, D)).astype(np.float32)
@@ -95,7 +95,7 @@ def store_of(labels, rng):
 
 
 def samples_of(i, is_right, rng):
-    """Draws that repeat the answer where it is right, and all differ where not."""
+    """Return draws that all repeat a right answer, or all differ if it is wrong."""
     texts = [f"told {i}"] * N_SAMPLES
     if not is_right:
         texts = [f"other {i} {rng.integers(10**6)}" for _ in range(N_SAMPLES)]
@@ -146,7 +146,7 @@ def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,)):
 
 
 def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
-    """Return inputs of as many rows as `drawn`, whose items are texts or samples."""
+    """Return inputs with a row for each list of texts or samples in `drawn`."""
     n = len(drawn)
     splits = ["train", *["test"] * (n - 1)] if splits is None else splits
     examples = [
@@ -173,7 +173,7 @@ def relations_by(rule):
 
 
 def by_last_word(premise, hypothesis):
-    """Entailed where the last word is the same, else contradicted."""
+    """Return entailment if the last words are equal, else contradiction."""
     is_same = premise.split()[-1:] == hypothesis.split()[-1:]
     return (0.9, 0.08, 0.02) if is_same else (0.02, 0.08, 0.9)
 

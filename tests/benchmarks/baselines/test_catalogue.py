@@ -1,4 +1,4 @@
-"""Every detector of the catalogue finds what is planted; what is broken is caught."""
+"""Every detector of the catalogue finds a planted signal; broken ones are caught."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ from tests.benchmarks.baselines import planted
 from tests.benchmarks.baselines.test_probes import measured
 from tests.jaxprobe.samples import rows_of
 
-# The encoder is a model of its own, and tested with one (`test_plain`); a head that
-# JAX fits is slow.
+# Detectors with an encoder need a model, and are tested in `test_plain`. `gnosis` is
+# slow, as JAX fits its head.
 KNOWN = {n: x for n, x in catalogue().items() if "encoder" not in x.needs}
 QUICK = [name for name in KNOWN if name != "gnosis"]
 NAMES = [*QUICK, pytest.param("gnosis", marks=pytest.mark.slow)]
@@ -38,7 +38,7 @@ def given():
 
 
 def broken(name, score):
-    """The detector with another score, `score(its own, inputs)`."""
+    """Return the detector with another score: `score(its own score, inputs)`."""
     whole = KNOWN[name]
     return dataclasses.replace(whole, score=lambda inputs: score(whole.score, inputs))
 
@@ -61,7 +61,7 @@ def test_permuted_labels_teach_nothing(given, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not(
+def test_an_answer_without_its_readings_or_draws_is_undefined_and_others_not(
     given, name
 ):
     (gone, *others) = given.rows.where("test")
@@ -75,9 +75,9 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
     assert np.isfinite(scores[:, others]).all()
 
 
-# One of each kind: what is caught hangs on `violations`, not on the detector.
+# One of each kind: what is caught depends on `violations`, not on the detector.
 @pytest.mark.parametrize("name", ["linear_probe", "p_true", "semantic_entropy"])
-def test_a_sign_that_is_turned_is_caught(given, name):
+def test_a_reversed_sign_is_caught(given, name):
     turned = broken(name, lambda f, e: DetectorOutput(-f(e).scores))
     assert any("is the sign reversed?" in fault for fault in violations(turned, given))
 
@@ -90,7 +90,7 @@ def test_learning_from_the_test_answers_is_caught(given, name):
         rows = dataclasses.replace(inputs.rows, splits=splits)
         return score(dataclasses.replace(inputs, rows=rows))
 
-    # By their labels, or by what was read or drawn of them.
+    # It may learn from labels, or from what was read or drawn.
     assert violations(broken(name, exchanged), given) != []
 
 
@@ -105,7 +105,7 @@ def test_samples_of_the_next_question_are_caught(given, name):
 
 
 @pytest.mark.parametrize("name", [n for n in QUICK if KNOWN[n].reads])
-def test_a_detector_reads_what_it_says_and_nothing_else(given, name):
+def test_a_detector_reads_exactly_the_readings_that_it_declares(given, name):
     detector = KNOWN[name]
     read = {key: given.readings[key] for key in detector.reads}
     assert set(read) <= set(READINGS)
@@ -117,7 +117,7 @@ def test_a_detector_reads_what_it_says_and_nothing_else(given, name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_trained_detectors_alone_look_at_training_labels(given, name):
+def test_only_trained_detectors_use_training_labels(given, name):
     rows = given.rows
     labels = np.where(rows.splits == "train", ~rows.labels, rows.labels)
     other = dataclasses.replace(given, rows=dataclasses.replace(rows, labels=labels))
@@ -127,7 +127,7 @@ def test_trained_detectors_alone_look_at_training_labels(given, name):
     assert is_same != learns_labels
 
 
-def test_words_need_no_nli_model_and_say_so():
+def test_word_based_detectors_need_no_nli_model_and_say_so():
     for name, detector in KNOWN.items():
         if name.startswith(("semantic_entropy", "sep")):
             is_words = name.endswith(":words")
@@ -177,7 +177,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said(name):
+def test_every_fault_of_a_detector_is_reported(name):
     score, words = WRONG[name]
     faults = violations(baseline_of(score), signals())
     assert any(words in fault for fault in faults), faults
@@ -194,25 +194,25 @@ HELD_OUT = np.repeat(["train", "validation", "test", "ood"], N // 4)
         (lambda e: signal(e) / np.nanstd(signal(e)[HELD_OUT == "ood"]), CENTRED),
     ],
 )
-def test_what_is_wrong_on_held_out_answers_alone_is_said(score, words):
+def test_a_fault_on_only_held_out_answers_is_reported(score, words):
     own = baseline_of(lambda e: np.where(HELD_OUT == "ood", score(e), signal(e))[None])
     faults = violations(own, signals(HELD_OUT))
     assert any(words in fault for fault in faults), faults
 
 
-def test_a_random_detector_is_not_said_to_read_labels_or_other_answers():
+def test_a_random_detector_is_not_accused_of_reading_labels_or_other_answers():
     random = np.random.default_rng(5)
     noisy = baseline_of(lambda e: signal(e)[None] + random.normal(size=N))
     faults = violations(noisy, signals())
     assert faults == ["the same inputs give different scores the second time"]
 
 
-def test_a_score_of_chance_is_not_blamed_for_its_sign():
+def test_a_random_score_is_not_accused_of_a_reversed_sign():
     noise = np.random.default_rng(3).normal(size=(1, N))
     assert violations(baseline_of(lambda e: noise, reads=()), signals()) == []
 
 
-def test_a_detector_is_found_by_its_place_or_the_place_is_named():
+def test_a_detector_is_found_by_its_path_or_the_fault_is_named():
     assert find_detector("p_true").name == "p_true"
     path = "beatrice.benchmarks.baselines.detectors.context:p_true"
     assert find_detector(path).name == "p_true"
@@ -229,7 +229,7 @@ def test_no_rival_has_the_name_of_another_row():
     assert all(detector.source for detector in known.values())
 
 
-def test_a_detector_needs_what_there_is_and_has_a_name_of_its_own():
+def test_unknown_needs_and_duplicate_names_of_detectors_are_refused():
     named = {"title": "A", "source": "here"}
     for needs in ("samples", ["sample"]):
         with pytest.raises(ValueError, match="needs: expected some of"):

@@ -56,12 +56,12 @@ def test_the_first_attention_layer_is_never_chosen(inputs):
     given = inputs(llmcheck_attention_all=values, llmcheck_hidden_all=values)
     assert chosen(DETECTORS["llmcheck_attention"].score(given))["layer"] > 1
     assert chosen(DETECTORS["llmcheck_hidden"].score(given))["layer"] == 1
-    for n_layers, layer in ((1, 1), (2, 2)):  # of a backbone of one layer its first
+    for n_layers, layer in ((1, 1), (2, 2)):  # of a single layer, the first
         given = inputs(llmcheck_attention_all=values[:, :n_layers])
         assert chosen(DETECTORS["llmcheck_attention"].score(given))["layer"] == layer
 
 
-def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(inputs):
+def test_perplexity_is_of_the_answers_tokens_without_the_stop_token(inputs):
     given = inputs()
     answers = list(given.answers)
     for i, n in enumerate((0, 1, 2)):
@@ -91,7 +91,7 @@ def test_redeep_finds_the_planted_heads_and_layer(inputs):
     given = inputs()
     heads = given.readings["redeep_ecs"].copy()
     others = np.random.default_rng(1).normal(size=(N, 2))
-    heads[:, planted.LAYER, 1:] = others  # one head is left
+    heads[:, planted.LAYER, 1:] = others  # one head keeps the signal
     given = inputs(redeep_ecs=heads)
     halves = [DETECTORS[name].score(given) for name in ("redeep_ecs", "redeep_pks")]
     assert [chosen(half) for half in halves] == [{"n_heads": 1}, {"n_layers": 1}]
@@ -132,7 +132,7 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(inputs):
     assert roc_auc_score(labels[valid], scores[valid]) == pytest.approx(best, abs=1e-12)
 
 
-def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(inputs):
+def test_heads_are_summed_best_first_and_scaled_to_training_rows(inputs):
     given = inputs()
     heads = given.readings["redeep_ecs"].reshape(N, -1).astype(float)
     sums = context_baselines.ranked_sums(heads, given.rows, 5)
@@ -146,14 +146,14 @@ def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(inputs):
     assert sums.shape == (N, heads.shape[1] - 1) and np.isfinite(sums).all()
 
 
-def test_lumina_is_half_of_what_passages_change_less_half_of_the_rate(inputs):
+def test_lumina_is_half_the_change_by_passages_minus_half_the_rate(inputs):
     given = inputs()
     rate, change = given.readings["lumina_ipr"], given.readings["lumina_mmd"]
     result = DETECTORS["lumina"].score(given).scores[0]
     np.testing.assert_allclose(result, 0.5 * change - 0.5 * rate, rtol=1e-5, atol=1e-6)
 
 
-def test_auroc_of_many_columns_is_that_of_each():
+def test_aurocs_of_many_columns_equal_those_of_each_column():
     rng = np.random.default_rng(3)
     values = rng.integers(0, 5, (80, 6)).astype(float)
     labels = rng.random(80) < 0.4
@@ -164,14 +164,14 @@ def test_auroc_of_many_columns_is_that_of_each():
     assert np.flatnonzero(np.isnan(column_aurocs(values, labels))).tolist() == [2]
 
 
-def test_validation_alone_orients():
+def test_only_validation_rows_decide_the_sign():
     rows = rows_of(np.arange(90) % 2 == 0)
     values = np.where(rows.splits == "validation", -1.0, 1.0) * rows.labels
     _, column, sign = oriented(values[:, None], rows)
     assert (column, sign) == (0, -1)
 
 
-def test_one_class_alone_chooses_nothing():
+def test_validation_rows_of_only_one_class_are_refused():
     rows = rows_of(np.ones(90, bool))
     with pytest.raises(ValueError, match="one class alone"):
         defined_rows(np.ones(90, bool), rows, "validation")

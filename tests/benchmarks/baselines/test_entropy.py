@@ -57,7 +57,7 @@ def ids(*counts):
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def test_entropies_are_those_of_the_reference_also_of_very_unlikely_answers():
+def test_entropies_equal_the_reference_even_for_very_unlikely_answers():
     assert discrete_entropy(ids(5, 3, 1, 1)) == pytest.approx(1.1682824501765625)
     log_probs, clusters = np.array([-0.2, -0.5, -1.0]), np.array([0, 0, 1])
     golden = 0.5074720173268471
@@ -65,7 +65,7 @@ def test_entropies_are_those_of_the_reference_also_of_very_unlikely_answers():
     assert weighted_entropy(log_probs - 2000, clusters) == pytest.approx(golden)
 
 
-def test_rows_that_differ_in_nothing_but_order_tie_exactly():
+def test_entropies_of_the_same_counts_in_any_order_tie_exactly():
     for counts in ((5, 2, 2, 1), (6, 3, 1), (4, 3, 2, 1)):
         result = {discrete_entropy(ids(*c)) for c in itertools.permutations(counts)}
         assert len(result) == 1
@@ -79,11 +79,11 @@ def test_rows_that_differ_in_nothing_but_order_tie_exactly():
     [
         ((-1.0, -2.0, -9.0), (5, 6), -1.5),  # the stop token is not counted
         ((-1.0, -2.0), (5, 6), -1.5),  # cut at its limit
-        ((-9.0,), (), -9.0),  # an empty answer has its stop token alone
-        ((-1.0, -2.0), None, -1.5),  # a server that tells no ids
+        ((-9.0,), (), -9.0),  # an empty answer has only its stop token
+        ((-1.0, -2.0), None, -1.5),  # a server that returns no ids
     ],
 )
-def test_a_mean_log_probability_is_of_the_answer_without_its_stop(
+def test_a_mean_log_probability_leaves_out_the_stop_token_unless_alone(
     log_probs, token_ids, expected
 ):
     assert mean_log_prob(sample("x", log_probs, token_ids)) == expected
@@ -145,7 +145,7 @@ def test_the_prior_is_counted_up_to_seven_meanings():
     assert prior_of([1, 1, 2, 9], BayesConfig()) == {1: 0.5, 2: 0.25, 7: 0.25}
 
 
-def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
+def test_the_tail_of_the_prior_starts_at_the_meanings_already_seen():
     tails = [tail_of({1: 0.5, 2: 0.25, 4: 0.25}, n) for n in (2, 3, 4, 6)]
     assert tails == [{2: 0.5, 4: 0.5}, {4: 1.0}, {4: 1.0}, {6: 1.0}]
 
@@ -157,7 +157,7 @@ def test_only_the_training_rows_change_the_prior():
         drawn, splits = [["a", "a"], ["a"], list(last)], ["train", "test", split]
         return scores(detector, drawn_inputs(drawn, splits=splits))[1]
 
-    # One draw alone says little where some questions have two meanings.
+    # A single draw says little if some questions have two meanings.
     assert score_of_draw("a", "a", split="test") == 0
     assert score_of_draw("a", "b", split="test") == 0
     assert score_of_draw("a", "b", split="train") < -0.05
@@ -175,7 +175,7 @@ def test_without_drawn_training_answers_the_prior_is_that_of_validation():
     assert result.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
 
 
-def test_drawn_test_answers_alone_give_no_prior():
+def test_a_prior_from_only_test_answers_is_refused():
     detector = catalogue()["semantic_entropy_bayesian:words"]
     with pytest.raises(ValueError, match="no training or .* sample RUN --split train"):
         detector.score(drawn_inputs([[], ["a"]]))
@@ -184,15 +184,15 @@ def test_drawn_test_answers_alone_give_no_prior():
 @pytest.mark.parametrize(
     ("texts", "p", "clusters", "bounds"),
     [
-        # Each text counts once, as it came first, its stop token too.
+        # Each text counts once, as first drawn, with its stop token.
         ("aabc", [(0.25, 0.5), (1, 1), (0.25, 1), (0.5, 0.25)], "0001", (0.375, 0.125)),
-        # A hundredth is left for what was not seen.
+        # A hundredth is left for unseen meanings.
         ("ab", [(0.9,), (0.6,)], "01", (0.594, 0.396)),
         ("ab", [(0.9,), (0.6,)], "00", (0.99,)),  # clipped to one, then rescaled
         ("abc", [(0.9,), (0.6,), (0.5,)], "001", (0.66, 0.33)),
     ],
 )
-def test_the_least_probability_of_a_meaning_is_that_of_its_texts(
+def test_the_lower_bound_of_a_meaning_is_the_probability_of_its_texts(
     texts, p, clusters, bounds
 ):
     log_probs = [tuple(np.log(row).tolist()) for row in p]
@@ -201,7 +201,7 @@ def test_the_least_probability_of_a_meaning_is_that_of_its_texts(
     np.testing.assert_allclose(result, bounds)
 
 
-def test_every_seed_is_an_estimate_of_its_own():
+def test_every_seed_gives_a_different_estimate():
     given = drawn_inputs([["a", "b"], ["a"]])
     result = catalogue()["semantic_entropy_bayesian:words"].score(given).scores
     assert result.shape == (5, 2)
@@ -209,7 +209,7 @@ def test_every_seed_is_an_estimate_of_its_own():
 
 
 def matrix(n, *pairs):
-    """The symmetric matrix of `n` texts in which these pairs are equivalent."""
+    """Return the symmetric matrix of `n` texts in which these pairs are equivalent."""
     result = np.eye(n, dtype=bool)
     for i, j in pairs:
         result[i, j] = result[j, i] = True
@@ -222,23 +222,23 @@ RULES = (official_clusters, paper_clusters, distinct_clusters)
 @pytest.mark.parametrize(
     ("texts", "pairs", "ids"),
     [
-        # "c" matches two first members: it ends with the last, in the paper the first.
+        # "c" matches two first members: it joins the last, in the paper the first.
         ("abc", [(0, 2), (1, 2)], ([0, 1, 1], [0, 1, 0], [0, 1, 1])),
-        # A cluster is compared by its first member alone.
+        # Only the first member of a cluster is compared.
         ("abc", [(0, 1), (1, 2)], ([0, 0, 1], [0, 0, 1], [0, 0, 1])),
-        # Equal texts may part in the official code, and nowhere else.
+        # Only the official code may put equal texts into two clusters.
         ("xx", [], ([0, 1], [0, 0], [0, 0])),
         # Distinct texts are clustered in sorted order: "a" and "b" open clusters.
         ("cbac", [(0, 1), (0, 2)], ([0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1])),
         ("", [], ([], [], [])),
     ],
 )
-def test_each_rule_has_its_clusters(texts, pairs, ids):
+def test_each_rule_gives_its_own_clusters(texts, pairs, ids):
     equivalent = matrix(len(texts), *pairs)
     assert tuple(rule(list(texts), equivalent).tolist() for rule in RULES) == ids
 
 
-def test_where_meaning_the_same_is_transitive_all_rules_agree():
+def test_all_rules_agree_if_equivalence_is_transitive():
     rng = np.random.default_rng(0)
     for _ in range(50):
         kinds = rng.integers(4, size=8)
@@ -271,7 +271,7 @@ def test_the_question_is_put_before_both_texts():
     assert sorted(calls) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
 
 
-def test_equal_texts_are_asked_of_the_model_too():
+def test_the_model_is_also_asked_about_equal_texts():
     never = relations_by(lambda p, h: (0, 1, 0))
     given = drawn_inputs([["a", "a"]], relations=never)
     assert by_entailment(given)[0].tolist() == [[True, False], [False, True]]
@@ -300,14 +300,14 @@ def test_words_are_included_in_both_directions(first, second, same):
     assert by_words(given)[0].tolist() == [[True, same], [same, True]]
 
 
-def test_draws_are_in_their_order_in_whichever_they_are_given():
+def test_draws_are_sorted_by_their_number_in_whatever_order_they_come():
     rows = drawn_inputs([["a"]]).rows
     draws = [a_sample("x", example_id="q0", sample=number) for number in (2, 0, 1)]
     (samples,) = DetectorInput.of(None, rows, samples=draws).samples
     assert [sample.sample for sample in samples] == [0, 1, 2]
 
 
-def test_rows_are_clustered_each_by_its_own_samples():
+def test_each_row_is_clustered_by_its_own_samples():
     drawn = [["a x", "b x", "a y"], [], ["a x"]]
     given = drawn_inputs(drawn, relations=relations_by(by_last_word))
     for equivalences, expected in (
@@ -339,7 +339,7 @@ PAIRS = [("a b c", "d"), ("d", "a b c"), ("a", "a"), ("b c d e f g h", "i j")]
 
 
 def save_tokenizer(folder, words):
-    """Save a tokenizer of whole words, and pairs as BERT has them."""
+    """Save a tokenizer of whole words, which joins pairs as BERT does."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL.values(), *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -375,8 +375,8 @@ def saved(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("nli"), request.param)
 
 
-def alone(folder, pair, order=(2, 1, 0)):
-    """The same by Transformers' own way, one pair at a time, without padding."""
+def by_transformers(folder, pair, order=(2, 1, 0)):
+    """Return what Transformers itself gives for one pair, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     with torch.inference_mode():
@@ -385,13 +385,13 @@ def alone(folder, pair, order=(2, 1, 0)):
 
 
 @pytest.mark.parametrize("n_batch", [1, 32])
-def test_relations_are_those_of_each_pair_read_alone(saved, n_batch):
+def test_relations_equal_those_of_pairs_read_one_by_one(saved, n_batch):
     result = dataclasses.replace(load_entailment(saved), n_batch=n_batch)(PAIRS)
-    expected = [alone(saved, pair) for pair in PAIRS]
+    expected = [by_transformers(saved, pair) for pair in PAIRS]
     assert result.shape == (4, 3) and result.dtype == np.float64
     np.testing.assert_allclose(result, expected, atol=1e-5)  # of float32, padded
     np.testing.assert_allclose(result.sum(axis=1), 1)
-    assert np.ptp(result, axis=0).max() > 0.01  # it does tell pairs apart
+    assert np.ptp(result, axis=0).max() > 0.01  # the pairs have different relations
 
 
 @pytest.mark.parametrize(
@@ -404,12 +404,12 @@ def test_relations_are_those_of_each_pair_read_alone(saved, n_batch):
 def test_the_order_of_labels_is_that_of_the_config(tmp_path, labels, order, columns):
     path = save_model(tmp_path, labels=labels)
     result = load_entailment(path)(PAIRS)
-    expected = [alone(path, pair, order) for pair in PAIRS]
+    expected = [by_transformers(path, pair, order) for pair in PAIRS]
     np.testing.assert_allclose(result[:, columns], expected, atol=1e-5)
     assert not np.delete(result, columns, axis=1).any()
 
 
-def test_on_a_gpu_weights_and_pairs_are_there_and_relations_are_the_same(saved):
+def test_relations_read_on_a_gpu_equal_those_on_the_cpu(saved):
     expected = load_entailment(saved)(PAIRS)
     with PretendedGpu():
         model = load_entailment(saved)
@@ -427,7 +427,7 @@ def test_no_pair_is_read_twice(saved):
     assert len(batches) == 2 and len(model.known) == 4
 
 
-def test_pairs_that_a_killed_start_read_are_charged_and_not_read_again(tmp_path):
+def test_pairs_read_by_a_killed_start_are_charged_and_not_read_again(tmp_path):
     pairs, read, counts = [(str(i), "b") for i in range(3000)], [], []
 
     def relations(chunk):
@@ -452,7 +452,7 @@ def test_pairs_that_a_killed_start_read_are_charged_and_not_read_again(tmp_path)
     assert counts == [(1024, 3000), (2048, 3000)] * 2 + [(3000, 3000)]
 
 
-def test_a_pair_longer_than_the_model_is_cut(saved):
+def test_a_pair_too_long_for_the_model_is_cut(saved):
     result = load_entailment(saved)([("a " * 100, "b"), ("a " * 200, "b")])
     np.testing.assert_array_equal(result[0], result[1])
 

@@ -1,4 +1,4 @@
-"""Detectors judged on a run and in a notebook; one of a person, as in the README."""
+"""Detectors judged on a run and in a notebook, also a user's own as in the README."""
 
 import dataclasses
 import math
@@ -74,13 +74,13 @@ INTERVALS = BootstrapConfig(n_resamples=50)
 
 @pytest.fixture
 def here(working_folder):
-    """A folder with the README's file, in which a person stands."""
+    """A user's current folder, with the file from the README."""
     (working_folder / "hedges.py").write_text(BLOCKS["hedges"])
     yield working_folder
     sys.modules.pop("hedges", None)
 
 
-def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
+def test_the_readmes_detector_gets_rows_in_the_same_tables(here, smoke_run):
     run = shutil.copytree(smoke_run, here / "run")
     check, only = (command.split() for command in COMMANDS)
     output = beatrice("baselines", run, *check).output
@@ -94,7 +94,7 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert [row for row in rows if row not in new_rows] == before
     titles = [x.title for x in judged(RunDir(run)).values()]
     assert titles.count("Hedging") == 2
-    # Asked for another, the run still knows it.
+    # Asked for another detector, the run keeps the first.
     beatrice("baselines", run, "--only", "saplma_last")
     assert read_result_rows(RunDir(run)) == rows
     (here / "hedges.py").unlink()
@@ -105,7 +105,7 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert "hedging" not in names and "saplma_last" in names
 
 
-def test_a_detector_of_a_run_is_code_that_the_command_line_names_too(here, smoke_run):
+def test_a_runs_detector_is_loaded_only_if_the_command_line_names_it(here, smoke_run):
     run = RunDir(shutil.copytree(smoke_run, here / "run"))
     (here / "foreign.py").write_text("")
     write_json_atomic(run.path / "baselines" / "plugs.json", ["foreign:x"])
@@ -120,9 +120,7 @@ def test_a_detector_of_a_run_is_code_that_the_command_line_names_too(here, smoke
     assert "foreign" not in sys.modules
 
 
-def test_what_a_persons_detector_was_judged_by_stays_done_without_its_code(
-    here, smoke_run
-):
+def test_results_of_a_users_detector_stay_done_without_its_code(here, smoke_run):
     run = shutil.copytree(smoke_run, here / "run")
     beatrice("baselines", run, "--only", "hedges:hedging")
     rows = read_result_rows(RunDir(run))
@@ -140,7 +138,7 @@ def failing(inputs):
 """
 
 
-def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
+def test_a_failing_detector_has_the_reason_in_its_rows_and_spares_the_others(
     here, smoke_run
 ):
     run = shutil.copytree(smoke_run, here / "run")
@@ -155,13 +153,13 @@ def test_a_detector_that_fails_has_its_reason_in_its_rows_and_spares_the_others(
     assert others == before
     detections = [row for row in rows if row.detector == "failing"]
     assert detections and all(reason in row.reason for row in detections)
-    assert not [*run.glob("baselines/*/failing*")]  # is scored anew by the next start
+    assert not [*run.glob("baselines/*/failing*")]  # the next start scores it again
     done = beatrice("baselines", run, "--check", "hedges:failing", code=1)
     assert "has no attribute 'nothing'" in done.output
-    beatrice("baselines", run)  # goes on as it did
+    beatrice("baselines", run)  # still works
 
 
-def test_an_entry_point_goes_by_its_name(here):
+def test_a_detector_is_found_by_the_name_of_an_entry_point(here):
     folder = here / "installed-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\n")
@@ -213,7 +211,7 @@ def test_detectors_are_judged_without_a_run():
     assert layer == planted.LAYER
 
 
-def test_labels_are_the_same_as_truth_values_as_rows_and_as_records():
+def test_labels_may_be_truth_values_rows_or_records():
     truth, splits, rows = GIVEN.rows.labels, GIVEN.rows.splits, []
     records = [
         a_label(bool(label), example_id=f"q{i}", setting=planted.SETTING)
@@ -258,7 +256,7 @@ def test_an_unlabelled_answer_is_counted_as_failed():
         assert set(aurocs.n) == {len(test) - 3} and set(aurocs.n_failed) == {3}
 
 
-def test_answers_of_one_group_are_drawn_together_and_never_torn_apart():
+def test_answers_of_a_group_are_resampled_together_and_stay_in_one_split():
     where = GIVEN.rows.splits == "test"
     alone, halves = np.arange(150).astype(str), np.arange(150).astype(str)
     halves[where] = [str(i // 10) + "of ten" for i in range(where.sum())]
@@ -275,7 +273,7 @@ def test_answers_of_one_group_are_drawn_together_and_never_torn_apart():
         judge_planted(ORACLE, groups=[*range(149), np.nan])
 
 
-def test_two_detectors_are_compared_with_their_p():
+def test_two_detectors_are_compared_with_a_p_value():
     rivals = ORACLE, NOISE
     table = judge_planted(*rivals, pairs=[("oracle", "noise")])
     at = table[(table.experiment == "paired") & (table.split == "test")]
@@ -316,11 +314,11 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
     assert all(r.value is not None for r in rows if r not in detector_rows)
 
 
-def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
+def test_a_question_costs_what_its_draws_took_or_is_unknown():
     given, some = drawn_inputs([["a", "b"], ["a", "c"]]), drawn_inputs([["a", "b"], []])
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
     bare, drawn = baseline_of(None), baseline_of(None, needs=frozenset({"samples"}))
-    shown = baseline_of(None, reads=("p_true",))  # shown what there is
+    shown = baseline_of(None, reads=("p_true",))  # reads what was drawn
     for detector, per_draw, seconds in (
         (bare, None, 1.5),
         (bare, 0.25, 1.5),
@@ -347,14 +345,14 @@ def test_scoring_is_charged_to_the_answers_that_have_draws():
     assert cost_of(drawn, given, score(drawn, given), 0.0).seconds >= 0.05
 
 
-def test_draws_that_are_learned_from_alone_are_paid_once():
+def test_draws_used_only_for_learning_are_charged_once():
     given = drawn_inputs([["a", "b"], ["a", "c"], ["a"], []])  # the first trains
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 4))), seconds=0.0)
     cost = cost_of(catalogue()["sep:words"], given, scores, 1.0)
     assert (cost.seconds, cost.n_new_tokens) == (2 / 4, 2 / 4)
 
 
-def test_states_of_draws_count_no_forward():
+def test_states_of_draws_cost_no_forward_pass():
     given = drawn_inputs([["a", "b"]])
     scores = JudgedOutput(DetectorOutput(np.zeros((1, 1))), seconds=0.0)
     assert cost_of(catalogue()["eigenscore"], given, scores, 0.0).n_forwards == 0
@@ -372,7 +370,7 @@ def test_states_of_draws_count_no_forward():
         ("llmcheck_perplexity", "answers"),
     ],
 )
-def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
+def test_a_notebook_reports_what_a_detector_lacks(name, lack):
     samples = [sample for row in GIVEN.samples for sample in row]
     beside = dict(samples=samples, relations=GIVEN.relations)
     (reason,) = set(judge_planted(catalogue()[name], **beside).reason)
@@ -386,12 +384,12 @@ def test_a_notebook_is_told_what_a_detector_lacks(name, lack):
         (np.zeros((1, 3)), TypeError, "returns ndarray, expected DetectorOutput"),
     ],
 )
-def test_a_function_that_returns_something_else_is_told_what(output, kind, message):
+def test_a_detector_that_returns_something_else_is_refused(output, kind, message):
     with pytest.raises(kind, match=message):
         score(baseline_of(lambda inputs: output), drawn_inputs([["a"]] * 3))
 
 
-def test_two_detectors_of_one_name_are_refused():
+def test_two_detectors_of_the_same_name_are_refused():
     with pytest.raises(ValueError, match="two detectors are named 'oracle'"):
         judge_planted(ORACLE, baseline_of(oracle, name="oracle"))
 
@@ -417,7 +415,7 @@ def cache_of(folder, **changes):
         ((), (), ()),
         (("samples", "entailment"), (), ("samples", "entailment")),
         ((), ("lookback",), ("answers",)),
-        ((), ("p_true",), ("answers", "samples")),  # is shown what was drawn
+        ((), ("p_true",), ("answers", "samples")),  # reads what was drawn
     ],
 )
 def test_scores_are_cached_until_what_they_depend_on_changes(
@@ -434,7 +432,7 @@ def test_scores_are_cached_until_what_they_depend_on_changes(
         assert (cache_of(tmp_path, **{name: "9"}).load(detector) is None) == is_read
 
 
-def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path):
+def test_a_cache_file_with_a_changed_number_is_not_used(tmp_path):
     detector = catalogue()["p_true"]
     cache_of(tmp_path).save(detector, SCORES)
     (file,) = tmp_path.iterdir()
@@ -444,7 +442,7 @@ def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path)
     assert cache_of(tmp_path).load(detector) is None
 
 
-def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_path):
+def test_a_users_detector_is_scored_again_when_its_file_changes(here, tmp_path):
     detector = find_detector("hedges:hedging")
     cache = cache_of(tmp_path / "cache")
     cache.save(detector, SCORES)
@@ -459,7 +457,7 @@ def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(here, tmp_p
     assert {*BASELINES.identity(BaselinesConfig(only=("p_true",)))} == {"format"}
 
 
-def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
+def test_a_run_uses_the_model_given_last_if_none_is_given(tmp_path):
     path = tmp_path / "models.json"
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -476,7 +474,7 @@ def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
         models_beside(path, {})
 
 
-def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
+def test_a_pair_of_texts_read_before_is_charged_to_all_that_ask():
     metered = MeteredRelations(lambda pairs: np.zeros((len(pairs), 3)))
     metered([("a", "b")])
     assert metered.owed == 0.0
@@ -484,7 +482,7 @@ def test_a_pair_of_texts_that_was_read_is_charged_to_all_that_ask():
     assert metered.owed > 0.0
 
 
-def test_what_a_run_lacks_is_said(tmp_path):
+def test_what_a_run_lacks_is_reported(tmp_path):
     run, known = RunDir(tmp_path / "my run"), catalogue()
     run.path.mkdir()
     message = unmet(known["semantic_entropy"], run, BaselinesConfig())
@@ -512,7 +510,7 @@ def test_what_a_run_lacks_is_said(tmp_path):
     assert unmet(known["tfidf_svm"], bare, BaselinesConfig()) is None
 
 
-def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
+def test_again_adds_a_users_detector_to_those_of_the_catalogue(here):
     plug = "hedges:hedging"
     config = BaselinesOptions(only=(plug, "again")).change(BaselinesConfig())
     names = [detector.name for detector in chosen_detectors(config)]
@@ -523,7 +521,7 @@ def test_what_is_asked_for_beside_all_others_is_added_to_them(here):
     assert [detector.name for detector in chosen_detectors(later)] == ["p_true"]
 
 
-def test_an_unknown_name_is_refused_with_those_that_there_are():
+def test_an_unknown_name_is_refused_with_a_list_of_the_known_ones():
     with pytest.raises(ValueError, match="no detector 'sapmla'; there are .*saplma"):
         chosen_detectors(BaselinesConfig(only=("sapmla",)))
     result = chosen_detectors(BaselinesConfig(only=("p_true", "saplma_last")))
@@ -548,7 +546,7 @@ def run(smoke_run, tmp_path_factory):
 
 
 def stamps(run):
-    """When the kept scores and readings were written."""
+    """Return when the kept scores and readings were written."""
     files = run.path.glob("[br]*/**/*.safetensors")  # baselines and readings
     return {file: file.stat().st_mtime_ns for file in files}
 
@@ -582,7 +580,7 @@ def test_every_rival_without_samples_has_its_rows_and_its_costs(run):
 
 
 @pytest.mark.slow
-def test_what_was_judged_stays_and_only_what_is_asked_for_is_added(run):
+def test_earlier_results_stay_and_only_the_detectors_asked_for_are_added(run):
     gone = ("llmcheck_perplexity", "tfidf_svm")
     before = stamps(run)
     files = [f for f in before if f.stem in gone]
@@ -600,7 +598,7 @@ def test_what_was_judged_stays_and_only_what_is_asked_for_is_added(run):
 
 
 @pytest.mark.slow
-def test_every_rival_without_samples_is_made_rightly(run):
+def test_every_rival_without_samples_passes_its_check(run):
     faults = {}
     for name, detector in catalogue().items():
         if not unmet(detector, run, BaselinesConfig()):
@@ -630,7 +628,7 @@ def keep(cache, values, rows=None):
 
 
 def unread(wanted, caches, n_rows):
-    """Return by name the rows that would be read now."""
+    """Return for each reading the rows that would be read now."""
     rows = {name: [] for name in wanted}
     for chunk in chunks_of(n_rows):
         for name, missing in load_chunk(wanted, caches, chunk)[1].items():
@@ -638,7 +636,7 @@ def unread(wanted, caches, n_rows):
     return rows
 
 
-def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
+def test_readings_of_an_earlier_start_are_not_read_again(tmp_path):
     given = drawn_inputs([["a"]] * 300)
     caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
     states = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
@@ -656,7 +654,7 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     again = cached_readings(reading, wanted, 300, caches)
     assert again.seconds["p_true"] == 8.0  # as if all had been read
     keep(caches["p_true"], scalars)
-    # The most of the parts, not their sum.
+    # The largest of the parts, not their sum.
     assert read.peak_bytes == dict.fromkeys(NAMES, 256)
     assert unread(wanted, caches, 300) == {name: [] for name in NAMES}
     (tmp_path / "p_true" / "0000256.safetensors").unlink()
@@ -665,7 +663,7 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
         cached_readings(reading, wanted, 300, caches)
 
 
-def test_readings_are_in_memory_once(tmp_path):
+def test_readings_are_held_in_memory_only_once(tmp_path):
     n_rows, cache = 2000, Cache(tmp_path, "key")
     states = np.arange(1000 * n_rows, dtype=np.float32).reshape(n_rows, 10, 100)
     keep(cache, states)
@@ -680,11 +678,11 @@ def test_readings_are_in_memory_once(tmp_path):
     tracemalloc.stop()
     np.testing.assert_array_equal(values["p_true"], states)
     np.testing.assert_array_equal(values["sample_states"][few], states[few, :2])
-    # Beside them a chunk, an eighth, as it is loaded and checked.
+    # One chunk, an eighth, is also in memory while it is loaded and checked.
     assert n_bytes < 1.5 * sum(x.nbytes for x in values.values())
 
 
-def test_a_later_chunk_of_more_samples_widens_those_before(tmp_path):
+def test_a_later_chunk_with_more_samples_widens_the_earlier_ones(tmp_path):
     states, caches = (
         np.ones((300, 3, 2), np.float32),
         {"p_true": Cache(tmp_path, "key")},
@@ -697,7 +695,7 @@ def test_a_later_chunk_of_more_samples_widens_those_before(tmp_path):
     np.testing.assert_array_equal(read.values["p_true"][..., 1], expected)
 
 
-def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
+def test_training_answers_are_read_only_for_detectors_that_learn_from_them(tmp_path):
     given = drawn_inputs([["a"]] * 12, splits=["train", "validation", "test"] * 4)
     detectors = [catalogue()[name] for name in ("llmcheck_hidden", "lookback_lens")]
     wanted = rows_read(given.rows, detectors)
@@ -711,14 +709,14 @@ def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path
     read = cached_readings(AnswerReader(given, no_model), wanted_rows, 12, caches)
     laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
     np.testing.assert_array_equal(read.values["llmcheck_hidden_all"], laid_out)
-    assert read.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
-    # Asked for on every row, what is there does not do.
+    assert read.seconds["llmcheck_hidden_all"] == 3.0  # 2 for 8 rows, so 3 for 12
+    # If every row is asked for, what is there does not suffice.
     whole = {"llmcheck_hidden_all": np.arange(12)}
     assert unread(whole, caches, 12)["llmcheck_hidden_all"] == list(range(12))
 
 
 class Numbers:
-    """Reads of every row its number and the length of the reading's name."""
+    """A reader that gives a row's number and the length of the reading's name."""
 
     def __init__(self):
         self.calls = []
@@ -728,7 +726,7 @@ class Numbers:
         return {x: np.array([[row, len(x)] for row in rows], float) for x in names}
 
 
-def test_a_row_is_read_once_with_all_that_is_wanted_of_it_and_kept(tmp_path):
+def test_a_row_is_read_once_with_all_its_wanted_readings_and_kept(tmp_path):
     reader, (first, second) = Numbers(), NAMES
     wanted = {first: np.array([1, 2, 3, 299]), second: np.array([0, 2, 3, 299])}
     caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
@@ -743,7 +741,7 @@ def test_a_row_is_read_once_with_all_that_is_wanted_of_it_and_kept(tmp_path):
         np.testing.assert_array_equal(again.values[name], expected)
 
 
-def test_a_row_is_read_alike_whichever_others_are_read_with_it(smoke_run):
+def test_a_row_is_read_alike_whatever_rows_are_read_with_it(smoke_run):
     run, names = (
         RunDir(smoke_run),
         ("lookback", "lumina_mmd", "p_true", "sample_states"),
@@ -781,13 +779,13 @@ def test_lookback_is_read_alike_among_the_runs_answers_and_retrieved_ones(smoke_
 @pytest.mark.parametrize(
     ("changed", "gone"), [("answers", set(NAMES)), ("samples", {"p_true"})]
 )
-def test_drawn_answers_matter_to_what_reads_them_alone_and_others_to_all(changed, gone):
+def test_draws_invalidate_only_readings_that_use_them_and_answers_all(changed, gone):
     before = reading_keys("closed_book", IDENTITIES, NAMES)
     after = reading_keys("closed_book", IDENTITIES | {changed: "9"}, NAMES)
     assert {name for name in NAMES if before[name] != after[name]} == gone
 
 
-def test_fewer_samples_than_another_row_leave_nan_behind():
+def test_rows_with_fewer_samples_are_filled_up_with_nan():
     rows = [np.ones((2, 3)), np.full((1, 3), 2.0), np.ones((0, 3))]
     stacked = readings.stacked(rows)
     assert stacked.shape == (3, 2, 3)

@@ -1,4 +1,4 @@
-"""Perplexity, length, linear probes and the text alone, and what is too easy."""
+"""Perplexity, length, linear probes and models of the text, and checks of labels."""
 
 import dataclasses
 import shutil
@@ -59,7 +59,7 @@ WORDS = [f"word{i}" for i in range(30)]
 
 
 def planted(labels, seed=0):
-    """Random words around the name of the answer; ten of twenty names are right."""
+    """Return texts of random words around a name; ten of twenty names are right."""
     rng = np.random.default_rng(seed)
     texts = []
     for label in labels:
@@ -69,7 +69,7 @@ def planted(labels, seed=0):
 
 
 def by_words(texts, labels, new_texts):
-    """P(correct), fitted and validated on the same: here no penalty matters."""
+    """Return P(correct), fitted and validated on the same texts; no penalty matters."""
     return fit_tfidf(texts, labels, texts, labels).predict_proba(new_texts)[:, 1]
 
 
@@ -97,12 +97,12 @@ def test_validation_chooses_the_penalty(model, penalty_of):
             scores = fitted.decision_function(matrix[valid])
             aurocs[penalty] = roc_auc_score(rows.labels[valid], scores)
         result, best = penalty_of(texts, rows), max(aurocs, key=aurocs.get)
-        if isinstance(model, LinearSVC):  # whose solver visits rows in a drawn order
+        if isinstance(model, LinearSVC):  # whose solver visits rows in random order
             assert aurocs[result] == pytest.approx(aurocs[best], abs=1e-3)
         else:
             assert result == best
         penalties.add(result)
-    assert len(penalties) == 2  # clean labels and noisy ones want another penalty
+    assert len(penalties) == 2  # clean and noisy labels need different penalties
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_words_are_read_in_any_script(learned, new, right, wrong):
     assert p_wrong < 0.5 < p_right
 
 
-def test_labels_of_other_answers_are_refused():
+def test_a_wrong_number_of_labels_is_refused():
     with pytest.raises(ValueError, match="one label per answer"):
         by_words(["a"], [True, False], [])
 
@@ -146,7 +146,7 @@ def prob_rows(*p):
 
 @pytest.mark.parametrize(
     ("span", "counted"),
-    [((1, 3), [0.5, 0.25]), ((4, 4), [0.125])],  # an empty one: what emitted its end
+    [((1, 3), [0.5, 0.25]), ((4, 4), [0.125])],  # empty: the token that ended it
 )
 def test_the_log_probability_of_an_answer_is_that_of_its_tokens_only(span, counted):
     score = answer_log_prob(prob_rows(0.001, 0.5, 0.25, 0.125), span)
@@ -168,7 +168,7 @@ def test_an_answer_span_outside_the_tokens_is_refused(span):
     ],
     ids=["long", "short", "of the middle"],
 )
-def test_answer_length_learns_from_training_answers_which_are_right(is_right):
+def test_answer_length_learns_which_lengths_are_right(is_right):
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 30, size=900)
     rows = rows_of(is_right(n_tokens, rng.normal(0, 5, 900)))
@@ -178,19 +178,19 @@ def test_answer_length_learns_from_training_answers_which_are_right(is_right):
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
 
 
-def test_an_answer_that_is_empty_or_was_cut_is_marked_beside_its_length():
+def test_empty_and_cut_answers_are_marked_next_to_their_length():
     answers = [an_answer(text=" ", token_ids=()), an_answer(stop_id=None)]
     features = length_features(answers)
     np.testing.assert_array_equal(features, [[0, 0, 1, 0], [1, np.log(2), 0, 1]])
 
 
-def test_the_majority_ranks_nothing():
+def test_the_majority_gives_every_answer_the_same_score():
     rows = rows_of(np.arange(90) % 3 == 0)
     (scores,) = majority_scores(rows)
     assert len(set(scores)) == 1 and scores[0] == pytest.approx(1 / 3)
 
 
-def test_standardised_features_have_variance_one_together():
+def test_standardised_features_have_a_total_variance_of_one():
     features = np.random.default_rng(0).normal(3, [1, 5, 0, 9], (50, 4))
     mean, scale = block_scale(features[:40])
     features = (features - mean) / scale
@@ -202,7 +202,7 @@ N, D, LAYERS = 240, 6, (1, 3)
 
 
 def stored(labels, hidden_spans="all"):
-    """Random signals; in layer 3 the answers that are right have larger ones."""
+    """Return a store of random signals, larger for right answers in layer 3."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 14, len(labels))
     spans = np.array([[(1, n // 3), (n // 3, n - 2), (n - 2, n)] for n in lengths])
@@ -225,7 +225,7 @@ def stored(labels, hidden_spans="all"):
     return store, every, spans, np.cumsum(lengths) - lengths
 
 
-def test_a_probe_reads_mean_least_and_largest_of_the_answer_and_means_elsewhere():
+def test_a_probe_reads_mean_min_and_max_of_the_answer_and_means_elsewhere():
     store, every, spans, starts = stored(np.arange(40) % 2 == 0)
     pooled = pooled_signals(store, "with_context", "hidden", 3).reshape(40, 5, D)
     for i, start in enumerate(starts):
@@ -240,14 +240,14 @@ def test_a_probe_reads_mean_least_and_largest_of_the_answer_and_means_elsewhere(
         np.testing.assert_allclose(pooled[i, :3], wanted or np.zeros((3, D)), rtol=1e-5)
 
 
-def test_a_probe_reads_the_same_of_a_store_that_keeps_the_answers_alone():
+def test_a_probe_reads_the_same_from_a_store_that_keeps_only_answers():
     labels = np.arange(40) % 2 == 0
     whole = pooled_signals(stored(labels)[0], "closed_book", "hidden", 3)
     answers = pooled_signals(stored(labels, "answer")[0], "closed_book", "hidden", 3)
     np.testing.assert_array_equal(answers, whole[:, : 3 * D])
 
 
-def test_a_probe_reads_the_same_in_however_many_parts():
+def test_a_probe_reads_the_same_in_any_number_of_parts():
     store, *_ = stored(np.arange(40) % 2 == 0)
     whole, chunked = (
         pooled_signals(store, "with_context", "attn", None, n) for n in (1 << 30, 100)
@@ -255,7 +255,7 @@ def test_a_probe_reads_the_same_in_however_many_parts():
     np.testing.assert_array_equal(whole, chunked)
 
 
-def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
+def test_a_linear_probe_finds_a_signal_only_in_its_family_and_layer():
     labels = np.random.default_rng(3).random(N) < 0.5
     store, *_ = stored(labels)
     rows = rows_of(labels)
@@ -273,7 +273,7 @@ def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
     assert abs(elsewhere[probe("H")] - 0.5) < 0.2
 
 
-def test_the_layer_that_is_read_is_laid_beside_the_ends_of_those_that_are_kept():
+def test_the_chosen_layer_is_compared_with_the_first_and_last_kept():
     labels = np.random.default_rng(3).random(N) < 0.5
     table = results_of(layer_rows(stored(labels)[0], rows_of(labels), 3, BOOTSTRAP))
     at = {"dataset": "world", "split": "test", "metric": "auroc", "seed": "mean"}
@@ -287,10 +287,10 @@ def test_the_layer_that_is_read_is_laid_beside_the_ends_of_those_that_are_kept()
     )
     assert chosen > 0.9 and abs(first - 0.5) < 0.2
     assert gain == pytest.approx(chosen - first, abs=1e-5)
-    assert "last_layer" not in {*table["detector"], *table["against"]}  # is the chosen
+    assert "last_layer" not in {*table["detector"], *table["against"]}  # it is chosen
 
 
-def test_cut_prompts_are_counted_beside_questions_that_were_not_asked():
+def test_cut_prompts_and_questions_that_were_not_asked_are_counted():
     examples = [an_example(id=f"q{i}", dataset="ab"[i % 2]) for i in range(6)]
     answers = [an_answer(example_id=f"q{i}", dropped=(1,) * (i == 0)) for i in range(4)]
     out = [LeftOut(f"q{i}", "closed_book", "original", 9, 8) for i in (4, 5)]
@@ -305,7 +305,7 @@ def test_cut_prompts_are_counted_beside_questions_that_were_not_asked():
 
 
 def matched(n=1800):
-    """Right answers are short; one detector sees that alone, another sees more."""
+    """Return answers, the right ones short; only the champion sees more than length."""
     rng = np.random.default_rng(1)
     n_tokens = rng.integers(1, 12, n)
     rows = rows_of(rng.random(n) < 1 - n_tokens / 12)
@@ -322,7 +322,7 @@ def matched(n=1800):
 BOOTSTRAP = BootstrapConfig(n_resamples=300)
 
 
-def test_what_only_follows_length_vanishes_at_equal_length_and_the_rest_stays():
+def test_at_equal_length_only_skill_beyond_length_remains():
     rows, n_tokens, detectors = matched()
     table = results_of(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
@@ -372,7 +372,7 @@ def annotated(rows, disputed):
     return {"noise": noise, "verdicts": verdicts}
 
 
-def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
+def test_wrong_labels_lower_auroc_and_a_persons_verdicts_restore_it():
     rng = np.random.default_rng(2)
     truth = rng.random(900) < 0.4
     slips = np.flatnonzero(rng.random(900) < 0.15)
@@ -399,7 +399,7 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     assert by["a person"].value is None and "one class only" in by["a person"].reason
 
 
-def test_a_few_annotated_answers_that_are_all_in_order_leave_an_interval_of_auroc():
+def test_undisputed_verdicts_on_a_few_answers_leave_an_interval_of_auroc():
     rows = rows_of(np.arange(60) % 4 == 0)
     scores = np.where(rows.labels, 1.0, 0.0)[None]
     scored = [Scored(name="champion", scores=scores)]
@@ -411,8 +411,8 @@ def test_a_few_annotated_answers_that_are_all_in_order_leave_an_interval_of_auro
         assert (row.ci_low, row.ci_high) == pytest.approx(expected), row.kind
 
 
-def test_an_mlp_sees_what_a_linear_rung_cannot():
-    # Right where exactly one of two words is there, which no sum of words tells.
+def test_an_mlp_learns_what_a_linear_model_cannot():
+    # Right if exactly one of two words is there, which no sum over words shows.
     rng = np.random.default_rng(0)
     first, second = rng.integers(2, size=(2, 1200))
     texts = [
@@ -425,7 +425,7 @@ def test_an_mlp_sees_what_a_linear_rung_cannot():
     assert measured(svm_scores(texts, rows), rows) < 0.7
 
 
-def test_every_seed_of_an_mlp_is_a_fit_of_its_own_and_can_be_repeated():
+def test_every_seed_of_an_mlp_is_a_different_fit_and_repeats():
     labels = some_labels(150)
     texts, rows = planted(labels), rows_of(labels)
     first, second = (mlp_scores(texts, rows) for _ in range(2))
@@ -452,7 +452,7 @@ def test_validation_chooses_the_penalty_of_the_mlp():
     np.testing.assert_array_equal(both.scores, best.scores)
 
 
-def test_the_best_epoch_is_that_of_the_validation_rows_and_patience_ends_the_search():
+def test_validation_decides_the_best_epoch_and_patience_ends_the_search():
     rows = rows_of(np.arange(600) % 2 == 0)
     is_valid = rows.splits == "validation"
     # On validation rows the second is best, on all others the fourth.
@@ -494,7 +494,7 @@ def tiny_encoder(tmp_path_factory):
 QUICK = FineTuneConfig(learning_rate=5e-3, n_epochs=4, n_tokens=16)
 
 
-def test_an_encoder_is_fine_tuned_to_planted_words(tiny_encoder):
+def test_a_fine_tuned_encoder_learns_planted_words(tiny_encoder):
     labels = some_labels(900)
     texts, rows = planted(labels), rows_of(labels)
     state = torch.random.get_rng_state()
@@ -506,7 +506,7 @@ def test_an_encoder_is_fine_tuned_to_planted_words(tiny_encoder):
     np.testing.assert_array_equal(result.scores, again.scores)
 
 
-def test_an_encoder_is_fine_tuned_on_a_gpu_whose_generator_stays(tiny_encoder):
+def test_fine_tuning_on_a_gpu_works_and_leaves_its_generator_unchanged(tiny_encoder):
     labels = some_labels(900)
     texts, rows = planted(labels), rows_of(labels)
     with PretendedGpu() as gpu:
@@ -522,7 +522,7 @@ def test_an_encoder_learns_nothing_from_permuted_labels(tiny_encoder):
     assert abs(measured(result, rows) - 0.5) < 0.12
 
 
-def test_padding_beside_a_longer_text_changes_no_score(tiny_encoder):
+def test_padding_to_a_longer_text_changes_no_score(tiny_encoder):
     labels = some_labels(90)
     texts, rows = planted(labels), rows_of(labels)
     longer = [*texts[:-1], " ".join(WORDS)]
@@ -534,7 +534,7 @@ def test_padding_beside_a_longer_text_changes_no_score(tiny_encoder):
     np.testing.assert_allclose(first, second, atol=1e-5)
 
 
-def test_a_directory_without_an_encoder_is_refused_in_a_sentence(
+def test_a_directory_without_an_encoder_is_refused_in_one_sentence(
     tmp_path, tiny_encoder
 ):
     rows = rows_of(some_labels(30))
@@ -549,7 +549,7 @@ def test_a_directory_without_an_encoder_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
-def test_the_rungs_read_question_answer_and_passages_of_a_run(
+def test_text_models_read_question_answer_and_passages_of_a_run(
     setting, tmp_path, tiny_encoder
 ):
     labels = some_labels(300)

@@ -45,7 +45,7 @@ D, LAYERS = 8, (0, 2, 5)
 
 
 def noise(labels, seed=0):
-    """States of answers of 1 to 4 tokens, and of an empty one; step 0 comes first."""
+    """Return states of answers of 1 to 4 tokens and of an empty one, from step 0."""
     rng = np.random.default_rng(seed)
     n_tokens = rng.integers(1, 5, len(labels))
     n_tokens[3] = 0
@@ -54,7 +54,7 @@ def noise(labels, seed=0):
 
 
 def stored(answers, answer_span="emitting"):
-    """A store of these states, behind three prompt tokens of nothing but 99."""
+    """Return a store of these states, after three prompt tokens with states of 99."""
     skipped = int(answer_span == "literal")
     lengths = np.array([3 + len(states) for states in answers])
     start = 3 + skipped
@@ -70,7 +70,7 @@ def some_labels(n, seed=7):
 
 
 def planted(labels, step, layer=1, size=3.0):
-    """Right answers have a larger first channel at one step, of one layer alone."""
+    """Return noise; right answers have a larger first channel at one step and layer."""
     answers = noise(labels)
     for answer, label in zip(answers, labels, strict=True):
         if len(answer) > 1:
@@ -109,7 +109,7 @@ def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
                 assert np.isnan(state).all()
 
 
-def test_saplma_reads_the_last_token_of_the_layer_where_it_was_planted():
+def test_saplma_reads_the_last_token_of_the_planted_layer():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
     result = catalogue()["saplma_last"].score(inputs(rows, store))
@@ -171,14 +171,14 @@ def test_saplma_is_the_published_network_fitted_as_torch_would():
     assert np.abs(result[1] - result[0]).max() > 1e-2
 
 
-def test_one_class_alone_is_refused():
+def test_labels_of_only_one_class_are_refused():
     store = stored(noise(np.ones(60)))
     for labels in (np.ones(60), np.arange(60) < 20, np.arange(60) % 20 < 40):
         with pytest.raises(ValueError, match="are of one class"):
             catalogue()["linear_probe"].score(inputs(rows_of(labels), store))
 
 
-def test_llms_know_is_the_default_regression_on_the_block_of_validation():
+def test_llms_know_is_the_default_regression_on_the_best_block():
     labels = some_labels(600)
     outputs = np.random.default_rng(1).standard_normal((600, 4, D)).astype(np.float32)
     outputs[:, 2, 0] += 3 * labels
@@ -212,7 +212,7 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
     assert catalogue()["lookback_lens"].settings == ("with_context",)
 
 
-def test_entropies_are_parted_where_the_published_code_parts_them():
+def test_entropies_split_at_the_published_threshold():
     entropies = np.array([0, 0, 0, 0.3, 0.5, 0.69, 1.2, 1.6, 2.0, 2.3])
     assert entropy_threshold(entropies) == pytest.approx(0.6969697, abs=1e-7)
 
@@ -220,7 +220,7 @@ def test_entropies_are_parted_where_the_published_code_parts_them():
 @pytest.mark.parametrize(
     ("aurocs", "expected"),
     [
-        ([0.5, 0.9, 0.9, 0.9, 0.9, 0.9, 0.6, 1.0], (1, 6)),  # the last is in none
+        ([0.5, 0.9, 0.9, 0.9, 0.9, 0.9, 0.6, 1.0], (1, 6)),  # the last is in no range
         ([0.75] * 8, (0, 5)),
         ([0.1, 0.5, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75, 0.2], (2, 7)),
         ([0.5, 0.6, 0.7], (0, 2)),
@@ -231,7 +231,7 @@ def test_neighbouring_layers_are_chosen_by_their_mean(aurocs, expected):
     assert best_range(aurocs) == expected
 
 
-def test_the_second_last_token_and_what_the_code_reads_for_it():
+def test_the_official_code_reads_another_token_than_the_second_last():
     last = lengths = np.array([0, 1, 2, 3, 4])
     np.testing.assert_array_equal(official_second_last(lengths, last), [0, 1, 0, 1, 2])
     np.testing.assert_array_equal(second_last(lengths, last), [-1, 0, 1, 2, 3])
@@ -239,7 +239,7 @@ def test_the_second_last_token_and_what_the_code_reads_for_it():
 
 
 @pytest.mark.parametrize("answer_span", ["emitting", "literal"])
-def test_a_token_is_counted_from_the_answers_end_also_where_it_was_cut(answer_span):
+def test_a_token_is_counted_from_the_answers_end_even_if_it_was_cut(answer_span):
     # Three answers of three tokens, the second of which was cut: what its last token
     # emitted is unknown, so that its span ends a token earlier.
     start = 2 + int(answer_span == "literal")
@@ -269,7 +269,7 @@ def probed(rows, answers, entropies, step_of):
     return entropy_probe(states_of, LAYERS, entropies, rows, "sep")
 
 
-def test_an_entropy_probe_finds_where_disagreement_was_planted_and_only_there():
+def test_an_entropy_probe_finds_disagreement_only_where_it_was_planted():
     rows, answers, entropies = disagreeing()
     result = probed(rows, answers, entropies, before_generation)
     assert measured(result, rows) > 0.9
@@ -280,7 +280,7 @@ def test_an_entropy_probe_finds_where_disagreement_was_planted_and_only_there():
     assert abs(measured(elsewhere, rows) - 0.5) < 0.12
 
 
-def test_an_entropy_probe_learns_from_entropies_of_training_rows_alone():
+def test_an_entropy_probe_learns_only_from_entropies_of_training_rows():
     rows, answers, entropies = disagreeing(300)
     only = np.where(np.arange(300) < 100, entropies, np.nan)
     first, second = (
@@ -321,7 +321,7 @@ def gnosis_inputs(labels, where):
 
 
 @pytest.mark.parametrize("where", ["maps", "states"])
-def test_either_stream_alone_tells_right_from_wrong_where_both_were_read(where):
+def test_either_stream_suffices_to_tell_right_from_wrong(where):
     labels = some_labels(N_READ)
     result = gnosis_scores(*gnosis_inputs(labels, where), rows_of(labels), SMALL)
     assert measured(result, rows_of(labels)) > 0.85
@@ -367,7 +367,7 @@ def of_seed(tree, seed):
     return jax.tree.map(lambda x: x[seed], tree)
 
 
-def test_a_seed_of_several_heads_is_fitted_as_it_is_alone():
+def test_a_seed_among_several_is_fitted_as_it_is_alone():
     several, _, _ = fitted(n_seeds=2, patience=1)
     alone, _, _ = fitted(patience=1)
     assert several.epochs[0] == alone.epochs[0]
@@ -388,7 +388,7 @@ def test_a_head_keeps_the_epoch_that_is_best_on_validation():
     assert 1 <= best.epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
 
 
-def test_a_step_and_a_head_have_their_places_and_a_row_is_scored_by_itself():
+def test_the_order_of_steps_and_heads_matters_and_rows_do_not_mix():
     fit, inputs, _ = fitted(patience=1)
     params, (maps, states) = of_seed(fit.params, 0), inputs.at(VALID)
     plain = APPLY(params, maps, states)

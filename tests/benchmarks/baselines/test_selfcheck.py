@@ -1,4 +1,4 @@
-"""SelfCheckGPT and EigenScore; entropies beside other people's code, if it is there.
+"""SelfCheckGPT and EigenScore; comparisons with published code, if installed.
 
 `pip install --no-deps uqlm==0.6.7 lm-polygraph==0.7.0 selfcheckgpt==0.1.7` and, for the
 last, spaCy and nltk. Only the files of the formulas are read.
@@ -48,13 +48,13 @@ NLI, PAPER, NGRAM = (
 )
 
 
-def test_unigrams_of_the_packages_own_example():
+def test_unigrams_match_the_packages_own_example():
     first, second = sentences_of(PASSAGE)
     assert sum(len(tokens_of(text)) for text in [PASSAGE, *SAMPLES]) == 97
     left, both = unigram_max([first, second], SAMPLES), [first, second]
     assert left == pytest.approx(4.025405, abs=1e-6)
     for sentence, golden in zip(both, (3.476099, 4.574711), strict=True):
-        # The corpus is the whole passage's; what it has more is put among the samples.
+        # The corpus is the whole passage: its other sentences are added to the samples.
         rest = [*SAMPLES, *(other for other in both if other != sentence)]
         assert unigram_max([sentence], rest) == pytest.approx(golden, abs=1e-6)
 
@@ -71,7 +71,7 @@ def test_a_sentence_is_as_likely_as_its_rarest_token(sentence, sample, one_in):
     assert unigram_max([sentence], [sample] * 10) == pytest.approx(math.log(one_in))
 
 
-def test_a_sentence_of_nothing_that_is_seen_changes_no_score():
+def test_a_sentence_of_invisible_characters_changes_no_score():
     expected = unigram_max(["Paris."], SAMPLES)
     assert unigram_max(["Paris.", "\u200b"], SAMPLES) == expected
     assert math.isnan(unigram_max(["\u200b"], SAMPLES))
@@ -119,7 +119,7 @@ def test_text_is_split_into_tokens(text, tokens):
     assert tokens_of(text) == tokens
 
 
-def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
+def test_the_sentence_comes_first_but_in_the_papers_order_the_sample_does():
     calls = []
     rule = relations_by(lambda *pair: calls.append(pair) or (0.5, 0.0, 0.5))
     drawn = drawn_inputs([["x"]], ["A b. C d."], relations=rule)
@@ -137,7 +137,7 @@ def test_a_score_is_minus_the_mean_contradiction_without_neutral():
     assert scores(NLI, drawn) == pytest.approx([expected])
 
 
-def test_sentences_count_alike():
+def test_all_sentences_have_the_same_weight():
     drawn = drawn_inputs(
         [["we know x", "so x"]],
         ["Surely x. Perhaps y. Or z."],
@@ -148,7 +148,7 @@ def test_sentences_count_alike():
 
 
 @pytest.mark.parametrize("detector", (NLI, PAPER, NGRAM), ids=lambda x: x.name)
-def test_an_empty_answer_and_no_samples_are_undefined(detector):
+def test_empty_answers_and_answers_without_samples_are_undefined(detector):
     drawn = drawn_inputs(
         [["a", "b"], ["a"], [], ["", "a"]],
         ["a", " ", "a", "a"],
@@ -165,7 +165,7 @@ def test_a_pair_that_is_surely_neutral_is_undefined():
 OFFICIAL = catalogue()["eigenscore"]
 
 
-def test_the_official_score_of_the_reference():
+def test_the_official_eigenscore_equals_the_reference():
     states = (np.arange(12) ** 1.5).reshape(3, 4)
     assert official_eigenscore(states) == pytest.approx(-0.7283145391253493, abs=1e-12)
 
@@ -177,7 +177,7 @@ def test_the_papers_score_is_the_mean_logarithm_of_the_eigenvalues():
     assert mean_log_eigenvalue(states) == pytest.approx(np.log(values).mean())
 
 
-def test_equal_answers_have_the_least_score_and_no_error():
+def test_equal_answers_have_a_lower_score_and_raise_no_error():
     state = np.random.default_rng(0).normal(size=64)
     alike = np.tile(state, (10, 1))
     apart = np.random.default_rng(1).normal(size=(10, 64))
@@ -185,7 +185,7 @@ def test_equal_answers_have_the_least_score_and_no_error():
         assert -10 < measure(alike) < measure(apart)
 
 
-def test_states_that_were_not_read_are_left_out_and_one_alone_is_undefined():
+def test_unread_states_are_left_out_and_a_single_state_is_undefined():
     states = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     states[1, 3:] = states[2, 1:] = states[3] = np.nan
     given = drawn_inputs([["a"]] * 4, readings={"sample_states": states})
@@ -202,7 +202,7 @@ def test_states_that_were_not_read_are_left_out_and_one_alone_is_undefined():
         ({"sample_states": np.zeros((3, 2, 4))}, r"of shape \[3, 2, 4\]"),
     ],
 )
-def test_states_of_other_rows_or_none_are_refused(readings, problem):
+def test_missing_states_and_states_of_other_rows_are_refused(readings, problem):
     given = drawn_inputs([["a"], ["b"]], readings=readings)
     with pytest.raises(ValueError, match=f"'sample_states' is {problem}, expected 3"):
         OFFICIAL.score(given)
@@ -212,7 +212,7 @@ EXACT = 1e-12
 
 
 class Base:
-    """Stands for the base classes of lm-polygraph, which add names alone."""
+    """Stands for the base classes of lm-polygraph, which only add names."""
 
     def __init__(self, *names):
         del names
@@ -222,7 +222,7 @@ BASES = {"Estimator": Base, "StatCalculator": Base, "WhiteboxModel": object}
 
 
 def published(package, path, **given):
-    """Return what one file of a package defines; `given` for imports of its own."""
+    """Return what a file of a package defines; `given` replaces its own imports."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         pytest.skip(f"{package} is not installed")
@@ -249,7 +249,7 @@ def some_answers(seed):
     return log_probs, entails, both, [str(i) for i in range(n)]
 
 
-def test_entropies_of_uqlm():
+def test_entropies_equal_those_of_uqlm():
     code = published("uqlm", "nli/entropy_utils.py")
     for seed in range(100):
         log_probs, _, both, texts = some_answers(seed)
@@ -265,7 +265,7 @@ def test_entropies_of_uqlm():
         assert discrete_entropy(clusters) == pytest.approx(uniform, abs=EXACT)
 
 
-def test_clusters_and_entropies_of_lm_polygraph():
+def test_clusters_and_entropies_equal_those_of_lm_polygraph():
     folder = "stat_calculators/semantic_classes.py"
     classes = published("lm_polygraph", folder, **BASES).SemanticClassesCalculator
     kind = published("lm_polygraph", "estimators/semantic_entropy.py", **BASES)
@@ -291,7 +291,7 @@ def test_clusters_and_entropies_of_lm_polygraph():
         assert discrete_entropy(clusters) == pytest.approx(counted, abs=EXACT)
 
 
-def test_eigenscore_of_lm_polygraph():
+def test_eigenscores_equal_those_of_lm_polygraph():
     code = published("lm_polygraph", "estimators/eigenscore.py", **BASES)
     states = np.random.default_rng(0).normal(size=(10, 24))
     stats = {"sample_embeddings": [states]}
@@ -302,12 +302,12 @@ def test_eigenscore_of_lm_polygraph():
     assert official_eigenscore(states) == pytest.approx(official, abs=EXACT)
 
 
-def test_unigrams_of_selfcheckgpt():
+def test_unigrams_equal_those_of_selfcheckgpt():
     pytest.importorskip("nltk")
     spacy = pytest.importorskip("spacy")
 
     def load(name):
-        """en_core_web_sm is no package of an index; its tokens are the same."""
+        """Replace en_core_web_sm, which no index has; the tokens are the same."""
         language = spacy.blank("en")
         language.add_pipe("sentencizer")
         return language

@@ -1,4 +1,4 @@
-"""The paper's training on devices that are not here: plans, and the lowered module."""
+"""The paper's training on devices that are not here: its plans and lowered module."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from beatrice.jaxprobe.memory import Plan, choose, compiled_step, step_flops
 GIB = 1 << 30
 
 
-plan_of = functools.cache(planned)  # each traces and compiles a step of the paper's
+plan_of = functools.cache(planned)  # planning traces and compiles a step
 
 
 def of_one_block(sizes, **changes):
@@ -40,7 +40,7 @@ def of_one_block(sizes, **changes):
     return sizes, cuda_module(sizes, Plan(n_subsets=15, n_seeds=1, n_rows=64))
 
 
-def test_rows_are_those_of_the_papers_splits_with_context_in_two_wordings():
+def test_rows_are_the_papers_splits_with_context_in_two_wordings():
     splits, n_sets = SplitConfig(), 3
     n_train, n_valid = n_sets * splits.n_train, n_sets * splits.n_evaluation
     assert N_ROWS["closed_book"] == (n_train, n_valid)
@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_papers_splits_with_context_in_two_wordings():
         pytest.param("with_context", "h200", 141, 128, marks=pytest.mark.slow),
     ],
 )
-def test_the_papers_training_fits_as_compiled_into_what_jax_takes_less_a_share(
+def test_the_papers_compiled_training_fits_into_the_memory_that_jax_takes(
     setting, device, gigabytes, n_rows
 ):
     sizes, plan = plan_of(setting, DEVICES[device].memory)
@@ -68,17 +68,17 @@ def test_the_papers_training_fits_as_compiled_into_what_jax_takes_less_a_share(
         assert plan.resident + needed.total > plan.limit
 
 
-def test_in_memory_the_rows_with_context_fit_no_device():
+def test_rows_with_context_held_in_memory_fit_no_device():
     whole = dataclasses.replace(paper_sizes("with_context"), n_train=60_000)
     with pytest.raises(ValueError, match="streamed=true"):
         choose(whole, 141 * GIB)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
+def test_the_cuda_module_shares_states_and_multiplies_in_the_type_asked_for(is_mixed):
     sizes, module = of_one_block(paper_sizes("closed_book", is_mixed))
     n_positions = 64 * sum(WIDTHS["closed_book"])
-    # Once forwards and once backwards, for all fifteen members, and a microbatch's.
+    # Once forwards and once backwards, for all fifteen members of a microbatch.
     assert gathers_of_states(module, sizes) == {(n_positions, 4096): 2}
     # The gradient of each span's entry, which XLA folds into its product.
     assert moved_activations(module, sizes, 64) <= len(sizes.widths)
@@ -90,7 +90,7 @@ def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
     assert module.libraries["cusolver_potrf_ffi"] <= 2 * 3
 
 
-def test_products_of_the_module_are_those_that_our_count_knows():
+def test_the_module_multiplies_as_much_as_our_count_says():
     sizes, module = of_one_block(paper_sizes("closed_book"), input_noise=0.0)
     n_flops = sum(n * product.n_flops for product, n in module.products.items())
     alone = step_flops(sizes.encoder, sizes.dims, sizes.widths, Member(14, 0))
@@ -103,7 +103,7 @@ def test_products_of_the_module_are_those_that_our_count_knows():
 
 
 def test_functions_that_are_called_twice_count_twice():
-    # The second transpose is read by a product alone, which takes it in either order.
+    # Only a product reads the second transpose, and takes it in either order.
     product = jax.jit(lambda x, y: jnp.transpose(jnp.transpose(x) + 1) @ y)
     shapes = (jnp.zeros((2, 3)), jnp.zeros((3, 4)))
     lowered = jax.jit(lambda x, y: product(x, y) + product(2 * x, y)).lower(*shapes)
@@ -117,7 +117,7 @@ def test_functions_that_are_called_twice_count_twice():
 @pytest.mark.parametrize(
     "setting", ["closed_book", pytest.param("with_context", marks=pytest.mark.slow)]
 )
-def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
+def test_the_roofline_time_is_that_of_the_limiting_peak(setting):
     device = DEVICES["h100"]
     sizes, plan = plan_of(setting, device.memory)
     module = cuda_module(sizes, plan)

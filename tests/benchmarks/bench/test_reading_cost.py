@@ -74,11 +74,11 @@ N_MIB = 192
 def test_runs_take_turns_after_one_unmeasured_round():
     order = []
     seconds = take_turns([lambda: order.append("a"), lambda: order.append("b")], 3)
-    assert order == [*"ab", *"ba"] * 2  # another one begins in each round
+    assert order == [*"ab", *"ba"] * 2  # each round begins with the other one
     assert seconds.shape == (3, 2, 2) and (seconds >= 0).all()
 
 
-def test_the_peak_sees_what_a_run_held_and_gave_back():
+def test_the_peak_includes_memory_that_a_run_has_freed():
     # In a fresh process, as it is measured: other tests' models have left this one
     # freed memory that it keeps, and what is held there again raises no peak.
     ones = partial(operator.mul, b"1", N_MIB * 2**20)
@@ -87,16 +87,16 @@ def test_the_peak_sees_what_a_run_held_and_gave_back():
 
 
 def peak_without_files():
-    """Measure where no file can be opened, so that no peak can be begun."""
+    """Measure while no file can be opened, so that no peak can be started."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     return peak_above(bytes, "cpu")
 
 
-def test_where_no_peak_can_be_begun_none_is_measured():
+def test_no_peak_is_measured_if_none_can_be_started():
     assert measure_fresh("the memory of nothing", peak_without_files) is None
 
 
-def test_reading_and_bare_forward_are_of_the_same_batch():
+def test_reading_and_the_bare_forward_run_on_the_same_batch():
     bench = ReadingBench(TINY)
     assert bench.ids.shape == (2, 24)
     for sequence, ids in zip(bench.sequences, bench.ids, strict=True):
@@ -136,7 +136,7 @@ def test_without_a_gpu_no_gpu_row_is_planned():
     assert with_gpu == without | {("cuda", "bfloat16")}
 
 
-def test_rows_stand_under_their_heads_with_three_digits_or_are_json(capsys):
+def test_rows_are_printed_as_a_table_with_three_digits_or_as_json(capsys):
     row = {"what": "a", "n": 1234, "s": 0.01234, "MiB": 1234.5, "of": (1.0, 0.5, None)}
     printer = RowPrinter(as_json=False)
     for each in (row, row, {"other": None}):
@@ -158,7 +158,7 @@ def test_rows_stand_under_their_heads_with_three_digits_or_are_json(capsys):
     assert json.loads(capsys.readouterr().out) == row | {"of": [1.0, 0.5, None]}
 
 
-def test_reading_and_extracting_are_of_the_same_batches():
+def test_reading_and_extracting_use_the_same_batches():
     seen, backbone = [], Backbone.from_model(tiny_model("llama"), revision="tiny")
 
     class Watched(SignalReader):
@@ -198,7 +198,7 @@ def test_the_full_models_have_the_parameters_of_the_released_ones(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
-def test_small_models_of_their_kind_are_measured(family):
+def test_small_models_of_the_same_types_are_measured(family):
     model = tiny_model(family).to(torch.bfloat16)
     sizes = dict(n_examples=2, n_tokens=24, n_batches=2)
     row, loop, profile = measure_gpu(family, model, 1, 1e12, **sizes)
@@ -206,7 +206,7 @@ def test_small_models_of_their_kind_are_measured(family):
     assert loop["end to end / reading"] > 0 and "aten::" in profile
 
 
-def test_a_models_reading_has_its_row_before_a_store_that_fails():
+def test_the_row_of_reading_comes_before_the_store_fails():
     model = tiny_model("gemma4").to(torch.bfloat16)
     sizes = dict(n_examples=2, n_tokens=24, n_batches=0)
     rows = measure_gpu("gemma4", model, 1, 1e12, **sizes)
@@ -215,14 +215,14 @@ def test_a_models_reading_has_its_row_before_a_store_that_fails():
         next(rows)
 
 
-def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tokens():
+def test_answering_and_reading_with_worked_examples_are_measured():
     row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
     assert min(value for name, value in row.items() if "tokens/s" in name) > 0
     assert 0 < row["of them read"] <= row["tokens"]
 
 
 @pytest.mark.slow  # for memory each way of each setting starts a process of its own
-def test_a_row_a_setting_has_every_ratio_above_zero():
+def test_every_setting_has_a_row_with_all_ratios_above_zero():
     done = CliRunner().invoke(main, ["bench", "answer", "--rounds", "1", "--json"])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -232,18 +232,18 @@ def test_a_row_a_setting_has_every_ratio_above_zero():
         assert len(ratios) == 6 and min(ratios) > 0
 
 
-def test_one_score_and_one_answer_are_timed_beside_the_model_alone():
+def test_a_warm_score_and_a_warm_answer_are_timed_against_the_model():
     assert min(itertools.chain(*warm_ratios("embedded", 1))) > 0
 
 
-def test_what_is_timed_may_fail_and_says_why():
+def test_a_failure_of_what_is_timed_is_reported():
     done = CliRunner().invoke(main, ["bench", "score", "no-such-probe"])
     assert done.exit_code == 1 and "no-such-probe" in done.output
     assert "Traceback" not in done.output and "exit status" not in done.output
 
 
 @pytest.mark.parametrize("bench", ["survey", "written"])
-def test_a_model_type_that_does_not_exist_is_a_wrong_usage(bench):
+def test_a_model_type_that_does_not_exist_is_wrong_usage(bench):
     done = CliRunner().invoke(main, ["bench", bench, "lama"])
     assert done.exit_code == 2 and "did you mean llama" in done.output
 
@@ -261,7 +261,7 @@ def test_a_model_is_read_while_it_writes_as_exactly_as_it_repeats_itself():
     assert 0 < min(exact) < max(exact) < 1e-5 < row["bf16"] < 0.05
 
 
-def test_a_readers_errors_are_its_own_in_each_precision():
+def test_a_readers_own_errors_are_within_tolerance_in_each_precision():
     row = measure("llama", lambda: tiny_model("llama"))
     require([row])
     for name in SIGNALS:
@@ -287,11 +287,11 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     handle.remove()
     prompts = [request.prompt for request in answer_bench.requests]
     n_rows, starts = len(prompts), [prompt.context_span[0] for prompt in prompts]
-    # Of 48 tokens or more in front of a context none is read.
+    # If 48 or more tokens precede a context, none of them is read.
     n_read = sum(len(prompt.ids) for prompt in prompts)
     n_read -= sum(start for start in starts if start >= 48)
     assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
-    # Steps at which a batch is parted differ by those that run what was cut.
+    # Steps at which a batch is split differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows
 
 
@@ -308,7 +308,7 @@ def n_computed(backbone, run):
 
 
 def long_requests(backbone, n):
-    """Prompts that begin alike, so long that a reader keeps the beginning's states."""
+    """Return prompts whose beginning is shared, and so long that readers keep it."""
     n_words = backbone.layout.head.out_features
     return random_requests(n_words, "closed_book", n, (64, 0, 9))
 
@@ -337,7 +337,7 @@ def test_a_warm_score_computes_as_many_tokens_as_the_bare_forward(answer_bench):
         n_computed(backbone, partial(warm_ratio, probe, 2, is_first=is_first))
         for is_first in (True, False)
     )
-    # Both once, and twice more in turns; a later score computes what is read alone.
+    # Both run once, and twice more in turns; later only the tokens read are computed.
     assert first == 3 * (len(sequence.ids) + len(sequence.ids))
     assert later == 3 * (len(sequence.ids) + len(sequence.ids) - 64)
 
@@ -352,8 +352,8 @@ def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
     assert min(row["MiB plain"], row["MiB one pass"]) > 0
 
 
-def test_a_gpus_row_has_all_ways_and_the_peak_of_two():
-    """Of a small model on the host; the same is done where a large one lies."""
+def test_every_row_of_a_gpu_has_a_ratio_and_a_peak():
+    """Measure a small model on the host, as a large one is measured on a GPU."""
     sizes = {"n_requests": 2, "n_tokens": (8, 9, 7)}
     rows = [*measure_model("small", tiny_model("gemma4"), 1, **sizes)]
     assert [row["setting"] for row in rows] == [*SETTINGS]

@@ -100,14 +100,14 @@ def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
 
 
 class _Blocks(ctypes.Structure):
-    """What glibc's `mallinfo2` returns; `hblks` counts blocks of pages alone."""
+    """What glibc's `mallinfo2` returns; `hblks` counts blocks mapped by themselves."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks"
     _fields_ = [(name, ctypes.c_size_t) for name in f"{_names} keepcost".split()]
 
 
 def n_blocks_by_themselves(folder):
-    """Count such blocks that 40 MiB take in a process of PyTorch's."""
+    """Count the blocks that are mapped for 40 MiB in a process of PyTorch's."""
     TorchTrainer(TOY, TOY.members[:1], folder, "stack")
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Blocks
@@ -141,7 +141,7 @@ def test_members_are_split_whole_and_evenly():
     parts = split_members(work, [[m] for m in work.members], 2)
     assert sorted(m for members in parts for m in members) == work.members
     loads = [turn_flops(work, members) for members in parts]
-    # By parity of the subset one part would have all that read the wide family.
+    # Split by parity, one part would have all members that read the wide family.
     assert max(loads) < 1.2 * min(loads)
 
 
@@ -176,7 +176,7 @@ GRID = {(0, 0): [0.7, 0.6], (1, 0): [0.72, 0.65]}
 
 
 @pytest.mark.parametrize(("method", "by"), [("loop", 1e-5), ("mixed", 0.01)])
-def test_losses_may_differ_by_rounding_and_their_difference_is_told(method, by):
+def test_losses_may_differ_by_rounding_and_the_difference_is_reported(method, by):
     losses = {"grid": GRID, method: GRID | {(1, 0): [0.72, 0.65 + by]}}
     result = require_same_losses(losses)
     assert result["grid"] == 0.0 and result[method] == pytest.approx(by)
@@ -198,7 +198,7 @@ def test_losses_that_differ_fail_the_benchmark(method, losses, message):
         require_same_losses({"grid": GRID, method: losses})
 
 
-def test_losses_that_stay_as_they_are_compare_nothing():
+def test_constant_losses_are_refused_as_a_comparison():
     still = {(0, 0): [0.7, 0.7]}
     with pytest.raises(ValueError, match="too little to compare"):
         require_same_losses({"grid": still, "loop": still})
@@ -220,7 +220,7 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
     differences = require_same_losses(results)
     assert max(differences.values()) < 1e-5
     assert len({round(x[-1], 4) for x in results["grid"].values()}) == len(members)
-    # The same from other weights is not.
+    # Steps from other weights are not the same.
     torch_side.folder = folder / "others"
     torch_side.folder.mkdir()
     others = [(subset, seed + 2) for subset, seed in members]
@@ -233,13 +233,13 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
         require_same_losses(results)
 
 
-def test_a_gpu_that_pytorch_sees_alone_is_not_compared_with_jax_on_the_cpu():
+def test_pytorch_on_a_gpu_is_not_compared_with_jax_on_the_cpu():
     with PretendedGpu(), pytest.raises(ValueError, match="JAX on the cpu.*VISIBLE"):
         measure(TOY, n_rounds=1)
 
 
 @pytest.mark.parametrize("widths", ["microworld", "paper"])
-def test_widths_are_compiled_as_the_runs_that_have_them(widths):
+def test_widths_have_the_encoder_of_their_preset(widths):
     assert WIDTHS[widths](1).encoder == GRID_PRESETS[preset_of(widths)].encoder
 
 
@@ -257,7 +257,7 @@ def test_rates_are_medians_of_turns_and_ratios_are_of_the_same_turn():
 
 
 @pytest.mark.slow
-def test_the_benchmark_compares_and_times_all_of_them():
+def test_the_benchmark_compares_and_times_all_methods():
     notes = []
     rows = measure(TOY, n_rounds=1, note=notes.append)
     assert [row["method"] for row in rows] == list(KINDS.values())
@@ -367,7 +367,7 @@ def flat(tree):
 
 @functools.cache
 def in_jax(name):
-    """Weights, with biases and scales moved to take part; logits; gradients."""
+    """Return weights, moved so that all take part, outputs and gradients."""
     dims = WORK.dims
     families = split_families(FEATURES, dims, identity_of(dims))
     mask = jnp.asarray(SUBSETS[subset_index(name)])
@@ -407,7 +407,7 @@ def test_both_encoders_have_the_same_logits_and_gradients(name):
     assert max(float(x.abs().max()) for x in expected.values()) > 0.01
 
 
-def test_noise_behind_the_projection_has_the_distribution_of_noise_at_the_inputs():
+def test_noise_after_the_projection_is_distributed_as_noise_at_the_inputs():
     torch.manual_seed(0)
     member = (subset_index("H"), 0)  # six channels, of which a projection makes four
     noisy = dataclasses.replace(WORK.quiet().encoder, input_noise=0.5)

@@ -29,7 +29,7 @@ PLACES = (
 TEST = PLACES[1]
 POOLED = (IN_DOMAIN, "test")
 MARKUP = '<script>alert("x")</script> & co'
-# Kinds of what the page shows that are records.
+# The types of those parts of the page that are records.
 KINDS = {
     "sweep": dict[Setting, LayerCurve],
     "reliability": dict[Setting, Curves],
@@ -45,7 +45,7 @@ PARTS = {
 
 
 def row(name, setting, eval_set, metric, value, **changes):
-    """One seed mean with an interval around it; `name` is an id or a subject."""
+    """Return a seed mean with an interval around it; `name` is an id or a subject."""
     half, top = 0.03, math.inf if metric == "generations" else 1.0
     if (rival := changes.pop("rival", None)) is not None:
         rival = Subject.of(rival)
@@ -66,17 +66,17 @@ def row(name, setting, eval_set, metric, value, **changes):
 
 
 def undefined(result, reason="one class only"):
-    """The same row without a value."""
+    """Return the same row without a value."""
     gone = dict(value=None, ci_low=None, ci_high=None, p_value=None)
     return msgspec.structs.replace(result, reason=reason, **gone)
 
 
 @functools.cache
 def read_rows(name):
-    """Return the rows of a table, in which a line has the values of several sets.
+    """Return the rows of a table whose lines have the values of several sets each.
 
-    A head with a space is a dataset and a split; `half` is how far an interval goes to
-    either side. A value that is a word is a reason, and an empty cell is absent.
+    A column head with a space is a dataset and a split; `half` is half the width of an
+    interval. A value that is a word is a reason, and an empty cell is absent.
     """
     with (FOLDER / name).open(encoding="utf-8", newline="") as file:
         lines = [{k: v for k, v in x.items() if v} for x in csv.DictReader(file)]
@@ -98,14 +98,14 @@ def read_rows(name):
 
 
 def anatomy_rows():
-    """Rows of every analysis of the anatomy."""
+    """Return rows of every analysis of the anatomy."""
     return list(read_rows("anatomy.csv"))
 
 
 def sample_rows():
-    """The rows, one of them undefined and one with failed examples.
+    """Return the rows, one of them undefined and one with failed examples.
 
-    And what one in-domain set gives for all of them.
+    Those of the only in-domain set are repeated as rows of all in-domain sets.
     """
     rows = read_rows("rows.csv")
     pooled = (
@@ -118,10 +118,10 @@ def sample_rows():
 
 @functools.cache
 def sample_results():
-    """The rows as a data frame."""
+    """Return the rows as a data frame."""
     return results_of(sample_rows())
 
 
 def sample_report(**changes):
-    """The whole made-up run, without its anatomy."""
+    """Return the whole made-up run, without its anatomy."""
     return ReportData(**(PARTS | dict(rows=sample_rows(), studies=()) | changes))

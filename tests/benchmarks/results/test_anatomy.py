@@ -1,4 +1,4 @@
-"""The anatomy on the page: figures and tables from rows alone."""
+"""The anatomy on the page: figures and tables made only from rows."""
 
 import re
 
@@ -32,7 +32,7 @@ def sections():
     return anatomy.anatomy_parts(results_of(ROWS), PARTS["studies"])
 
 
-def test_every_analysis_has_what_to_look_at_and_a_table_or_a_figure(sections):
+def test_every_analysis_says_what_to_look_at_and_has_a_table_or_figure(sections):
     titles = [section.title for section in sections]
     assert titles == [analysis.title for analysis in anatomy.ANALYSES]
     for section in sections:
@@ -68,7 +68,7 @@ def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(sections):
     }
 
 
-def test_beside_what_a_family_rights_stands_what_it_would_by_chance(sections):
+def test_mistakes_righted_by_a_family_are_shown_next_to_those_by_chance(sections):
     (table,) = (t for s in sections for h, t in s.tables if h.startswith("Mistakes"))
     results, n_columns = results_of(ROWS), len(table.columns) // 2
     for line, letter in zip(table.lines, "HPRA", strict=True):
@@ -87,7 +87,7 @@ def test_beside_what_a_family_rights_stands_what_it_would_by_chance(sections):
     assert "chance" in drawn.svg and "by chance" in sections[0].look
 
 
-def test_the_table_of_flips_has_the_rows_rates(sections):
+def test_the_table_of_flips_has_the_rates_of_the_rows(sections):
     (section,) = (x for x in sections if x.title.startswith("Which family decides"))
     (table,) = (t for h, t in section.tables if h == "With context, all in-domain")
     at = dict(experiment="anatomy_flips", metric="flip_rate", setting="with_context")
@@ -100,7 +100,7 @@ def test_the_table_of_flips_has_the_rows_rates(sections):
     assert {measure.rank for measure in table.measures} == {None}
 
 
-def test_shares_of_the_tokens_have_three_decimals_as_other_shares(sections):
+def test_shares_of_the_tokens_have_three_decimals_like_other_shares(sections):
     assert not {r.metric for r in ROWS} & {*COSTS}  # which have two
     (table,) = (t for section in sections for h, t in section.tables if h == "Spans")
     assert {m.row.metric for m in table.measures} == {"share", "token_share"}
@@ -108,7 +108,7 @@ def test_shares_of_the_tokens_have_three_decimals_as_other_shares(sections):
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, 0.1])
-def test_spans_are_noted_where_hidden_states_are_of_the_answer_alone(elsewhere):
+def test_a_note_says_if_hidden_states_are_of_the_answer_only(elsewhere):
     of_spans = where(results_of(ROWS), experiment="anatomy_positions", metric="share")
     values = {"answer": 0.2, "question": elsewhere}
     shares = [
@@ -121,7 +121,7 @@ def test_spans_are_noted_where_hidden_states_are_of_the_answer_alone(elsewhere):
     assert is_noted == [elsewhere == 0] * 5
 
 
-def test_the_map_of_heads_says_of_how_many_answers_it_is():
+def test_the_map_of_heads_states_its_number_of_answers():
     shares = [r for r in ROWS if (r.experiment, r.metric) == ("anatomy_heads", "share")]
     rows = results_of(msgspec.structs.replace(row, n=123) for row in shares)
     pictures, _ = anatomy._heads(rows)
@@ -137,7 +137,7 @@ def test_the_matrix_of_sets_says_how_many_labels_each_detector_had():
     assert pictures and all("Labels for each: 1,234." in p.caption for p in pictures)
 
 
-def test_the_boundary_has_a_cell_for_each_row():
+def test_the_boundary_is_drawn_in_both_settings():
     boundary = [r for r in ROWS if r.experiment == "anatomy_boundary"]
     rows = [r for r in boundary if r.bin_x is not None]
     assert len({r.bin_width for r in rows}) == 1 and len(rows) > 8
@@ -145,21 +145,21 @@ def test_the_boundary_has_a_cell_for_each_row():
     assert {p.title for p in pictures} == {"Closed-book", "With context"}
 
 
-def test_undefined_numbers_break_nothing():
+def test_undefined_numbers_are_not_drawn():
     hollow = results_of(map(undefined, ROWS))
     for section in anatomy.anatomy_parts(hollow, PARTS["studies"]):
         for picture in section.pictures:
             assert "nan" not in picture.svg, section.title
 
 
-def test_a_run_without_the_anatomy_has_none_and_one_setting_is_enough():
+def test_a_run_without_anatomy_has_no_section_and_one_setting_is_enough():
     assert anatomy.anatomy_parts(results_of([])) == []
     alone = results_of(row for row in ROWS if row.setting == "closed_book")
     titles = [section.title for section in anatomy.anatomy_parts(alone)]
     assert "What attention responds to" not in titles and len(titles) > 8
 
 
-def test_the_curve_of_all_labels_ends_in_the_rows_of_detection():
+def test_the_curve_of_all_labels_ends_at_the_row_of_detection():
     results = results_of([*ROWS, *sample_results()["row"]])
     at = dict(setting="closed_book", **POOLED)
     shown = where(results, experiment="anatomy_labels", **at)
@@ -171,7 +171,7 @@ def test_the_curve_of_all_labels_ends_in_the_rows_of_detection():
     assert np.all(np.diff([n for n, _ in curves["hidden states"]]) > 0)
 
 
-def test_every_comparison_with_the_paper_stands_beside_an_analysis(sections):
+def test_every_comparison_with_the_paper_is_shown_with_an_analysis(sections):
     by_table = signs_by_table(read_ledger(), results_of(ROWS))
     shown = [sign.cells for section in sections for sign in section.beside]
     assert len(shown) == sum(map(len, by_table.values())) > 30

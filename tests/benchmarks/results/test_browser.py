@@ -1,6 +1,6 @@
 """The pages in a real browser: how long they are, what folds, sorts and overflows.
 
-Needs Chromium and `pip install playwright axe-playwright-python`; looked at by eye too.
+Needs Chromium and `pip install playwright axe-playwright-python`.
 """
 
 import shutil
@@ -33,7 +33,7 @@ def browser():
 
 
 def opened(browser, path, size=WIDE, scheme="light"):
-    """Open a page that may ask for nothing beyond its own file."""
+    """Open a page, which may load nothing but its own file."""
     width, height = size
     page = browser.new_context(
         offline=True,
@@ -48,7 +48,7 @@ def opened(browser, path, size=WIDE, scheme="light"):
 
 
 def serious(page):
-    """Return what axe-core finds, folds opened."""
+    """Return the serious faults that axe-core finds with all folds open."""
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     (script,) = Path(axe.__file__).parent.rglob("axe.min.js")
     page.add_script_tag(path=str(script))
@@ -72,9 +72,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "most"), [(WIDE, 8), (PHONE, 12)])
-def test_the_report_is_short_as_it_opens_and_nothing_overflows(
-    browser, report, size, most
-):
+def test_the_report_opens_short_and_nothing_overflows(browser, report, size, most):
     assert report.stat().st_size < 1_000_000
     page = opened(browser, report, size)
     height = page.evaluate("document.documentElement.scrollHeight")
@@ -113,7 +111,7 @@ def test_a_link_opens_the_fold_that_it_leads_to(browser, report):
     page.wait_for_function(is_open)  # the event comes a moment after the click
 
 
-def test_a_wide_table_says_so_and_keeps_its_first_column(browser, report):
+def test_a_wide_table_shows_a_hint_and_keeps_its_first_column_in_view(browser, report):
     page = opened(browser, report, PHONE)
     box = page.locator("#detection .scroll").first
     assert page.locator("#detection .hint").first.is_visible()
@@ -124,7 +122,9 @@ def test_a_wide_table_says_so_and_keeps_its_first_column(browser, report):
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE])
-def test_no_letter_of_a_figure_is_below_twelve_pixels(browser, report, size):
+def test_no_letter_of_a_figure_is_smaller_than_about_twelve_pixels(
+    browser, report, size
+):
     page = opened(browser, report, size)
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     sizes = page.evaluate(
@@ -165,7 +165,7 @@ def test_scored_answers_are_filtered_sorted_and_found(browser, scores):
     by_p = sorted(
         (line for line in range(1, 10) if line != 5), key=lambda i: i * 7 % 10
     )
-    assert page.evaluate(lines) == [*by_p, 5]  # what has no P comes last
+    assert page.evaluate(lines) == [*by_p, 5]  # the answer without P comes last
     page.uncheck("input[value=trust]")
     assert all(line % 3 for line in page.evaluate(lines))
     page.fill("input[type=search]", "question 4")

@@ -53,7 +53,7 @@ def test_reliability_has_a_point_and_a_bar_for_every_bin():
     assert len(bottom.patches) == 18
 
 
-def test_selection_shows_every_candidate_and_names_the_kept():
+def test_selection_shows_every_candidate_and_names_the_selected():
     axes = figures.selection_path(SELECTION["rounds"], "with_context").axes[0]
     n_candidates = sum(len(r["candidates"]) for r in SELECTION["rounds"])
     soft = set(figures.SOFT.values())
@@ -72,7 +72,7 @@ def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
     assert {len(axes.collections) for axes in ribbons} == {n_passes}
 
 
-def test_the_selected_encoders_are_strong_also_where_a_family_has_no_curve():
+def test_selected_encoders_are_emphasised_even_if_a_family_has_no_curve():
     curves = {x: [(100, 0.6), (400, 0.7)] for x in ("attention", "selected encoders")}
     (axes,) = figures.learning_curves(curves, "closed_book").axes
     family, selected = axes.lines
@@ -80,7 +80,7 @@ def test_the_selected_encoders_are_strong_also_where_a_family_has_no_curve():
     assert selected.get_linewidth() > family.get_linewidth()
 
 
-def test_a_figure_says_what_it_is_in_any_letters():
+def test_a_figure_has_a_label_of_any_characters():
     figure = figures.synergy(SYNERGY, "closed_book")
     label = r'a \d "set" & <b>'
     root = xml.etree.ElementTree.fromstring(figures.to_svg(figure, "x", label))
@@ -93,7 +93,7 @@ def test_drawing_leaves_matplotlib_as_it_was():
     assert dict(matplotlib.rcParams) == before
 
 
-def test_tables_and_figures_only_read_rows_and_need_no_display():
+def test_tables_and_figures_load_no_framework_and_need_no_display():
     names = "anatomy, figures, findings, paper, rivals, tables"
     draw = "figures.synergy({'H': .9, 'P': .8}, 'closed_book'), 'x', 'y'"
     code = f"from beatrice.benchmarks.results import {names}; figures.to_svg({draw})"
@@ -127,7 +127,7 @@ RIGHTS = pandas.DataFrame(0.4, *2 * [[*figures.FAMILIES]]).assign(chance=0.5)
         (figures.selection_path, (SELECTION["rounds"], "with_context")),
     ],
 )
-def test_no_label_lies_over_another_or_is_cut_off(draw, numbers):
+def test_no_label_overlaps_another_or_is_cut_off(draw, numbers):
     figure = draw(*numbers)
     FigureCanvasAgg(figure).draw()
     all_of_it = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
@@ -142,7 +142,7 @@ def test_no_label_lies_over_another_or_is_cut_off(draw, numbers):
 
 
 @pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])
-def test_a_title_is_drawn_as_it_is(title):
+def test_a_title_is_drawn_literally(title):
     point, kind = {"budget": 1, "generations": 1.0, "em": 0.5}, "plain"
     for figure in (
         figures.frontier({"PGIR": [point]}, {title: (2.0, 0.4)}, "em", 1),

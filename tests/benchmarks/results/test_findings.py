@@ -1,4 +1,4 @@
-"""What a run found, beside what the text alone or another seed would say."""
+"""What a run found, compared with rivals, the spread of its seeds and other runs."""
 
 import collections
 import dataclasses
@@ -77,13 +77,13 @@ ABOVE, BELOW, AROUND = (
         ([BELOW], "no", 0),
         ([AROUND], "cannot tell", 0),
         ([difference(0.0, 0.05)], "cannot tell", 0),
-        # Of four looks one must be four times as sure.
+        # With four comparisons, one must be four times as sure.
         ([AROUND] * 3 + [difference(0.01, 0.05, 0.02)], "cannot tell", 3),
         ([AROUND] * 3 + [difference(0.01, 0.05, 0.012)], "yes", 3),
-        # "No" takes every difference below zero.
+        # "No" requires every difference to be below zero.
         ([BELOW, difference(-0.04, -0.01)], "no", 1),
         ([BELOW, AROUND], "cannot tell", 1),
-        # The largest is not sure of its side; another one says yes.
+        # The largest difference is not significant; another one is.
         ([difference(-0.01, 0.2, 0.1), difference(0.02, 0.06, 0.001)], "yes", 1),
         ([ABOVE, difference(0.02, 0.06)], "yes", 1),
         # What was not measured or is undefined is not answered.
@@ -92,14 +92,14 @@ ABOVE, BELOW, AROUND = (
         ([undefined(ABOVE), ABOVE], None, 1),
     ],
 )
-def test_the_intervals_answer_and_the_largest_difference_that_decides_is_beside(
+def test_intervals_give_the_answer_and_the_deciding_difference_is_shown(
     differences, answer, decides
 ):
     shown = None if decides is None else differences[decides]
     assert decide(differences) == (answer, shown)
 
 
-def test_the_best_single_family_is_that_of_validation_not_of_test():
+def test_the_best_single_family_is_chosen_on_validation_not_on_test():
     at = {"hidden_only": (0.6, 0.9), encoder("P"): (0.8, 0.5)}
     at |= {encoder("R"): (0.7, 0.7), encoder("A"): (0.7, 0.7)}
     rows = [
@@ -134,13 +134,13 @@ def test_too_few_right_answers_leave_nothing_to_conclude():
     assert "cannot conclude" not in {f.answer for f in again}
 
 
-def test_a_run_of_one_setting_has_the_answers_of_that_one():
+def test_a_run_of_one_setting_has_findings_only_for_that_one():
     rows = [r for r in sample_rows() if r.setting == "closed_book"]
     (grid,) = grids(findings(results_of(rows), ENOUGH))
     assert grid.setting == "closed_book"
 
 
-def test_a_set_without_a_row_has_a_dash_and_no_zero():
+def test_a_set_without_a_row_is_shown_as_a_dash():
     gone = ("finding", "places")
     rows = [r for r in sample_rows() if (r.experiment, r.dataset) != gone]
     text = as_markdown(findings(results_of(rows), ENOUGH), {})
@@ -149,7 +149,7 @@ def test_a_set_without_a_row_has_a_dash_and_no_zero():
     assert cells[3] == "–" and "–" not in (cells[1], cells[2], cells[4])
 
 
-def test_the_spread_of_the_seeds_stands_beside_the_interval():
+def test_the_spread_of_the_seeds_is_shown_with_the_interval():
     seeds = [
         row("champion", "closed_book", TEST, "auroc", value, seed=str(i))
         for i, value in enumerate((0.90, 0.91, 0.92))
@@ -180,7 +180,7 @@ def of_two_in_domain_sets():
 
 
 @pytest.mark.parametrize("rows", [sample_rows(), of_two_in_domain_sets()])
-def test_what_cannot_be_told_is_said_once_and_sets_are_counted_without_all_of_them(
+def test_open_questions_are_listed_once_and_the_pool_is_not_counted_as_a_set(
     rows,
 ):
     answered = findings(results_of(rows), ENOUGH)
@@ -205,7 +205,7 @@ def test_what_cannot_be_told_is_said_once_and_sets_are_counted_without_all_of_th
     assert lines and undecided
 
 
-def test_a_question_that_all_sets_together_alone_answer_is_not_undecided():
+def test_a_question_answered_only_by_all_sets_together_is_not_undecided():
     rows = [
         msgspec.structs.replace(difference(*ends), dataset=dataset)
         for dataset, ends in (("a", (-1, 1)), ("b", (-1, 1)), (IN_DOMAIN, (0.1, 0.3)))
@@ -219,7 +219,7 @@ CONFIG = BootstrapConfig(n_resamples=400)
 
 
 def encoders(seed, strengths=None, n=200, prefix="q"):
-    """Made-up answers that encoders of these strengths rank; noise alone if None."""
+    """Return made-up answers ranked by encoders of these strengths; noise if None."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n) < 0.4
     scores = rng.normal(size=(2, 15, n))
@@ -228,7 +228,7 @@ def encoders(seed, strengths=None, n=200, prefix="q"):
     return Ranked(np.array([f"{prefix}{i}" for i in range(n)]), labels, scores)
 
 
-def test_a_run_agrees_with_itself_entirely_and_negated_ranks_in_reverse():
+def test_a_run_agrees_fully_with_itself_and_fully_disagrees_with_its_reverse():
     run = encoders(0, np.linspace(0, 2, 15))
     assert agreement(run, run, CONFIG) == pytest.approx((1.0, 1.0, 1.0))
     reverse = run._replace(scores=-run.scores)
@@ -245,11 +245,11 @@ def test_planted_strengths_are_found_on_other_questions():
     first, second = encoders(3, strengths), encoders(4, strengths, prefix="other")
     interval = agreement(first, second, CONFIG)
     assert interval.value > 0.9
-    # Resampling adds noise, so it lies lower.
+    # Resampling adds noise, so the interval lies lower.
     assert 0.7 < interval.low <= interval.value + 0.05
 
 
-def test_questions_of_both_runs_are_drawn_together():
+def test_questions_that_two_runs_share_are_resampled_together():
     first = encoders(5, np.linspace(0, 0.3, 15))
     order = np.random.default_rng(0).permutation(len(first.ids))
     shuffled = Ranked(first.ids[order], first.labels[order], first.scores[:, :, order])
@@ -259,20 +259,20 @@ def test_questions_of_both_runs_are_drawn_together():
     assert apart.low < 0.95
 
 
-def test_the_correlation_is_spearmans_with_ties_in_the_middle():
+def test_the_correlation_is_spearmans_with_averaged_ties():
     rng = np.random.default_rng(0)
     a, b = rng.integers(5, size=(2, 15, 4)).astype(float)
     wanted = [spearmanr(a[:, i], b[:, i]).statistic for i in range(4)]
     assert rank_correlation(a, b) == pytest.approx(wanted)
 
 
-def test_one_class_alone_has_no_ranking_and_says_so():
+def test_answers_of_only_one_class_have_no_ranking_and_say_so():
     run = encoders(0)
     interval = agreement(run._replace(labels=np.ones(200, bool)), run, CONFIG)
     assert np.isnan(interval.value) and "only one class" in correlation(interval)
 
 
-def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite():
+def test_a_run_compared_with_itself_agrees_and_with_its_reverse_differs():
     answered, swap = findings(sample_results(), ENOUGH), {"yes": "no", "no": "yes"}
     rows = [  # of other questions, whose test set meets that of the first
         msgspec.structs.replace(
@@ -313,7 +313,7 @@ def test_a_run_beside_itself_says_the_same_and_beside_its_reverse_the_opposite()
         comparison(first._replace(validation={"with_context": run}), other)
 
 
-def test_runs_on_other_questions_say_how_many_they_share_and_which_sets_differ():
+def test_compared_runs_report_shared_questions_and_differing_sets():
     other = results_of(
         msgspec.structs.replace(r, dataset="mine") if r.dataset == "microworld" else r
         for r in sample_rows()
@@ -344,7 +344,7 @@ def test_runs_on_other_questions_say_how_many_they_share_and_which_sets_differ()
     assert "rows alone do not tell how many test questions are in both" in text
 
 
-def test_what_is_compared_of_a_run_are_its_encoders_on_validation(smoke_run, tmp_path):
+def test_runs_are_compared_by_their_encoders_on_validation(smoke_run, tmp_path):
     side, out = run_side(RunDir(smoke_run)), tmp_path / "comparison.md"
     at = {"experiment": "detection", "detector": "encoder", "metric": "auroc"}
     at |= {"dataset": IN_DOMAIN, "split": "validation", "seed": "mean"}
@@ -362,7 +362,7 @@ def test_what_is_compared_of_a_run_are_its_encoders_on_validation(smoke_run, tmp
     assert f"all in-domain: {n} of {n} labelled test questions" in text
 
 
-def test_the_ledger_of_a_run_says_what_differs_from_the_paper(smoke_run):
+def test_the_ledger_of_a_run_names_what_differs_from_the_paper(smoke_run):
     text = beatrice("report", smoke_run, "--ledger").stdout
     for fact in (
         "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |",
@@ -375,7 +375,7 @@ def test_the_ledger_of_a_run_says_what_differs_from_the_paper(smoke_run):
     assert table.startswith("Detectors") and "BEATRICE" in table
 
 
-def test_answers_to_look_at_are_of_each_test_and_held_out_set_once(smoke_run):
+def test_shown_answers_cover_test_and_held_out_sets_once_each(smoke_run):
     shown = read_part(smoke_run / "shown.json", tuple[ShownSet, ...], "evaluate")
     places = [(x.setting, x.dataset, x.split) for x in shown]
     assert len({*places}) == len(places)
@@ -393,14 +393,14 @@ def chosen(p_correct=P, labels=LABELS, ids=IDS, threshold=0.5):
     return {kind: (n, [ids[i] for i in indices]) for kind, n, indices in kinds}
 
 
-def test_of_each_kind_the_surest_are_shown():
+def test_the_surest_answers_of_each_kind_are_shown():
     shown = chosen()
     assert shown["wrong and caught"] == (2, ["b", "a"])  # the lowest P first
     assert shown["wrong and missed"] == (1, ["c"])
     assert shown["right and not trusted"] == (1, ["d"])
 
 
-def test_of_equals_the_smaller_id_is_shown_whatever_the_order():
+def test_ties_are_broken_by_the_smaller_id_in_any_order():
     assert chosen()["right and trusted"] == (4, ["e", "f", "g"])
     order = np.random.default_rng(0).permutation(len(P))
     mixed = chosen(P[order], LABELS[order], [IDS[i] for i in order])
@@ -413,7 +413,7 @@ def test_an_answer_at_the_threshold_is_trusted():
 
 
 def a_head(p, labels):
-    """A head that says these P of validation answers."""
+    """Return a head that gives validation answers these P."""
     return SettingHead(
         reads=(),
         config=FusionConfig(),
@@ -446,7 +446,7 @@ def test_decisions_are_certified_on_validation_and_counted_on_other_answers():
         assert precision.value == pytest.approx(right[decided].mean())
         assert precision.n == decided.sum()
         assert precision.ci_low < precision.value < precision.ci_high
-        assert precision.value > 0.75  # P means what it says
+        assert precision.value > 0.75  # P is calibrated
     never = measured["trust", 0.95, "precision"]
     assert never.value is None and "no P holds" in never.reason
     unsure = decision_rows(head, np.full(3000, 0.5), rows)
@@ -478,8 +478,8 @@ def test_a_head_with_doubts_decides_nothing_and_its_rows_and_words_say_why():
     assert {thresholds.decide(x) for x in p} == {("unknown", doubt)}
 
 
-def test_a_decision_leaves_out_each_question_once():
-    """Of two wordings the original is decided on, so it alone can be left out."""
+def test_a_question_left_out_of_decisions_is_counted_once():
+    """Only the original of two wordings is decided on, so only it can be left out."""
     twice = rows_of(np.arange(1200) % 2 == 0).take(np.repeat(np.arange(1200), 2))
     variants = np.tile(["original", "rewritten"], 1200)
     is_labelled = np.repeat(np.arange(1200) % 7 > 0, 2)
@@ -491,7 +491,7 @@ def test_a_decision_leaves_out_each_question_once():
     assert n_left_out > 0
 
 
-def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
+def test_shown_tokens_keep_their_numbers_if_first_rows_are_not_stored():
     tokenizer, ids = byte_fallback(), tuple(range(98, 110))  # the bytes a to l
     spans = dict(prompt_ids=ids[:10], token_ids=ids[10:], context_span=(6, 6))
     answer = an_answer(**spans)
@@ -502,7 +502,7 @@ def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared
     assert spared == whole[1:]  # what emitted the first one was not kept
 
 
-def test_the_tokens_that_are_shown_of_an_answer_are_its_text():
+def test_the_shown_tokens_of_an_answer_make_up_its_text():
     tokenizer, text = byte_fallback(), " Paris 🦇"
     prompt_ids, token_ids = (tuple(tokenizer(x)["input_ids"]) for x in ("who?", text))
     spans = dict(prompt_ids=prompt_ids, token_ids=token_ids, context_span=(0, 0))
@@ -512,7 +512,7 @@ def test_the_tokens_that_are_shown_of_an_answer_are_its_text():
     assert "".join(texts) == text and len(texts) == len(token_ids)
 
 
-def test_two_runs_stand_beside_the_papers_correlation_of_the_same_setting():
+def test_the_correlation_of_two_runs_is_shown_with_the_papers():
     ranked = {"closed_book": encoders(1), "with_context": encoders(2)}
     rows = sample_results()
     side = Side("run", rows, answered=(), validation=ranked, intervals=CONFIG)

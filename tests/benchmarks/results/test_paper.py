@@ -1,4 +1,4 @@
-"""The paper's numbers: as printed, beside a run's, and which order is the same."""
+"""The paper's numbers: as printed, compared with a run's, and whether orders agree."""
 
 import collections
 import tomllib
@@ -66,11 +66,11 @@ N_IN_TEXT = {
     "fig:attention-heads": 5,
     "app:cases": 1,
 }
-# Of contributions the figure, and so the text, has those with context alone.
+# The figure of contributions, and so the text, has only those with context.
 N_ORDERS = {"fig:complementarity": 8, "fig:boundary-band": 4, "fig:attention-heads": 1}
 RANKED = ("auroc", "auprc", "em", "f1")
 UNRANKED_ROWS = ("Random AUPRC (error rate)", "Late fusion (all)")
-# Controllers that the paper calls otherwise.
+# Controllers that have another name in the paper.
 OTHER_TITLES = {
     "No-RAG": "Never retrieve",
     "Vanilla RAG": "Always retrieve once",
@@ -79,31 +79,31 @@ OTHER_TITLES = {
 CELLS = read_ledger()
 
 
-def test_every_table_of_the_paper_is_there_with_all_its_numbers():
+def test_the_ledger_has_all_numbers_of_every_table_of_the_paper():
     printed = collections.Counter(c.table for c in CELLS if c.value is not None)
     assert printed == N_NUMBERS | N_IN_TEXT
     assert collections.Counter(c.table for c in CELLS if c.value is None) == N_ORDERS
 
 
 def place(cell, row=None):
-    """What tells one number of the paper from all others."""
+    """Return what distinguishes a number of the paper from all others."""
     return cell.table, cell.backbone, row or cell.row, cell.column, cell.metric
 
 
 PLACES = {place(cell) for cell in CELLS}
 
 
-def test_no_two_lines_are_the_same_number_of_the_paper():
+def test_no_number_of_the_paper_has_two_lines():
     assert len(PLACES) == len(CELLS)
 
 
-def test_the_wheel_takes_the_ledger_along():
+def test_the_wheel_includes_the_ledger():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     taken = project["tool"]["setuptools"]["package-data"]["beatrice.benchmarks.results"]
     assert "paper.jsonl" in taken
 
 
-def test_what_the_paper_marks_as_best_and_second_is_so_in_every_column():
+def test_numbers_marked_best_and_second_are_so_in_every_column():
     columns = collections.defaultdict(list)
     for cell in CELLS:
         if cell.metric in RANKED and cell.row not in UNRANKED_ROWS:
@@ -130,7 +130,7 @@ def page_of(*rows):
     return as_markdown(CELLS, beside(CELLS, results_of(rows)), [])
 
 
-def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
+def test_a_run_is_compared_only_by_the_same_detector_set_setting_and_metric():
     eval_set = ("popqa", "ood")
     matches = matches_of(row("champion", "closed_book", eval_set, "auprc", 0.25))
     assert {key[2:] for key in matches} == {
@@ -142,7 +142,7 @@ def test_a_run_stands_beside_the_same_detector_set_setting_and_metric_only():
     assert not matches_of(row(encoder("P"), "closed_book", eval_set, "auprc", 0.25))
 
 
-def test_every_controller_of_the_paper_stands_beside_the_same_one_of_a_run():
+def test_every_controller_of_the_paper_is_compared_with_the_runs_own():
     for table in ("pgir-application", "gemma-pgir"):
         cells = [cell for cell in CELLS if cell.table == table]
         assert all(cell.has_counterpart for cell in cells), table
@@ -156,7 +156,7 @@ def test_every_controller_of_the_paper_stands_beside_the_same_one_of_a_run():
     }
 
 
-def test_detectors_on_retrieved_passages_stand_beside_the_papers_own():
+def test_detectors_on_retrieved_passages_are_compared_with_the_papers():
     at = "with_context", (ALL_SETS, "ood"), "auroc"
     fields = {"experiment": RETRIEVED, "ci_low": 0.6, "ci_high": 0.9}
     ours, rival = (row(x, *at, 0.8, **fields) for x in ("champion", "saplma_mean"))
@@ -172,7 +172,7 @@ def test_detectors_on_retrieved_passages_stand_beside_the_papers_own():
     assert "329 numbers: they need rows of `beatrice transfer`" in page_of(gain)
 
 
-def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
+def test_a_note_says_if_a_set_held_out_by_the_paper_is_in_domain_here():
     at = ("main-detection", "BEATRICE", "With context, NQ", "auroc")
     inside = row("champion", "with_context", ("nq", "test"), "auroc", 0.7)
     outside = row("champion", "with_context", ("nq", "ood"), "auroc", 0.6)
@@ -182,19 +182,19 @@ def test_a_set_that_the_paper_held_out_may_be_in_domain_and_a_note_says_so():
     assert note in page_of(inside)
 
 
-def test_the_in_domain_sets_together_are_never_taken_for_held_out_ones():
+def test_pooled_in_domain_sets_never_count_as_held_out():
     pooled = row("champion", "closed_book", (IN_DOMAIN, "ood"), "auroc", 0.7)
     assert not matches_of(pooled)
 
 
-def test_an_undefined_number_is_shown_as_such_and_one_of_a_single_seed_not_at_all():
+def test_undefined_numbers_are_shown_and_those_of_single_seeds_are_not():
     eval_set = ("triviaqa", "ood")
     gone = undefined(row("tfidf", "closed_book", eval_set, "auroc", 0.5))
     assert "| TF-IDF + logistic regr. | .643 → n/a |" in page_of(gone)
     assert not matches_of(row("tfidf", "closed_book", eval_set, "auroc", 0.6, seed="1"))
 
 
-def test_a_gain_stands_beside_the_papers_with_its_interval():
+def test_a_gain_is_shown_with_its_interval_next_to_the_papers():
     fields = dict(experiment="paired", rival="hidden_only", p_value=0.5)
     fields |= dict(ci_low=-0.01, ci_high=0.03)
     gain = row("champion", "with_context", ("nq", "ood"), "auroc", 0.01, **fields)
@@ -220,7 +220,7 @@ def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
         assert matches["label-dist", *at].value == percent
 
 
-def test_of_the_experiments_is_told_what_differs_alone():
+def test_only_differences_between_the_experiments_are_listed():
     at = dict(table="t", backbone="b", row="r", column="c", detector="backbone")
     splits = ("train", "validation", "test", "ood")
     cells = [
@@ -237,7 +237,7 @@ def test_of_the_experiments_is_told_what_differs_alone():
     ]
 
 
-def test_every_table_is_told_of_with_what_differs_first():
+def test_the_page_lists_what_differs_and_every_table():
     differing = [("Backbone", "Qwen", "embedded")]
     page = as_markdown(CELLS, [], differing)
     assert "| Backbone | Qwen | embedded |" in page
@@ -245,7 +245,7 @@ def test_every_table_is_told_of_with_what_differs_first():
         assert f"* tab:{table}, {n} numbers: " in page
 
 
-# Which order is the same.
+# Whether orders agree.
 
 ANATOMY = [c for c in CELLS if c.experiment not in (None, RETRIEVED) or c.reason]
 
@@ -281,7 +281,7 @@ def test_every_number_of_the_anatomy_has_a_row_of_ours_or_a_reason():
         assert cell.has_counterpart != (cell.reason is not None), cell
 
 
-def test_what_is_compared_is_a_row_of_the_same_table():
+def test_a_number_is_compared_with_another_of_the_same_table():
     compared = {place(c, c.than) for c in CELLS if c.than is not None}
     # 36 + 20 of ablations, 20 + 9 + 12 of the anatomy, 4 of real retrieval.
     assert len([c for c in CELLS if c.than is not None]) == 101
@@ -296,7 +296,7 @@ def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
     assert "≥ -0.6" in page and "< -0.6" not in page  # a loss of at most .6
 
 
-def test_an_order_that_our_intervals_show_agrees_or_differs():
+def test_an_order_that_our_intervals_decide_agrees_or_differs():
     known = [flips("H", 0.6), flips("P", 0.1), flips("A", 0.8)]
     signs = only(known)
     assert signs["Prob", "Qwen3.5-9B"].verdict == "agrees"
@@ -313,7 +313,7 @@ def test_overlapping_intervals_leave_an_order_open():
     assert "intervals overlap" in signs["Prob", "Gemma 4 E4B"].cells[3]
 
 
-def test_the_papers_own_encoder_is_taken_where_a_run_has_it():
+def test_the_papers_own_encoder_is_used_if_a_run_has_it():
     rows = [flips("P", 0.1), flips("P", 0.2, families="HPA")]
     rate = [b for b in beside(CELLS, results_of(rows)) if b.paper.row == "Prob"]
     assert {b.value for b in rate} == {0.2}
@@ -331,13 +331,13 @@ NOT_ABOVE_ZERO = "anatomy_heads", encoder("HPRA"), "moved_more_by_top_heads"
         (ABOVE_ZERO, -0.1, 0.5, "cannot be told"),
         (ABOVE_ZERO, -0.5, -0.1, "differs"),
         (ABOVE_ZERO, None, None, "no interval"),
-        # No more than random heads: less, or not told apart.
+        # At most as much as random heads: less, or no clear difference.
         (NOT_ABOVE_ZERO, -0.2, 0.1, "agrees"),
         (NOT_ABOVE_ZERO, -0.2, -0.1, "agrees"),
         (NOT_ABOVE_ZERO, 0.1, 0.2, "differs"),
     ],
 )
-def test_a_number_has_the_papers_sign_where_its_interval_says_so(
+def test_a_number_has_the_papers_sign_if_its_interval_says_so(
     names, low, high, verdict
 ):
     value = 0.2 if low is None else (low + high) / 2
@@ -357,7 +357,7 @@ def test_a_number_has_the_papers_sign_where_its_interval_says_so(
         (-0.02, 0.01, "cannot be told"),
     ],
 )
-def test_a_loss_of_at_most_so_much_is_compared_with_that_bound(low, high, verdict):
+def test_a_loss_with_an_upper_bound_is_compared_with_that_bound(low, high, verdict):
     name, against = encoder("HPRA")._replace(span="context"), encoder("HPRA")
     value = (low + high) / 2
     row = of_run("anatomy_spans", name, "auroc", value, low, high, rival=against)
@@ -366,7 +366,7 @@ def test_a_loss_of_at_most_so_much_is_compared_with_that_bound(low, high, verdic
     assert ("covers the bound" in sign.cells[3]) == (verdict == "cannot be told")
 
 
-def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
+def test_a_paired_difference_is_preferred_and_has_the_papers_direction():
     rows = [
         of_run("detection", name, "auroc", value, value - 0.05, value + 0.05)
         for name, value in (("champion", 0.9), ("hidden_only", 0.88))
@@ -378,7 +378,7 @@ def test_a_paired_difference_is_preferred_and_turned_the_papers_way():
     assert signs["Hidden-only", "Qwen3.5-9B"].verdict == "agrees"
 
 
-def test_what_the_paper_has_equal_or_ours_undefined_is_not_compared():
+def test_equal_numbers_of_the_paper_and_undefined_ones_are_not_compared():
     at = dict(setting="with_context", dataset=IN_DOMAIN, split="test")
     at |= dict(table="t", backbone="b", column="c", metric="auroc", value=0.5)
     cells = [
@@ -414,7 +414,7 @@ def gains_in(rows):
     return {row.metric: row.value for row in both}
 
 
-def test_a_pair_gains_what_it_has_more_than_its_better_member():
+def test_the_gain_of_a_pair_is_over_its_better_member():
     pairs = {"a": (0.3, 0.1), "b": (-0.2, 0.2), "c": (0.04, 0.05)}
     gains = gains_in(
         pair_gain(value, rival, dataset=name, split="ood")
@@ -425,7 +425,7 @@ def test_a_pair_gains_what_it_has_more_than_its_better_member():
     assert wanted.items() <= gains.items()
 
 
-def test_in_domain_sets_are_counted_together_alone_among_the_gains():
+def test_gains_count_in_domain_sets_only_together():
     places = ({}, {"dataset": "a"}, {"dataset": "c"}, {"dataset": "b", "split": "ood"})
     assert gains_in(pair_gain(0.1, "P", **place) for place in places)["gains"] == 2
 
@@ -454,7 +454,7 @@ def test_the_ledger_names_what_has_no_number_here_and_why():
 
 
 GAINS = ("significance", "champion-vs-hidden")
-OTHERWISE = {  # what our rows measure otherwise than which lines
+OTHERWISE = {  # words for what our rows measure differently, and in which lines
     "every wording": lambda c: c.setting == "with_context" and c.table in GAINS,
     "placements": lambda c: c.metric in OF_AN_INTERVAL and c.table in GAINS,
     "`sequences`": lambda c: (c.detector, c.metric) == ("seakr", "generations"),
@@ -464,6 +464,6 @@ OTHERWISE = {  # what our rows measure otherwise than which lines
 
 
 @pytest.mark.parametrize("words", OTHERWISE)
-def test_what_is_measured_otherwise_than_in_the_paper_says_how(words):
+def test_numbers_measured_differently_from_the_paper_say_how(words):
     cells = [cell for cell in CELLS if OTHERWISE[words](cell)]
     assert cells and all(words in (cell.departs or "") for cell in cells)

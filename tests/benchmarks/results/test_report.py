@@ -86,7 +86,7 @@ def tags(page):
     return outline(page)
 
 
-def test_the_page_asks_for_nothing_from_outside(page, tags):
+def test_the_page_loads_nothing_from_outside(page, tags):
     assert "http:" not in page and "https:" not in page and "@import" not in page
     for tag, attributes in tags:
         assert tag not in {"link", "img", "iframe", "object"}
@@ -117,20 +117,20 @@ def test_the_same_run_gives_the_same_bytes_again(page):
     assert render_report(whole_report()) == page
 
 
-def test_markup_in_questions_answers_and_facts_is_text(page):
+def test_markup_in_questions_answers_and_facts_is_escaped(page):
     assert MARKUP not in page and page.count("<script") == 1  # its own
     assert page.count("&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;") >= 2
     assert "&lt;i&gt;Osk&lt;/i&gt;" in page
 
 
-def test_the_anatomy_is_on_the_page_and_its_cases_are_text(page):
+def test_the_anatomy_is_on_the_page_and_its_cases_are_escaped(page):
     section = re.search(r'id="anatomy">.*?</section>', page, re.DOTALL).group()
     assert 'class="empty"' not in section and section.count("<svg") == 18
     assert "<script>" not in section and "&lt;script&gt;" in section
     assert "+.709†</span>" in section  # what the largest heads move more than others
 
 
-def test_what_everybody_understands_is_open_and_the_rest_is_folded(tags):
+def test_the_main_sections_are_open_and_the_others_are_folded(tags):
     assert [a["id"] for tag, a in tags if tag == "section" and "id" in a] == SECTIONS
     assert [a["id"] for tag, a in tags if a.get("class") == "fold"] == FOLDS
     links = [a["href"][1:] for tag, a in tags if tag == "a"]
@@ -185,7 +185,7 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
     assert second.startswith("beatrice trusts none of the answers from memory")
 
 
-def test_the_headline_says_which_answers_are_distrusted_and_how_often_rightly():
+def test_the_headline_says_how_many_answers_are_distrusted_and_how_rightly():
     def decisions(setting, **values):
         about = dict(experiment="decision", kind="distrust", wanted=0.9)
         at = "champion", setting, POOLED
@@ -205,19 +205,19 @@ def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
     assert "The 95 % interval of one bar is about ±.030." in page
 
 
-def test_a_calibration_that_made_it_worse_is_said_where_chance_does_not_explain_it():
+def test_worse_calibration_is_reported_unless_chance_explains_it():
     errors = {"ece_raw": 0.02, "ece_calibrated": 0.04}
     raw = replace(PARTS["reliability"]["closed_book"], **errors)
-    for chance, is_said in ((0.03, True), (0.05, False), (None, False)):
+    for chance, is_reported in ((0.03, True), (0.05, False), (None, False)):
         curves = replace(raw, ece_by_chance=chance)
         (_, _, detail), *_ = numbers(results_of([]), {"closed_book": curves})
-        assert ("worse than the .020 before" in detail) == is_said
+        assert ("worse than the .020 before" in detail) == is_reported
         assert (f"; up to .0{100 * (chance or 0):.0f}0 is chance" in detail) == bool(
             chance
         )
 
 
-def test_too_few_answers_are_said_once():
+def test_too_few_answers_are_reported_at_the_top_and_above_the_answers():
     about = dict(dataset="d", split="train", variant="original", n=400)
     counts = [
         about | dict(setting=setting, n_correct=n)
@@ -232,7 +232,7 @@ def test_too_few_answers_are_said_once():
     assert "This run cannot tell" not in page
 
 
-def test_how_much_too_good_validation_looks_is_told_beside_the_selection(page):
+def test_how_much_too_good_validation_looks_is_shown_with_the_selection(page):
     assert "too good validation looks" not in page
     fields = dict(experiment="optimism", ci_low=-0.05, ci_high=0.09)
     gap = row("champion", "with_context", POOLED, "auroc_gap", 0.0217, **fields)
@@ -261,7 +261,7 @@ def test_an_undefined_encoder_is_named_below_its_figure():
         assert "HP is undefined: no seed ran." in picture.caption
 
 
-def test_tokens_carry_their_signals(page):
+def test_tokens_show_their_signals_as_titles(page):
     assert re.search(
         r'class="p\d" title="p 0\.\d{3}, surprisal \d\.\d\d nats, '
         r'entropy \d\.\d\d nats, margin 0\.\d\d"',
@@ -269,7 +269,7 @@ def test_tokens_carry_their_signals(page):
     )
 
 
-def test_answers_to_look_at_are_all_there_some_at_once():
+def test_some_answers_are_shown_at_once_and_the_others_folded():
     sets = [
         replace(shown, kinds=[replace(k, answers=3 * k.answers) for k in shown.kinds])
         for shown in PARTS["shown"]
@@ -294,7 +294,7 @@ def test_the_surest_answer_is_the_first_that_is_right_and_trusted():
     assert surest([replace(shown, kinds=others)]) is None
 
 
-def test_the_next_steps_are_lines_that_a_shell_takes():
+def test_the_next_steps_can_be_pasted_into_a_shell():
     shown = PARTS["shown"]
     tables, *score = next_steps(Path("my runs/demo"), shown)
     assert shlex.split(tables)[2:5] == ["beatrice", "report", "my runs/demo"]
@@ -318,7 +318,7 @@ def test_tints_follow_the_probability():
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-def test_texts_of_answers_have_each_the_direction_of_their_script(has_tokens):
+def test_every_text_of_an_answer_has_its_scripts_direction(has_tokens):
     control, text = PARTS["control"], "תשובה"
     draft = control.cases[0].drafts[0]
     tokens = [replace(draft.tokens[-1], text=text)] if has_tokens else []
@@ -331,7 +331,7 @@ def test_texts_of_answers_have_each_the_direction_of_their_script(has_tokens):
 
 
 @pytest.mark.parametrize("answer", ["", "\n"])
-def test_an_answer_without_a_word_is_named_so_on_the_page(answer):
+def test_a_blank_answer_is_marked_as_no_answer(answer):
     case = PARTS["control"].cases[0]
     draft = case.drafts[0]
     blank = replace(draft.tokens[-1], text="\n")
@@ -369,7 +369,7 @@ def test_the_frontier_is_a_mean_over_the_same_datasets_at_every_budget():
         frontier_curve(PARTS["control"].frontier[:-1])
 
 
-def test_accuracy_of_several_in_domain_sets_is_shown_together_too():
+def test_accuracy_of_several_in_domain_sets_is_also_shown_together():
     names = ("dataset", "split", "setting", "variant", "n", "n_correct")
     counts = [
         ("a", "test", "closed_book", "original", 10, 3),

@@ -1,4 +1,4 @@
-"""The table of rivals: which lead or lag is sure, and what each of them costs."""
+"""The table of rivals: which leads and lags are significant, and what rivals cost."""
 
 import msgspec
 import numpy as np
@@ -50,7 +50,7 @@ def test_holm_gives_the_textbook_values():
 
 
 def column(eval_set, setting="closed_book", **rivals):
-    """One set: the AUROC of each rival, and p of the lead over it."""
+    """Return rows of a set; a rival is given as its AUROC and the p of the lead."""
     at = setting, eval_set, "auroc"
     rows = [row("champion", *at, 0.9)]
     for name, (auroc, p_value) in rivals.items():
@@ -69,18 +69,18 @@ def rivals(compared):
     return [lead.rival.detector for lead in compared]
 
 
-def test_the_strongest_rival_is_chosen_anew_in_each_column():
+def test_each_column_has_its_own_strongest_rival():
     rows = column(POOLED, tfidf=(0.8, 0.01), perplexity=(0.7, 0.01))
     rows += column(OUTSIDE, tfidf=(0.6, 0.01), perplexity=(0.7, 0.02))
     assert rivals(leads_of(rows)) == ["tfidf", "perplexity"]
 
 
-def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set():
-    # The same score for every answer has half of everything, and is no rival.
+def test_every_detector_that_counts_as_a_rival_is_compared():
+    # A detector with the same score for every answer is not a rival.
     assert {x for x in DETECTORS if is_rival(x.detector)} <= set(COMPARED)
 
 
-def test_own_encoders_and_controls_are_no_rivals():
+def test_own_encoders_and_controls_are_not_rivals():
     names = "champion hidden_only encoder late_fusion_all majority permuted_labels"
     assert not any(map(is_rival, names.split())) and is_rival("probe")
     rows = column(POOLED, hidden_only=(0.89, 0.5), tfidf=(0.6, 0.01))
@@ -88,14 +88,14 @@ def test_own_encoders_and_controls_are_no_rivals():
     assert rivals(leads_of(rows, "hidden_only")) == ["hidden_only"]
 
 
-def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_silence():
+def test_a_stronger_detector_without_a_pair_is_named_as_uncompared():
     (lead,) = leads_of(column(POOLED, sep=(0.95, None), tfidf=(0.6, 0.01)))
     assert (lead.rival, lead.uncompared) == (Subject("tfidf"), (Subject("sep"),))
     assert "sep" in lead_counts([lead]).values()
 
 
 def partial_rival(gap, n=100):
-    """A column where `sep` has scores of n easy answers of 398, and .88 there."""
+    """Return a column; `sep` scores n easy answers of 398, with an AUROC of .88."""
     at = "closed_book", POOLED, "auroc"
     fields = dict(experiment="paired", rival="sep", p_value=0.01, n=n)
     rows = column(POOLED, tfidf=(0.85, 0.01))
@@ -103,12 +103,12 @@ def partial_rival(gap, n=100):
     return [*rows, row("sep", *at, 0.88, n=n), row("champion", *at, gap, **fields)]
 
 
-def test_the_strongest_rival_is_so_on_the_answers_that_both_have_scores_for():
+def test_the_strongest_rival_is_found_on_answers_that_both_have_scores_for():
     assert rivals(leads_of(partial_rival(0.07))) == ["tfidf"]
     assert rivals(leads_of(partial_rival(-0.02))) == ["sep"]
 
 
-def test_a_line_of_fewer_answers_says_so_in_both_spellings_and_others_do_not():
+def test_only_a_line_of_fewer_answers_says_so_in_markdown_and_latex():
     results = results_of(partial_rival(-0.2))
     spelled = leads_as_markdown(results), leads_as_latex(results)
     where = "Closed-book, all in-domain, 100 of 398 answers"
@@ -126,7 +126,7 @@ LABELS, NOISE = RNG.random(600) < 0.5, RNG.normal(size=(2, 600))
 
 
 def lead_of(scores):
-    """The lead of the first over the second, on test answers of `LABELS`."""
+    """Return the lead of the first over the second, on test answers of `LABELS`."""
     names, rows = ("champion", "tfidf"), rows_of(LABELS, splits=["test"] * len(LABELS))
     scored = [Scored(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)]
     config, pairs = BootstrapConfig(n_resamples=1000), {"paired": [names]}
@@ -149,7 +149,7 @@ def test_both_aurocs_are_of_the_answers_that_both_have_scores_for(n_ours, n_thei
     assert lead.n == len(labels[common])
 
 
-def test_the_correction_runs_over_all_columns_of_both_settings():
+def test_the_correction_covers_all_columns_of_both_settings():
     columns = [
         column(eval_set, setting, tfidf=(0.8, 0.02))
         for setting in SETTINGS
@@ -162,7 +162,7 @@ def test_the_correction_runs_over_all_columns_of_both_settings():
     assert alone.is_sure
 
 
-def test_an_undefined_difference_takes_no_part_in_the_correction():
+def test_an_undefined_difference_is_left_out_of_the_correction():
     rows = column(POOLED, hidden_only=(0.8, 0.02))
     champion, _, gain = column(OUTSIDE, hidden_only=(0.8, 0.02))
     first, second = leads_of([*rows, champion, undefined(gain)], "hidden_only")
@@ -171,20 +171,20 @@ def test_an_undefined_difference_takes_no_part_in_the_correction():
     assert lead_counts([first, second])["Columns compared"] == "1"
 
 
-def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
+def test_a_significant_lag_is_counted_as_a_lag():
     numbers = lead_counts(leads_of(column(POOLED, tfidf=(0.95, 0.001))))
     leads_name = "Significant leads (Holm p < .05)"
     assert (numbers[leads_name], numbers["Significant lags"]) == ("0", "1")
 
 
-def test_single_in_domain_sets_are_no_columns_beside_their_pool():
+def test_single_in_domain_sets_have_no_column_next_to_their_pool():
     places = [lead.place for lead in leads(sample_results(), "strongest")]
     assert len(places) == 8
     assert {p.dataset for p in places if p.split == "test"} == {IN_DOMAIN}
     assert all(p.split != "validation" for p in places)
 
 
-def test_seeds_stand_beside_the_questions():
+def test_the_spread_of_seeds_is_shown_with_the_interval_of_questions():
     rows = column(POOLED, tfidf=(0.8, 0.02))
     for seed, value in enumerate((0.89, 0.9, 0.91)):
         rows.append(msgspec.structs.replace(rows[0], seed=str(seed), value=value))
@@ -193,7 +193,7 @@ def test_seeds_stand_beside_the_questions():
     assert cells_of(lead)[-1] == ".010, questions ±.030"
 
 
-def test_both_spellings_have_every_column_and_mark_what_is_sure():
+def test_markdown_and_latex_have_every_column_and_mark_what_is_significant():
     results = results_of(column(POOLED, tfidf=(0.8, 0.002), hidden_only=(0.85, 0.5)))
     markdown, latex = leads_as_markdown(results), leads_as_latex(results)
     assert markdown.count("| Closed-book, all in-domain |") == 2
@@ -203,7 +203,7 @@ def test_both_spellings_have_every_column_and_mark_what_is_sure():
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.0, -0.9])
-def test_a_planted_lead_is_sure_and_equals_are_not(strength):
+def test_a_planted_lead_or_lag_is_significant_and_a_tie_is_not(strength):
     """The champion sees more of the truth than its rival by so much."""
     lead = lead_of(LABELS * np.array([[1.0 + strength], [1.0]]) + NOISE)
     assert lead.is_sure == bool(strength)
@@ -220,7 +220,7 @@ def test_a_damaged_record_of_costs_says_what_writes_it_again(tmp_path):
         read_costs(path)
 
 
-def test_the_better_ones_come_first_and_the_unmeasured_last():
+def test_costs_are_sorted_by_auroc_with_unmeasured_ones_last():
     unknown = msgspec.structs.replace(JUDGED[0], name="nobody")
     ranked = measured([unknown, *JUDGED], RESULTS)
     aurocs = [auroc for _, auroc in ranked]
@@ -229,7 +229,7 @@ def test_the_better_ones_come_first_and_the_unmeasured_last():
 
 
 def closed_book_costs(costs):
-    """The cells of the closed-book table by title and head."""
+    """Return the cells of the closed-book table by title and head."""
     cells = cost_tables(costs, RESULTS)["Closed-book"]
     return {line[0]: dict(zip(COST_HEADS, line, strict=True)) for line in cells}
 
@@ -266,7 +266,7 @@ def test_a_cost_has_no_exponent(value, seconds, tokens):
     assert (line["Seconds per question"], line["Extra tokens"]) == (seconds, tokens)
 
 
-def test_a_figure_stands_where_costs_differ_and_has_every_point():
+def test_a_figure_is_drawn_only_if_costs_differ():
     pictures = cost_pictures(JUDGED, RESULTS, SELECTION)
     assert len(pictures) == 6
     same = [msgspec.structs.replace(x, n_forwards=1) for x in JUDGED]
@@ -279,7 +279,7 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
 
 
 @pytest.mark.parametrize("names", [["[HP]", "(A)"], ["[HP]", "[A]"]])
-def test_one_pass_gives_all_signals_where_no_member_reads_a_closed_book_answer(names):
+def test_one_pass_gives_all_signals_if_no_member_reads_closed_book_answers(names):
     selection = SELECTION | {"with_context": {"selected": names}}
     pictures = cost_pictures(JUDGED, RESULTS, selection)
     for picture in pictures:
@@ -296,7 +296,7 @@ def test_one_pass_gives_all_signals_where_no_member_reads_a_closed_book_answer(n
         ("n_new_tokens", "Extra tokens", "tokens generated"),
     ],
 )
-def test_what_was_not_measured_has_a_dash_and_no_point(field, head, word):
+def test_an_unmeasured_cost_has_a_dash_and_no_point(field, head, word):
     first, *others = JUDGED
     unmeasured = [msgspec.structs.replace(first, **{field: None}), *others]
     assert closed_book_costs(unmeasured)[first.title][head] == "–"
@@ -308,13 +308,13 @@ def test_what_was_not_measured_has_a_dash_and_no_point(field, head, word):
         )
 
 
-def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
+def test_a_detector_of_drawn_answers_counts_as_sampled_even_if_trained():
     cost = msgspec.structs.replace(JUDGED[0], is_trained=True)
     assert kind_of(cost) == "trained"
     assert kind_of(msgspec.structs.replace(cost, needs=("samples",))) == "sampled"
 
 
-def test_rivals_go_by_their_titles():
+def test_rivals_are_named_by_their_titles():
     assert titles_of(JUDGED)[Subject("tfidf")] == "Rival tfidf"
     compared = leads(RESULTS, "strongest")
     titles = {lead.rival: f"Rival {lead.rival.detector}" for lead in compared}

@@ -63,7 +63,7 @@ def auroc(name, value, eval_set=TEST, **changes):
 
 
 def table_of(values, eval_set=TEST, metrics=("auroc",)):
-    """Rows of one set; the values by detector."""
+    """Return rows of one set; the values are given by detector."""
     return results_of(
         auroc(name, value, eval_set, metric=metric)
         for name, value in values.items()
@@ -106,7 +106,7 @@ def test_rows_are_found_by_value_absence_and_membership():
         find(results, detector="encoder")
 
 
-def test_a_pivot_takes_what_line_column_and_part_name_and_nothing_else():
+def test_a_pivot_takes_exactly_the_rows_that_line_and_column_name():
     rows = [
         auroc(encoder("HP"), 0.1, family=family, head=head)
         for family, head in (("H", None), ("P", None), ("H", 3))
@@ -129,7 +129,7 @@ def test_columns_are_test_then_held_out_in_either_setting():
     ]
 
 
-def test_all_in_domain_sets_together_come_first_where_there_are_several():
+def test_all_in_domain_sets_together_come_first_if_there_are_several():
     rows = sample_rows()
     microworld = [r for r in rows if r.dataset == "microworld"]
     other = [msgspec.structs.replace(r, dataset="musique") for r in microworld]
@@ -147,7 +147,7 @@ def test_all_in_domain_sets_together_come_first_where_there_are_several():
     assert closed == context == [IN_DOMAIN, "microworld", "musique", *held_out]
 
 
-def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
+def test_a_difference_has_a_sign_a_mark_if_it_is_clear_and_no_rank():
     gains = (("perplexity", 0.05, 0.01), ("tfidf", -0.01, 0.6))
     rows = [
         auroc("champion", gain, experiment="paired", rival=rival, p_value=p_value)
@@ -168,7 +168,7 @@ def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
 
 
 @pytest.mark.parametrize("metric", CHANGES)
-def test_a_difference_within_a_detector_has_sign_and_mark_too(metric):
+def test_a_change_within_a_detector_has_a_sign_and_a_mark_too(metric):
     rows = [auroc(*x, metric=metric) for x in (("a", 0.05), ("b", 0.01), ("c", -0.2))]
     lines = [(row.detector, {"detector": row.detector}) for row in rows]
     table = pivot(results_of(rows), "x", lines, [(Column("g", "c"), {})])
@@ -178,14 +178,14 @@ def test_a_difference_within_a_detector_has_sign_and_mark_too(metric):
         assert "+.010" in text and f"+.010{mark}" not in text, text
 
 
-def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
+def test_pgir_is_compared_with_each_controller_on_sets_and_their_mean():
     table = paired_table(sample_results(), "controller_paired")
     assert table.columns[-1][1:] == ("macro", "mean of sets")
     assert len(table.lines) == 3 and len(table.columns) == 5
     assert all(len(cell) == 2 for line in table.lines for cell in line.cells)
 
 
-def test_lines_are_the_known_detectors_then_those_with_a_title_and_then_the_others():
+def test_known_detectors_come_first_then_titled_ones_then_the_others():
     rows = [auroc("saplma", 0.8), auroc("saplma_last", 0.8), *sample_rows()]
     titles = {Subject("saplma_last"): "SAPLMA (last token)"}
     others = [*titles.values(), "saplma"]
@@ -206,7 +206,7 @@ def test_seeds_and_validation_rows_are_left_out():
         ((0.7, 0.9, 0.8), (None, "best", "second")),
         ((0.9001, 0.9004, 0.8), ("best", "best", "second")),  # equal printed digits
         ((0.0, None, -0.1), ("best", None, "second")),  # zero is a value
-        ((0.9,), (None,)),  # a line alone is not called best
+        ((0.9,), (None,)),  # a single line is not marked as best
     ],
 )
 def test_best_and_second_are_marked_by_the_printed_digits(values, wanted):
@@ -234,7 +234,7 @@ def test_controls_and_span_decisions_have_their_own_tables():
     assert labels(spans) == list(SPAN_DECISIONS.values())
 
 
-def test_a_controller_or_judge_of_ones_own_is_in_the_tables_by_its_id():
+def test_a_users_controller_or_judge_is_listed_by_its_id():
     own, eval_set = "judge:my_search:stands", ("macro", "evaluated")
     fields = dict(experiment="controller_macro")
     rows = [row(x, "both", eval_set, "em", 0.5, **fields) for x in ("pgir", own)]
@@ -245,7 +245,7 @@ def test_a_controller_or_judge_of_ones_own_is_in_the_tables_by_its_id():
     assert labels(paired_table(results, "controller_paired")) == [own]
 
 
-def test_controllers_have_macro_means_and_a_cost_and_bounds_no_rank():
+def test_controllers_have_macro_means_and_costs_and_bounds_have_no_rank():
     table = controller_table(sample_results())
     assert [c.label for c in table.columns[-2:]] == ["macro", "generations"]
     *_, pgir, bound = table.lines
@@ -253,14 +253,14 @@ def test_controllers_have_macro_means_and_a_cost_and_bounds_no_rank():
     assert pgir.is_ours and {line.cells[-1][0].rank for line in table.lines} == {None}
 
 
-def test_of_many_columns_each_stands_beside_the_detectors_names():
+def test_every_block_of_a_wide_table_repeats_the_detectors_names():
     sets = [(f"set number {i}", "test") for i in range(7)]
     rows = [auroc(x, 0.5, place) for x in ("champion", "perplexity") for place in sets]
     text = as_text(detection_table(results_of(rows)), width=100)
     blocks = [block for block in text.split("Detector") if "─" in block]
-    assert 1 < len(blocks) < len(sets)  # as many columns in each as find room
+    assert 1 < len(blocks) < len(sets)  # as many columns in each as fit
     assert max(map(len, text.splitlines())) <= 100
-    for name in ("champion", "perplexity"):  # a name may go on below
+    for name in ("champion", "perplexity"):  # a name may be wrapped
         word = DETECTORS[Subject(name)].split()[0]
         assert all(word in block for block in blocks)
     assert all(text.count(name) == 1 for name, _ in sets)
@@ -305,7 +305,7 @@ def test_numbers_have_three_decimals_and_no_leading_zero(value, fields, text):
     assert number(value, **fields) == text
 
 
-# What is taken away.
+# Ablations.
 
 
 def test_the_papers_seven_variants_are_in_its_order():
@@ -315,7 +315,7 @@ def test_the_papers_seven_variants_are_in_its_order():
     assert len(table.columns) == 8  # four sets in both settings
 
 
-def test_the_reference_takes_no_rank_and_takes_none_away():
+def test_the_reference_has_no_rank_and_does_not_change_the_others():
     values = {"hidden_only": 0.7, "late_fusion_all": 0.95, "champion": 0.9}
     rows = [auroc(*item) for item in values.items()]
     rows.append(auroc(WITHOUT_HIDDEN, 0.8, experiment="ablation"))
@@ -327,14 +327,14 @@ def test_the_reference_takes_no_rank_and_takes_none_away():
     }
 
 
-def test_rows_of_evaluate_alone_make_no_ablation():
+def test_rows_of_detection_make_no_ablation_table():
     results = where(sample_results(), experiment="detection")
     for titles in (FEATURES, FAMILY_VARIANTS, SPAN_VARIANTS):
         assert ablation_table(results, titles, "x").lines == ()
     assert exhaustive(results).lines == ()
 
 
-def test_a_span_that_a_setting_lacks_is_not_measured():
+def test_a_span_that_a_setting_lacks_has_no_value():
     table = ablation_table(sample_results(), SPAN_VARIANTS, "Dropped span")
     assert labels(table) == list(SPAN_VARIANTS.values()) and len(SPAN_VARIANTS) == 14
     for line in table.lines:
@@ -342,7 +342,7 @@ def test_a_span_that_a_setting_lacks_is_not_measured():
         assert lacks == [line.label.startswith("Context")] * 4 + [False] * 4
 
 
-def test_ranked_sets_are_shown_where_they_were_chosen_too():
+def test_ranked_sets_are_also_shown_on_validation():
     columns = exhaustive(sample_results()).columns
     assert [c.detail for c in columns[:3]] == ["validation", "test", "held out"]
 
@@ -380,14 +380,14 @@ def test_the_page_shows_the_two_best_published_detectors_and_no_probe_of_ours():
     assert set(labels(shown)) == {"BEATRICE (selected encoders)", "sep", "ptrue"}
 
 
-def test_rows_alone_name_baselines_alike_in_text_and_markdown():
+def test_text_and_markdown_give_baselines_the_same_titles():
     rows = [auroc(name, 0.5, POOLED) for name in catalogue()]
     text, markdown = rows_table(rows, "detectors"), rows_as_markdown(rows)
     for detector in catalogue().values():
         assert f"\n {detector.title} " in text and f"\n| {detector.title} |" in markdown
 
 
-def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
+def test_guessing_has_the_share_of_wrong_answers_as_auprc_and_no_rank():
     values = {"champion": 0.7, "tfidf": 0.6, "majority": 0.9}
     first, second, _ = panorama_table(table_of(values, POOLED, BOTH)).lines
     ((auroc, auprc),) = first.cells
@@ -426,7 +426,7 @@ def test_retrieved_passages_have_a_panorama_of_every_set_and_of_all_together():
     assert "retrieved" not in named_tables(results_of(elsewhere))
 
 
-def test_best_is_bold_and_second_underlined_in_both_spellings():
+def test_best_is_bold_and_second_underlined_in_markdown_and_latex():
     values = {"champion": 0.7, "tfidf": 0.8, "sep": 0.6}
     table = panorama_table(table_of(values, POOLED, BOTH))
     markdown, latex = as_markdown(table), as_latex(table)
@@ -436,7 +436,7 @@ def test_best_is_bold_and_second_underlined_in_both_spellings():
     assert r"sep & .600/.600 \\" in latex
 
 
-def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
+def test_measured_and_left_out_answers_are_counted_and_noted():
     rows = [
         auroc(name, value, POOLED, metric=metric, n=n, n_failed=1400 - n)
         for name, value, n in (("champion", 0.7, 1390), ("sep", 0.6, 1300))
@@ -452,7 +452,7 @@ def test_what_is_measured_and_what_is_left_out_is_counted_and_noted():
     assert "| x | n/a<sup>3</sup>/– |" in text and "3. one class only" in text
 
 
-def test_letters_with_a_meaning_are_escaped_in_either_spelling():
+def test_special_characters_are_escaped_in_markdown_and_latex():
     name = r"P(a|b) of {c}^2 \d ~ $5"
     table = detection_table(table_of({name: 0.9}))
     (line,) = (x for x in as_markdown(table).splitlines() if "P(a" in x)
@@ -472,7 +472,7 @@ def test_letters_with_a_meaning_are_escaped_in_either_spelling():
         (r"a\|b|c", r"a\\\|b\|c"),  # Markdown: a backslash, and two bars in one cell
     ],
 )
-def test_a_title_is_text_in_markdown_wherever_it_stands(title, shown):
+def test_a_title_is_plain_text_everywhere_in_markdown(title, shown):
     rows = [auroc("champion", 0.8, POOLED), auroc("mine", 0.9, POOLED)]
     results = results_of([*rows, undefined(auroc("gone", 0.9, POOLED), title)])
     titles = {Subject("mine"): title}
