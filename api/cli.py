@@ -386,14 +386,14 @@ def _readable_again(file: Path) -> Iterator[Path]:
     if is_stdin and sys.stdin is None:
         raise click.UsageError("--file -: standard input is closed; give a file")
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / ("stdin" if is_stdin else file.name)
-        with click.open_file(str(file), "rb") as source, copy.open("wb") as target:
+        copied = Path(folder) / ("stdin" if is_stdin else file.name)
+        with click.open_file(str(file), "rb") as source, copied.open("wb") as target:
             shutil.copyfileobj(source, target)
         try:
-            yield copy
+            yield copied
         except ValueError as error:
             typed = "standard input" if is_stdin else str(file)
-            raise ValueError(str(error).replace(str(copy), typed)) from error
+            raise ValueError(str(error).replace(str(copied), typed)) from error
 
 
 def _check_different(files: Mapping[str, Path | None]) -> None:

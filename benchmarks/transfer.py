@@ -684,7 +684,7 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         run_stage(TRANSFER, run, progress)
     if failed:
         raise ValueError(
-            f"{len(failed)} of {len(questions)} questions got no passages and are "
-            f"counted as failed (the first: {next(iter(failed.values()))}); run the "
-            "same command again to search for them"
+            f"no passages for {len(failed)} of {len(questions)} questions, which count "
+            f"as failed (the first: {next(iter(failed.values()))}); run the same "
+            "command again to search for them"
         )

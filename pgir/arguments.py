@@ -160,11 +160,11 @@ def as_path(value: Any, name: str) -> Path:
 def as_ids(value: Any, name: str) -> tuple[int, ...]:
     """Return whole numbers, such as token ids, from a list, an array or a tensor."""
     values = value.tolist() if hasattr(value, "tolist") else value
-    is_list = isinstance(values, (list, tuple)) and all(
-        isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in values
-    )
-    if not is_list:
+    if not isinstance(values, (list, tuple)):
         raise argument_error(name, "a list of whole numbers", value)
+    for i, n in enumerate(values):
+        if not isinstance(n, numbers.Integral) or isinstance(n, bool):
+            raise argument_error(f"{name}[{i}]", "a whole number", n)
     return tuple(int(n) for n in values)
 
 

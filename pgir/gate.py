@@ -419,7 +419,7 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
     Args:
       gate: an open gate.
       engine: any query engine. Its answer is kept if it scores better and has a source
-        node; then so is its metadata. The metadata's `reason` is that of `Kept`.
+        node; then so is its metadata. `reason` there is that of `Kept` or `Draft`.
     """
     with _pipelines():
         from llama_index.core.base.response.schema import (
@@ -430,8 +430,8 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
         from llama_index.core.schema import MetadataMode
 
     def draft_response(draft: Draft) -> Response:
-        facts = {"p_correct": draft.p_correct, "is_grounded": False}
-        return Response(response=draft.answer, metadata=facts)
+        facts = {"p_correct": draft.p_correct, "reason": draft.reason}
+        return Response(response=draft.answer, metadata={**facts, "is_grounded": False})
 
     def kept_response(draft: Draft, reply: Any) -> Response:
         mode = MetadataMode.LLM  # a node as the engine's model reads it

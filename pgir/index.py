@@ -181,7 +181,7 @@ class TextEncoder:
         if n_positions is not None and config.max_tokens > n_positions:
             raise ValueError(
                 f"{config.path} reads texts of at most {n_positions} tokens, not "
-                f"{config.max_tokens}; give --set max_tokens={n_positions} or less"
+                f"{config.max_tokens}; give max_tokens={n_positions} or less"
             )
 
     def encode(

@@ -64,7 +64,7 @@ class RetrievalServer(ThreadingHTTPServer):
         except OSError as error:
             raise ValueError(
                 f"cannot listen on {host}:{port}: {error.strerror}; give another host "
-                "or port (--set port=0 takes a free one)"
+                "or port (port 0 takes a free one)"
             ) from error
 
     def server_close(self) -> None:

@@ -613,7 +613,10 @@ def open_corpus_retrieval(
     if retriever == "bm25":
         return open_bm25(corpus, note)
     if encoder is None:
-        raise ValueError(f"the {retriever} retriever needs an encoder (--encoder)")
+        raise ValueError(
+            f"the {retriever} retriever needs the encoder that the corpus was indexed "
+            "with; give it as encoder (of `beatrice corpus`, --encoder)"
+        )
     dense = DenseRetriever(corpus, encoder, form)
     if retriever == "dense":
         return dense

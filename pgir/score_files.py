@@ -126,8 +126,8 @@ def _of_flashrag(record: Record) -> dict[str, Any]:
     arguments = _prompt_of({"prompt": output.get("prompt")}, context)
     if len(arguments["context"]) < len(context):
         raise ValueError(
-            f"{len(context) - len(arguments['context'])} of {len(context)} retrieved "
-            "passages are not in its prompt, so what the model was shown is unclear"
+            f"its prompt lacks {len(context) - len(arguments['context'])} of "
+            f"{len(context)} retrieved passages, so what the model was shown is unclear"
         )
     return {**arguments, "question": record.get("question"), "answer": answer}
 
@@ -248,7 +248,8 @@ class Tally:
     def in_words(self) -> str:
         """Return the counts as a sentence."""
         text = (
-            f"{self.n_done} rows: {self.decisions['trust']} trusted, "
+            f"{self.n_done} row{'' if self.n_done == 1 else 's'}: "
+            f"{self.decisions['trust']} trusted, "
             f"{self.decisions['distrust']} distrusted, {self.decisions['unknown']} "
             f"unknown, {len(self.bad)} bad"
         )

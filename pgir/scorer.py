@@ -76,7 +76,7 @@ class Scorer(AnswerScorer):
       generation: how `answer` writes.
       strict: refuse a model of another revision or type than the detector's; if False,
         every score warns instead.
-      precision: share of decisions to be right, in (0, 1); None takes the detector's.
+      precision: share of decisions to be right, in (0, 1]; None takes the detector's.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Scorer(AnswerScorer):
             )
         elif device is not None or dtype is not None:
             raise ValueError(
-                "device and dtype are those of the model in memory; give its path to "
-                "choose others"
+                "device and dtype are those of the model in memory; give a path to "
+                "choose them"
             )
         return cls(model, detector, generation, strict=strict, precision=precision)
 

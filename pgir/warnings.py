@@ -89,6 +89,8 @@ def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
 
 
 def _warning(name: str, **fields: object) -> str:
+    if fields.get("model") == IN_MEMORY:
+        fields["model"] = "the model in memory"
     return WARNINGS[name].format(**fields)
 
 
@@ -165,7 +167,7 @@ def signal_differences(
     `about` is the fingerprint of their store; `model` is the model from which they were
     read, or None if it is not loaded.
     """
-    name, revision = str(about.get("name", "theirs")), str(about["model"])
+    name, revision = str(about.get("name", "their model")), str(about["model"])
     if not is_of_model(trained, revision, model):
         yield _other_model(trained, name, revision)
     dtype = str(about.get("dtype", trained.dtype)).removeprefix("torch.")

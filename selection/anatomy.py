@@ -214,7 +214,6 @@ def _missing(analysis: Analysis, inputs: AnalysisInput, run: RunDir) -> str | No
         "closed_book": "closed-book answers",
         "with_context": "answers with context",
         "rankings": f"the ranking of `{line('select')} --exhaustive`",
-        "ablations": f"the ablations of `{line('evaluate')} --ablations`",
         "other": f"another backbone: `{line('anatomy')} OTHER_RUN`",
     }
     missing = (need for need in analysis.needs if need not in inputs.parts)

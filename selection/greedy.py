@@ -437,8 +437,8 @@ def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRo
         reason = None
         if n_missing := len(values) - len(defined):
             reason = (
-                f"{n_missing} of {len(values)} splits have a half of one class, or one "
-                "that no encoder ranks better than chance"
+                f"{n_missing} of {len(values)} splits: a half has one class, or no "
+                "encoder ranks it better than chance"
             )
         result.append(ResultRow(detector=name, reason=reason, **measured, **at))
     return result

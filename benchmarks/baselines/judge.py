@@ -370,11 +370,12 @@ def _rows_of_labels(
     splits: Sequence[str] | np.ndarray | None,
 ) -> Rows:
     """Return the rows of a store; answers outside `indices` get no split."""
-    if isinstance(labels, Rows):
-        return labels
-    labels = as_list(labels, "labels", "records, or True, False or None per answer")
-    if labels and all(isinstance(label, Label) for label in labels):
-        rows = rows_of(store, questions, labels)
+    rows = labels if isinstance(labels, Rows) else None
+    if rows is None:
+        labels = as_list(labels, "labels", "records, or True, False or None per answer")
+        if labels and all(isinstance(label, Label) for label in labels):
+            rows = rows_of(store, questions, labels)
+    if rows is not None:
         is_there = np.isin(np.arange(len(rows.ids)), indices)
         return dataclasses.replace(
             rows,

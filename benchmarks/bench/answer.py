@@ -388,8 +388,10 @@ def _ratio_in_turns(
     """Return the median of `n` ratios of clock and of CPU time, on one thread."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    turns = take_turns((below, above), n)
-    torch.set_num_threads(n_threads)
+    try:
+        turns = take_turns((below, above), n)
+    finally:
+        torch.set_num_threads(n_threads)
     clock, processors = np.median(turns[:, 1] / turns[:, 0], axis=0).tolist()
     return clock, processors
 
@@ -442,8 +444,8 @@ def answer_ratio(probe: Any, n: int) -> tuple[float, float]:
     def scored() -> int:
         return len(probe.answer(**inputs, max_new_tokens=_N_NEW, stop=[]).tokens)
 
-    if plain() != scored():
-        raise ValueError(f"the probe does not generate its model's {plain()} tokens")
+    if (n_tokens := plain()) != scored():
+        raise ValueError(f"the probe does not generate its model's {n_tokens} tokens")
     return _ratio_in_turns(plain, scored, n)
 
 
@@ -482,7 +484,7 @@ def score(probe: str, rounds: int, as_json: bool) -> None:
     for what, wanted, measure in (
         ("`import beatrice`", 0.2, lambda: _command("-c", "import beatrice")),
         ("`beatrice score` of a question", 3.5, lambda: _command(*words)),
-        ("`load` beside the model", 0.5, load),
+        ("`load` with the model in memory", 0.5, load),
     ):
         show(what, wanted, [measure() for _ in range(rounds)])
     first, later, answered = measure_fresh(

@@ -507,8 +507,9 @@ def measure_gpu(
 ) -> Iterator[Row | str]:
     """Measure a model on its device, keeping one middle layer.
 
-    `peak` is the FLOP/s to compare the reading with; of 400 tokens, 107 are question
-    and 53 answer; `n_batches` are extracted with and without the store.
+    `peak` is the FLOP/s to compare the reading with; of its 400 tokens, 107 are
+    question and 53 answer. `n_batches` are extracted with and without the store, with
+    60 answer tokens each.
 
     Yields:
       The rows of the reading and of the store, and `profile_of` the reading, each as

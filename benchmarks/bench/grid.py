@@ -242,18 +242,20 @@ class Grid:
         Uses full float32 precision: TF32 on a GPU would change losses as much as a bug.
         """
         data = labelled_of(workload, workload.batch_size, seed=1)
+        before = jax.config.values["jax_default_matmul_precision"]
         jax.config.update("jax_default_matmul_precision", "highest")
-        losses = self._fit(
-            self.members,
-            workload,
-            (data, data),
-            max_epochs=n_steps,
-            lr_patience=n_steps + 1,
-            patience=n_steps + 1,
-            n_microbatches=n_microbatches,
-        )
-        jax.config.update("jax_default_matmul_precision", None)
-        return losses
+        try:
+            return self._fit(
+                self.members,
+                workload,
+                (data, data),
+                max_epochs=n_steps,
+                lr_patience=n_steps + 1,
+                patience=n_steps + 1,
+                n_microbatches=n_microbatches,
+            )
+        finally:
+            jax.config.update("jax_default_matmul_precision", before)
 
     def prepare(self) -> None:
         """Make the data, and compile; one executable serves every member."""

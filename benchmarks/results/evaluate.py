@@ -285,7 +285,9 @@ def annotated_rows(
                 scores = detector.scores[:, where[some]]
                 by_seed = [weighted_metrics(x, truth[some], drawn) for x in scores]
                 value, *resampled = np.mean([x["auroc"] for x in by_seed], axis=0)
-                # Placements take no weights, which cancel in an AUROC by the labels.
+                # Placements take no weights. These cancel in an AUROC by the labels; by
+                # a person's verdicts, placements only widen the interval of the
+                # weighted resamples, which alone is too narrow in simulations.
                 of_sample = scores, truth[some], rows.ids[where[some]]
                 low, high = wider_interval(np.array(resampled), *of_sample)
                 fields |= {"value": float(value), "ci_low": low, "ci_high": high}

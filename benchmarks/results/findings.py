@@ -86,7 +86,11 @@ def decide(rows: Sequence[ResultRow]) -> tuple[Answer | None, ResultRow | None]:
     if not rows or any(r.value is None or r.ci_low is None for r in rows):
         return None, largest(rows)
     enough = 0.05 / len(rows) if len(rows) > 1 else 1.0
-    above = [r for r in rows if (r.ci_low or 0.0) > 0 and (r.p_value or 0.0) <= enough]
+    above = [
+        r
+        for r in rows
+        if (r.ci_low or 0.0) > 0 and (1.0 if r.p_value is None else r.p_value) <= enough
+    ]
     if above:
         return "yes", largest(above)
     is_below = all((r.ci_high or 0.0) < 0 for r in rows)

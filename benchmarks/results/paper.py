@@ -565,8 +565,8 @@ PAPER = {
     "Resamples": "10,000",
 }
 _MISSING = "this run has none of the table's sets or detectors"
-_NO_ANATOMY = "they need rows of `beatrice anatomy`, which this run lacks"
-_NO_ROWS = {RETRIEVED: "they need rows of `beatrice transfer`, which this run lacks"}
+_NO_ANATOMY = "this run has no rows of `beatrice anatomy`"
+_NO_ROWS = {RETRIEVED: "this run has no rows of `beatrice transfer`"}
 
 
 def _backbones(cells: Iterable[PaperCell]) -> str:

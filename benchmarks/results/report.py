@@ -199,8 +199,8 @@ def rows_table(
     named = tables.named_tables(results_of(rows), titles)
     if name != "all" and name not in named:
         raise ValueError(
-            f"expected a table that these rows have (all, {', '.join(named)}), found "
-            f"{name}"
+            f"expected a table that these rows have ({', '.join(['all', *named])}), "
+            f"found {name}"
         )
     shown = named.values() if name == "all" else [named[name]]
     return "\n\n".join(f"{h}\n{rendering.as_text(t)}" for h, t in shown)
@@ -296,7 +296,7 @@ def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
 def _shared(sides: Sequence[Side], setting: Setting, sets: Sequence[str]) -> str:
     """List how many questions of each set both runs are measured on."""
     lines = []
-    if any(of := _in_domain(sides, setting)):
+    if all(of := _in_domain(sides, setting)):
         lines.append(
             f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}, so their numbers "
             "cannot be compared"

@@ -221,7 +221,7 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
         summary = "".join(
             f"* {k}: {md(v)}\n" for k, v in lead_counts(compared, titles).items()
         )
-        notes = "".join(f"{note}\n\n" for note in _notes(compared))
+        notes = "".join(f"{note}\n\n" for note in lead_notes(compared))
         parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{notes}{summary}")
     return "\n".join(parts)
 
@@ -232,12 +232,13 @@ def leads_as_latex(results: pandas.DataFrame, titles: Titles | None = None) -> s
     for against, title in COMPARISONS.items():
         compared = leads(results, against)
         lines = lead_lines(compared, titles, r"\textbf{%s}", tex)
-        table = latex("lllllrrl", HEADS, lines) + small_print(_notes(compared))
+        table = latex("lllllrrl", HEADS, lines) + small_print(lead_notes(compared))
         parts.append(f"% {title}\n{table}")
     return "\n".join(parts)
 
 
-def _notes(compared: Sequence[Lead]) -> list[str]:
+def lead_notes(compared: Sequence[Lead]) -> list[str]:
+    """Return the note that lines of fewer answers than their set's need, if any."""
     return [FEWER] if any(x.n < x.n_all for x in compared) else []
 
 

@@ -62,7 +62,7 @@ QUERIES: dict[str, dict[str, Any]] = {
 def question_sets(
     examples: Sequence[Example], limit: int | None, *, with_bare: bool = False
 ) -> list[QuestionSet]:
-    """Return the evaluated sets, in file order, validation first; `limit` is per set.
+    """Return the evaluated sets, in file order; `limit` is per set.
 
     Sets without passages are left out unless `with_bare`: only a corpus other than the
     run's own passages can hold anything for them.

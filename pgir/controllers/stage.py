@@ -664,11 +664,11 @@ def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
     n_empty = getattr(retrieval.retriever, "n_empty", 0)
     n_escaped = len(answering.escaped)
     counts = {
-        "passages without a word were left out": n_empty,
-        "passages too long for the model were left out": len(answering.overlong),
-        "passages had control tokens of the model, split by a blank": n_escaped,
+        "passages without a word, left out": n_empty,
+        "passages too long for the model, left out": len(answering.overlong),
+        "passages with control tokens of the model, split by a blank": n_escaped,
     }
-    return "; ".join(f"{n} {text}" for text, n in counts.items() if n)
+    return "; ".join(f"{text}: {n}" for text, n in counts.items() if n)
 
 
 def _inputs(run: RunDir) -> list[Path]:

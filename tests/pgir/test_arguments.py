@@ -60,7 +60,12 @@ WRONG = [
     (
         lambda s, g, x: s.score(None, ANSWER, prompt_ids=x),
         "prompt_ids: ",
-        ["1 2", [1.5], [True], 7],
+        ["1 2", 7],
+    ),
+    (
+        lambda s, g, x: s.score(None, ANSWER, prompt_ids=[1, x]),
+        "prompt_ids[1]: ",
+        [1.5, True, "2"],
     ),
     (
         lambda s, g, x: s.score(QUESTION, ANSWER, prompt=QUESTION, context_range=x),

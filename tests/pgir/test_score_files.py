@@ -72,6 +72,7 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
         "fields not read: 'latency' (1)"
     )
     assert tally.bad[0].startswith("line 2: ")
+    assert Tally(n_done=1).in_words().startswith("1 row: ")
 
 
 CONTEXTS = [
@@ -218,7 +219,7 @@ def test_a_record_of_flashrag_is_read_with_its_retrieved_passages(tmp_path):
     assert given(record, tmp_path) == AnswerToScore(**fields, prompt=PROMPT)
     output["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
-    assert "1 of 1 retrieved passages are not in its prompt" in row.given
+    assert "its prompt lacks 1 of 1 retrieved passages" in row.given
 
 
 def test_scoring_a_file_continues_where_it_stopped(scorer, tmp_path):

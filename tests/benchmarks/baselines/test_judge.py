@@ -221,7 +221,7 @@ def test_labels_may_be_truth_values_rows_or_records():
     look = baseline_of(lambda inputs: rows.append(inputs.rows) or oracle(inputs))
     for is_given, labels in (
         *((every, labels) for labels in (truth, GIVEN.rows, records)),
-        *((some, labels) for labels in (truth[some], records)),
+        *((some, labels) for labels in (truth[some], GIVEN.rows, records)),
     ):
         signals = api.Signals(GIVEN.store)[is_given]
         beside = {"questions": GIVEN.questions, "splits": splits[is_given]}

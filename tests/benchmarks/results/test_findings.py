@@ -80,6 +80,7 @@ ABOVE, BELOW, AROUND = (
         # With four comparisons, one must be four times as sure.
         ([AROUND] * 3 + [difference(0.01, 0.05, 0.02)], "cannot tell", 3),
         ([AROUND] * 3 + [difference(0.01, 0.05, 0.012)], "yes", 3),
+        ([AROUND] * 3 + [difference(0.01, 0.05, None)], "cannot tell", 3),
         # "No" requires every difference to be below zero.
         ([BELOW, difference(-0.04, -0.01)], "no", 1),
         ([BELOW, AROUND], "cannot tell", 1),
@@ -332,6 +333,8 @@ def test_compared_runs_report_shared_questions_and_differing_sets():
     text = comparison(a, b)
     assert "all in-domain: 3 of 5 labelled test questions are in both; A and" in text
     assert "A's questions are of microworld, B's of mine, so their numbers" in text
+    bare = a._replace(results=a.results[a.results.split != "test"])
+    assert "A's questions are" not in comparison(bare, b)
     assert "| all in-domain of microworld, A | all in-domain of mine, B |" in text
     assert "? | all in-domain (A of microworld, B of mine) | " in text
     given = [x.answer for x in a.answered if x.place.setting == "closed_book"]

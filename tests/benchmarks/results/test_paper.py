@@ -169,7 +169,7 @@ def test_detectors_on_retrieved_passages_are_compared_with_the_papers():
     assert sign.is_paired and sign.verdict == "agrees"
     page = page_of(rival)
     assert "| SAPLMA (mean) | .852 → .800 |" in page and "questions in the" not in page
-    assert "329 numbers: they need rows of `beatrice transfer`" in page_of(gain)
+    assert "329 numbers: this run has no rows of `beatrice transfer`" in page_of(gain)
 
 
 def test_a_note_says_if_a_set_held_out_by_the_paper_is_in_domain_here():

@@ -7,6 +7,7 @@ import pytest
 from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.baselines.judge import read_costs
 from beatrice.benchmarks.results.names import COMPARED, DETECTORS
+from beatrice.benchmarks.results.report import render_report
 from beatrice.benchmarks.results.rivals import (
     COST_HEADS,
     cells_of,
@@ -32,6 +33,7 @@ from tests.benchmarks.results.sample import (
     PARTS,
     POOLED,
     row,
+    sample_report,
     sample_results,
     undefined,
 )
@@ -108,9 +110,10 @@ def test_the_strongest_rival_is_found_on_answers_that_both_have_scores_for():
     assert rivals(leads_of(partial_rival(-0.02))) == ["sep"]
 
 
-def test_only_a_line_of_fewer_answers_says_so_in_markdown_and_latex():
+def test_only_a_line_of_fewer_answers_says_so_in_every_format():
     results = results_of(partial_rival(-0.2))
-    spelled = leads_as_markdown(results), leads_as_latex(results)
+    page = render_report(sample_report(rows=partial_rival(-0.2)))
+    spelled = leads_as_markdown(results), leads_as_latex(results), page
     where = "Closed-book, all in-domain, 100 of 398 answers"
     assert all(where in x and "numbers are of these n" in x for x in spelled)
     assert "| .680 | .880 | -.200† [-.230 to -.170] |" in spelled[0]

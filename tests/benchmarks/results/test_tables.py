@@ -385,6 +385,8 @@ def test_text_and_markdown_give_baselines_the_same_titles():
     text, markdown = rows_table(rows, "detectors"), rows_as_markdown(rows)
     for detector in catalogue().values():
         assert f"\n {detector.title} " in text and f"\n| {detector.title} |" in markdown
+    with pytest.raises(ValueError, match=r"have \(all\), found detectors"):
+        rows_table([], "detectors")
 
 
 def test_guessing_has_the_share_of_wrong_answers_as_auprc_and_no_rank():
