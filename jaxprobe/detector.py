@@ -119,7 +119,8 @@ class SettingHead:
 
     def thresholds(self, precision: float | None = None) -> Thresholds:
         """Return the thresholds that hold a precision; None is `self.precision`."""
-        both = certified(self.validation, precision or self.precision)
+        wanted = self.precision if precision is None else precision
+        both = certified(self.validation, wanted)
         if not (doubts := self.evidence.doubts):
             return both
         # With so little evidence a certified threshold would be luck.

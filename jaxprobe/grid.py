@@ -519,8 +519,9 @@ def fit_blocks(
     group. To resume an interrupted run, pass the blocks that are still missing. Several
     devices split the subsets of each block, unless `n_threads` is given. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in its own thread:
-    a single block occupies all cores for little more than one core's work. Concurrent
-    calls share the cores: with twice as many blocks as cores, training takes longer.
+    a single block occupies all cores for little more than one core's work. With a plan
+    one runs at a time, as planned. Concurrent calls share the cores: with twice as many
+    blocks as cores, training takes longer.
     """
     fixed = {"encoder": encoder, "config": config}
 
@@ -549,7 +550,7 @@ def fit_blocks(
             yield train_alone(block)
         blocks = blocks[1:]
     if n_threads is None:
-        n_threads = n_cores() if jax.default_backend() == "cpu" else 1
+        n_threads = n_cores() if is_in_turn(config) else 1
     with ThreadPoolExecutor(n_threads) as pool:
         futures = [pool.submit(train_alone, block) for block in blocks]
         try:

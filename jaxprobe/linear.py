@@ -126,9 +126,10 @@ def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.
             f"expected one label per answer ({n}), got shape {is_correct.shape}"
         )
     if is_correct.all() or not is_correct.any():
+        one_class = f"all {n} {split} labels are of one class"
+        problem = one_class if n else f"there are no {split} labels"
         raise ValueError(
-            f"all {n} {split} labels are of one class; training and selection need "
-            "correct and incorrect answers"
+            f"{problem}; training and selection need correct and incorrect answers"
         )
     return is_correct
 

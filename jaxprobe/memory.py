@@ -10,7 +10,7 @@ loops, lays out arrays differently, and allows no scratch memory for libraries.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ class Sizes:
     dims: FamilyDims  # channels of the families
     train: TrainConfig  # the protocol
     widths: tuple[int, ...]  # padded span lengths of the longest group of training rows
-    n_train: int  # rows of this group
+    n_train: int  # rows of this length that are as large as the largest group
     # The same for validation rows, which are scored together.
     n_valid: int
     valid_widths: tuple[int, ...]
@@ -125,9 +125,7 @@ class Sizes:
                 ]
                 for rows in where
             ]
-        (n_train, widths), (n_valid, valid_widths) = (
-            max(split, key=lambda group: sum(group[1])) for split in groups
-        )
+        (n_train, widths), (n_valid, valid_widths) = map(_largest, groups)
         sizes = cls(
             encoder=config.encoder,
             dims=dims,
@@ -160,6 +158,22 @@ class StepBytes:
     def total(self) -> int:
         """Sum of all three."""
         return self.arguments + self.outputs + self.temporaries
+
+
+def _largest(groups: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[int, Any]:
+    """Return the rows and widths of a group that stands for all, given theirs.
+
+    It is as long as the longest and as large as the largest: activations grow with the
+    length, and copies of a group with its size.
+    """
+    longest = max((widths for _, widths in groups), key=sum)
+    n_tokens = max(n_rows * sum(widths) for n_rows, widths in groups)
+    return -(-n_tokens // sum(longest)), longest
+
+
+def all_rows_bytes(sizes: Sizes) -> int:
+    """Return the bytes of all rows that are on the device together."""
+    return sizes.resident + rows_bytes(sizes, sizes.n_train)
 
 
 def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None) -> int:
@@ -300,24 +314,38 @@ def check_rows(
     Without an accelerator the host's memory holds all rows; with one it holds a group
     at a time, on the way to the device. Memory sizes default to this machine's.
     """
-    accelerator = device_bytes()
-    group = rows_bytes(sizes, sizes.n_train)
-    rows = sizes.resident + group
-    _check_fits(rows, "device", device_memory or accelerator)
-    in_host = rows if accelerator is None else group
-    _check_fits(in_host, "host", host_memory or host_bytes())
+    accelerator, rows = device_bytes(), all_rows_bytes(sizes)
+    _check_fits(sizes, rows, "device", device_memory or accelerator)
+    if accelerator is not None:
+        valid = rows_bytes(sizes, sizes.n_valid, sizes.valid_widths)
+        rows = max(rows_bytes(sizes, sizes.n_train), valid)
+    _check_fits(sizes, rows, "host", host_memory or host_bytes())
 
 
-_STREAMED = "GridConfig(stream=StreamConfig()) (in a command, --set streamed=true)"
+def rows_fit_together(
+    settings: Iterable[Sizes], host_memory: int | None = None
+) -> bool:
+    """Return whether the host's memory holds the rows of several settings at once."""
+    memory = host_memory or host_bytes()
+    return memory is None or sum(map(all_rows_bytes, settings)) < _limit(memory)
 
 
-def _check_fits(rows: int, owner: str, memory: int | None) -> None:
-    limit = int((1 - KEPT_FREE) * (memory or 0))
-    if memory is not None and rows >= limit:
+_STREAMED = "with GridConfig(stream=StreamConfig()) (in a command, --set streamed=true)"
+
+
+def _limit(memory: int) -> int:
+    return int((1 - KEPT_FREE) * memory)
+
+
+def _check_fits(sizes: Sizes, rows: int, owner: str, memory: int | None) -> None:
+    if memory is not None and rows >= _limit(memory):
+        smaller = "in smaller groups (`n_mixed` of `StreamConfig`)"
+        advice = smaller if sizes.is_streamed else _STREAMED
         raise ValueError(
             f"training would hold {bytes_in_words(rows)} of rows, but may use only "
-            f"{bytes_in_words(limit)} of the {owner}'s {bytes_in_words(memory)}; train "
-            f"with {_STREAMED}, or store fewer or narrower hidden states"
+            f"{bytes_in_words(_limit(memory))} of the {owner}'s "
+            f"{bytes_in_words(memory)}; train {advice}, or store fewer or narrower "
+            "hidden states"
         )
 
 
@@ -337,9 +365,8 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
             n_seeds=sizes.train.n_seeds,
             n_devices=sizes.n_devices,
         )
-    limit = int((1 - KEPT_FREE) * device_memory)
-    rows = sizes.resident + rows_bytes(sizes, sizes.n_train)
-    _check_fits(rows, "device", device_memory)
+    limit, rows = _limit(device_memory), all_rows_bytes(sizes)
+    _check_fits(sizes, rows, "device", device_memory)
     waiting = 0
     for n_subsets, n_seeds, n_rows in _candidates(sizes):
         needed, _ = compiled_step(sizes, n_subsets, n_seeds, n_rows)
@@ -357,7 +384,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
                 resident=sizes.resident + waiting,
                 needed=needed,
             )
-    others, advice = "", f"with {_STREAMED}, "
+    others, advice = "", f"{_STREAMED}, "
     if sizes.is_streamed:
         others, advice = f" and {bytes_in_words(waiting)} of other members", ""
     raise ValueError(

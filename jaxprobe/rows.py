@@ -4,6 +4,7 @@ Training rows are kept on the device, or streamed from the store during training
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -353,7 +354,12 @@ def training_set(
 
 
 def _empty_rows(n_rows: int, part: np.ndarray) -> np.ndarray:
-    return np.empty((len(part), n_rows, *part.shape[2:]), part.dtype)
+    """Return room for rows, aligned: JAX on a CPU copies what 64 does not divide."""
+    shape = len(part), n_rows, *part.shape[2:]
+    n_bytes = math.prod(shape) * part.dtype.itemsize
+    room = np.empty(n_bytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + n_bytes].view(part.dtype).reshape(shape)
 
 
 def _written(start: int, rows: np.ndarray, part: np.ndarray) -> np.ndarray:

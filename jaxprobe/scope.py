@@ -412,6 +412,8 @@ def certify(
 
 def certified(validation: Validation, wanted: float) -> Thresholds:
     """Certify both thresholds at a wanted precision; see `certify`."""
+    if not 0 < wanted <= 1:
+        raise ValueError(f"precision: expected a share in (0, 1], got {wanted}")
     return Thresholds(
         certify(validation, wanted, "trust"), certify(validation, wanted, "distrust")
     )

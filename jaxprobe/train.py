@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.records import Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
     question_files,
@@ -56,7 +56,12 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
-from beatrice.jaxprobe.families import N_SUBSETS, subset_index, widths_of
+from beatrice.jaxprobe.families import (
+    N_SUBSETS,
+    FamilyDims,
+    subset_index,
+    widths_of,
+)
 from beatrice.jaxprobe.grid import (
     LEAST_GAIN,
     Block,
@@ -85,7 +90,13 @@ from beatrice.jaxprobe.linear import (
     with_linear_parts,
 )
 from beatrice.jaxprobe.loop import FitInfo, fit
-from beatrice.jaxprobe.memory import Sizes, check_rows, choose, step_flops
+from beatrice.jaxprobe.memory import (
+    Sizes,
+    check_rows,
+    choose,
+    rows_fit_together,
+    step_flops,
+)
 from beatrice.jaxprobe.rows import (
     Rows,
     TrainingSet,
@@ -143,12 +154,16 @@ def check_protocol(run: RunDir, what: str) -> None:
         )
 
 
+def _sizes(store: FeatureStore, rows: Rows, config: GridConfig) -> Sizes:
+    where = rows.where("train"), rows.where("validation")
+    shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
+    return Sizes.of(config, *shapes)
+
+
 def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
     """Check labels and memory from shapes only, before any row is read."""
-    where = rows.where("train"), rows.where("validation")
-    check_classes(rows, where)
-    shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
-    check_rows(Sizes.of(config, *shapes), config.device_memory)
+    check_classes(rows, (rows.where("train"), rows.where("validation")))
+    check_rows(_sizes(store, rows, config), config.device_memory)
 
 
 def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
@@ -287,7 +302,7 @@ def train_encoders(
         its key must identify the data and the configuration, and nothing else. Streamed
         members are all finished at once.
       share: which of the members this process trains.
-      on_part: called once per member: as it finishes, or at the start for other shares.
+      on_part: called once per member of the share, as it finishes.
 
     Returns:
       All members, seed-major with the subsets of a seed in order, and their outputs on
@@ -297,12 +312,7 @@ def train_encoders(
     """
     subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
     linear = _linear_parts(data, config, subsets, cache)
-    members = _members(config, subsets)
-    widths = widths_of(data.lengths)
-    cost = partial(step_flops, config.encoder, data.dims, widths)
-    mine = members_of_share(members, share, cost)
-    for _ in range(len(members) - len(mine)):
-        on_part()
+    mine = _members_of_share(config, data.dims, data.lengths, subsets, share)
     trained_blocks = []
     for block in _trained(data, config, mine, linear, cache):
         trained_blocks.append(block)
@@ -310,7 +320,7 @@ def train_encoders(
             on_part()
     if not share.is_whole:
         return None
-    trained = join(trained_blocks, members)
+    trained = join(trained_blocks, mine)
     every = np.arange(len(data.lengths))
     if linear is None:
         return trained, _outputs(data, config, trained, every)
@@ -381,6 +391,17 @@ def members_of_share(
         groups = [[member] for member in members]
     mine = share.mine(groups, lambda group: sum(map(cost, group)))
     return sorted(chain(*mine), key=members.index)
+
+
+def _members_of_share(
+    config: GridConfig,
+    dims: FamilyDims,
+    lengths: np.ndarray,
+    subsets: Sequence[int],
+    share: Share,
+) -> list[Member]:
+    cost = partial(step_flops, config.encoder, dims, widths_of(lengths))
+    return members_of_share(_members(config, subsets), share, cost)
 
 
 def _name(member: Member) -> str:
@@ -499,15 +520,19 @@ def _outputs(
     return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, order], *outputs)
 
 
-def settings_at_once(config: GridConfig) -> int:
-    """Return how many settings are trained at once.
+def settings_at_once(run: RunDir, config: GridConfig) -> int:
+    """Return how many settings of a run are trained at once.
 
-    All if memory holds the rows, since compiling a setting uses only one core. One if
-    rows are streamed, since memory holds the groups of one setting, and one on an
-    accelerator or with a given memory size, since training is planned to fill it.
+    All if memory holds the rows of all, since compiling a setting uses only one core.
+    One if rows are streamed, since memory holds the groups of one setting, and one on
+    an accelerator or with a given memory size, since training is planned to fill it.
     """
     is_planned = config.device_memory is not None or jax.default_backend() != "cpu"
-    return 1 if is_planned or config.stream is not None else len(SETTINGS)
+    if is_planned or config.stream is not None:
+        return 1
+    settings = settings_of(run)
+    sizes = [_sizes(*open_rows(run, setting), config) for setting in settings]
+    return len(sizes) if rows_fit_together(sizes) else 1
 
 
 def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
@@ -530,14 +555,17 @@ def _caches(run: RunDir, config: GridConfig, setting: Setting) -> tuple[Cache, C
     return Cache(folder / "grid", key), Cache(folder / "permuted", key)
 
 
+_SUBSETS = range(N_SUBSETS), [EVERY_FAMILY]  # of a setting's grid and its control
+
+
 def _n_missing(run: RunDir, config: GridConfig, setting: Setting) -> int:
     """Return how many members of a setting have not been trained by any process."""
-    grid, control = _caches(run, config, setting)
-    if checkpoint.is_saved(run.encoders(setting), grid.key):
+    caches = _caches(run, config, setting)
+    if checkpoint.is_saved(run.encoders(setting), caches[0].key):
         return 0
     return sum(
         len(cache.missing(map(_name, _members(config, subsets))))
-        for cache, subsets in ((grid, range(N_SUBSETS)), (control, [EVERY_FAMILY]))
+        for cache, subsets in zip(caches, _SUBSETS, strict=True)
     )
 
 
@@ -567,7 +595,7 @@ def _train_setting(
     if config.encoder.is_linear_first:
         counts = f"{n_networks_kept(trained)} of {len(trained.members)}"
         note(
-            f"train: {setting}: {counts} networks improve on the logistic regression "
+            f"train: {setting}: {counts} networks improved on the logistic regression "
             "of their signals; the others were dropped for that regression"
         )
         n_epochs = reviewed_after(config.encoder, config.train)
@@ -575,9 +603,9 @@ def _train_setting(
             n_stopped := n_stopped_by_review(trained.info, n_epochs, config.train)
         ):
             note(
-                f"train: {setting}: {n_stopped} networks were stopped after "
-                f"{n_epochs} epochs, because they had gained less than {LEAST_GAIN} "
-                "standard errors over their regressions"
+                f"train: {setting}: after {n_epochs} epochs the gain over the "
+                f"regression was less than {LEAST_GAIN} standard errors for "
+                f"{n_stopped} of {len(trained.members)} networks, which were stopped"
             )
     checkpoint.save(
         run.encoders(setting),
@@ -606,15 +634,21 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     if (torch := sys.modules.get("torch")) is not None:
         torch.cuda.empty_cache()  # GPU memory that earlier stages held
     config, settings = config.seeded(run.seed), settings_of(run)
+    total = 0
     for setting in settings:  # check before hours are spent on another setting
-        if _n_missing(run, config, setting):
-            check_plan(*open_rows(run, setting), config)
+        key = _caches(run, config, setting)[0].key
+        if not checkpoint.is_saved(run.encoders(setting), key):
+            store, rows = open_rows(run, setting)
+            check_plan(store, rows, config)
+            shapes = family_dims(store), stored_lengths(store)
+            for subsets in _SUBSETS:
+                total += len(_members_of_share(config, *shapes, subsets, run.share))
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
         _train_setting(run, config, progress.note, setting, tick)
 
-    total = (N_SUBSETS + 1) * config.train.n_seeds * len(settings)
-    side_by_side(work, settings, update, total, at_once=settings_at_once(config))
+    at_once = settings_at_once(run, config)
+    side_by_side(work, settings, update, total, at_once=at_once)
     if run.share.is_whole:
         return 0
     # Count after the last setting: one process may be ahead in the first setting and

@@ -328,7 +328,7 @@ def _ablate(
         settings,
         update,
         n_all,
-        at_once=settings_at_once(grid),
+        at_once=settings_at_once(run, grid),
     )
     side_by_side(
         ablation.fit_variants,

@@ -11,6 +11,7 @@ import pytest
 
 from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import Share
 from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.calibrate import (
@@ -272,6 +273,15 @@ def trained():
     store, rows = answers("memory://own-families")
     data = training_set(store, rows, layer=None, n_batch=GRID.train.batch_size)
     return store, rows, data, train_encoders(data, GRID)
+
+
+def test_a_share_counts_the_members_that_it_trains_and_no_other(trained):
+    counts = [itertools.count(), itertools.count()]
+    for rank, count in enumerate(counts):
+        done = partial(next, count)
+        train_encoders(trained[2], GRID, share=Share(rank, 2), on_part=done)
+    shares = list(map(next, counts))
+    assert min(shares) > 0 and sum(shares) == len(trained[3][0].members)
 
 
 def test_a_detector_can_be_made_saved_and_scored_from_arrays_only(trained, tmp_path):

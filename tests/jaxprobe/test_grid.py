@@ -3,15 +3,18 @@
 import dataclasses
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
+    PlannedConfig,
     StreamConfig,
     TrainConfig,
 )
@@ -146,6 +149,28 @@ def test_a_finished_block_does_not_wait_for_an_earlier_one(parts):
     for row, block in enumerate((second, first)):
         member = jax.tree.map(lambda x, row=row: x[row : row + 1], joined.params)
         assert_same_leaves(member, block.params)
+
+
+class WatchedBlock(Block):
+    """A block that notes the thread in which it trains."""
+
+    threads = set[int]()
+
+    @property
+    def members(self):
+        self.threads.add(threading.get_ident())
+        time.sleep(0.1)  # so long that an idle thread takes the next block
+        return super().members
+
+
+@pytest.mark.skipif(n_cores() < 2, reason="one core trains one block at a time anyway")
+def test_with_a_plan_that_fills_memory_one_block_trains_at_a_time(parts):
+    groups = ([x] for x in parts)
+    config = PlannedConfig(**dataclasses.asdict(TRAIN), n_rows=64)
+    blocks = [WatchedBlock((k,), (0,)) for k in range(4)]
+    assert len([*fit_blocks(blocks, *groups, encoder=ENCODER, config=config)]) == 4
+    first_and_others = 2
+    assert len(WatchedBlock.threads) == first_and_others
 
 
 def test_labels_of_rows_with_weight_zero_have_no_influence(parts):

@@ -151,6 +151,9 @@ def test_rows_or_a_smallest_step_that_do_not_fit_in_memory_are_refused():
     with pytest.raises(ValueError, match="the host's .*streamed=true"):
         memory.check_rows(SIZES, host_memory=rows)
     memory.check_rows(SIZES, host_memory=2 * rows)
+    streamed = dataclasses.replace(SIZES, is_streamed=True)
+    with pytest.raises(ValueError, match="; train in smaller groups"):
+        memory.check_rows(streamed, host_memory=rows)
     rows = memory.rows_bytes(SMALLEST, 4)
     with pytest.raises(ValueError, match="one member's step on one row does not fit"):
         memory.choose(SMALLEST, int((rows + 1000) / (1 - memory.KEPT_FREE)))
@@ -186,6 +189,26 @@ def test_a_plan_counts_two_groups_of_a_stream_or_all_groups_in_memory():
     # A token is 4,741 float32, a row 56 tokens; in addition, its masks, label,
     # weight, question and offsets.
     assert memory.rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 3 * 4 + 15 * 4
+
+
+def test_rows_of_two_settings_that_fit_one_by_one_may_not_fit_together():
+    rows = memory.rows_bytes(SIZES, 2048)
+    memory.check_rows(SIZES, host_memory=2 * rows)
+    assert not memory.rows_fit_together([SIZES, SIZES], host_memory=2 * rows)
+    assert memory.rows_fit_together([SIZES, SIZES], host_memory=3 * rows)
+
+
+def test_a_group_of_many_short_rows_is_planned_at_its_size():
+    lengths = np.tile([40, 16], (9000, 1))
+    lengths[7488:8000] = [400, 16]
+    where = np.split(np.arange(9000), [8000])
+    sizes = memory.Sizes.of(GridConfig(), SIZES.dims, lengths, where, FLOATS)
+    assert sizes.widths == (400, 16)
+    long, *short = (512, (400, 16)), *((n, (40, 16)) for n in (4416, 1024, 2048, 1000))
+    n_bytes = [memory.rows_bytes(sizes, *group) for group in (long, *short)]
+    largest = memory.rows_bytes(sizes, sizes.n_train)
+    assert largest == pytest.approx(max(n_bytes), rel=0.01) and largest > n_bytes[0]
+    assert memory.all_rows_bytes(sizes) == sum(n_bytes)
 
 
 @pytest.mark.parametrize("n_rows", [(100, 300), (2100, 130), (3000, 5000)])

@@ -280,6 +280,8 @@ def test_a_saved_detector_keeps_its_scope_and_validation_answers(detector, tmp_p
         thresholds = loaded.heads["closed_book"].thresholds(precision)
         assert thresholds == certified(validation, precision or 0.9)
         assert thresholds.trust.p_correct is not None
+    with pytest.raises(ValueError, match="a share in .0, 1., got 0"):
+        loaded.heads["closed_book"].thresholds(0)
     np.testing.assert_array_equal(loaded.banks["closed_book"].scope.low, scope.low)
 
 

@@ -1,6 +1,7 @@
 """Rows read group by group, and tokens kept in stored precision, train the same."""
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -188,12 +189,16 @@ def test_rows_are_read_into_one_array_a_part_at_a_time(read_many):
     tracemalloc.start()
     rows = data.read(np.arange(12288))
     n_bytes = tracemalloc.get_traced_memory()[1]
+    jax.block_until_ready(rows)
+    gc.collect()  # JAX then lets go of what it has copied
+    n_held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     parts = [data.read(part) for part in np.split(np.arange(12288), 12)]
     each = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
     assert_same_leaves(rows, each)
     # In addition to the rows: a part (a twelfth), and what it is padded from.
-    assert n_bytes < 1.5 * n_stored
+    # On a CPU the device shares the host's memory: a copy would double the peak.
+    assert n_stored < n_held < n_bytes < 1.5 * n_stored
 
 
 def test_a_plan_that_exceeds_memory_is_refused_before_a_row_is_read():

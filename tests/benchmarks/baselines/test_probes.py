@@ -38,6 +38,7 @@ from beatrice.benchmarks.baselines.detectors.probes import (
     saplma_logits,
     second_last,
 )
+from beatrice.jaxprobe.linear import both_classes
 from tests.benchmarks.baselines.planted import memory_store
 from tests.jaxprobe.samples import rows_of
 
@@ -176,6 +177,8 @@ def test_labels_of_only_one_class_are_refused():
     for labels in (np.ones(60), np.arange(60) < 20, np.arange(60) % 20 < 40):
         with pytest.raises(ValueError, match="are of one class"):
             catalogue()["linear_probe"].score(inputs(rows_of(labels), store))
+    with pytest.raises(ValueError, match="there are no training labels"):
+        both_classes([], 0, "training")
 
 
 def test_llms_know_is_the_default_regression_on_the_best_block():
