@@ -173,10 +173,13 @@ def test_with_a_plan_that_fills_memory_one_block_trains_at_a_time(parts):
     assert len(WatchedBlock.threads) == first_and_others
 
 
-def test_labels_of_rows_with_weight_zero_have_no_influence(parts):
+def test_labels_and_tokens_of_rows_with_weight_zero_have_no_influence(parts):
     rows, valid = parts
     silent = rows._replace(weights=rows.weights.at[:90].set(0.0))
-    changed = silent._replace(labels=rows.labels.at[:90].set(1 - rows.labels[:90]))
+    tokens = tuple(jnp.asarray(x).at[:, :90].add(7.0) for x in rows.features.tokens)
+    features = rows.features._replace(tokens=tokens)
+    labels = rows.labels.at[:90].set(1 - rows.labels[:90])
+    changed = silent._replace(features=features, labels=labels)
     a, b = (train([Block((3,), (0,))], (rows, valid))[0] for rows in (changed, silent))
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
 

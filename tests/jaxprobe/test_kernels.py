@@ -249,8 +249,8 @@ def test_mixed_precision_has_nearly_the_loss_and_gradient_of_float32(read):
     assert 0 < abs(mixed_loss - loss) < 0.02 * loss
     first, other = (ravel_pytree(x)[0] for x in (gradient, mixed))
     assert other.dtype == jnp.float32
-    cosine = first @ other / jnp.linalg.norm(first) / jnp.linalg.norm(other)
-    assert 0.999 < cosine < 1.0
+    error = jnp.linalg.norm(other - first) / jnp.linalg.norm(first)
+    assert 0 < error < 0.04  # measured: 0.025 and 0.023
 
 
 KEY = jax.random.key(7)
@@ -285,7 +285,7 @@ def test_hashed_draws_of_consecutive_steps_are_uniform_and_uncorrelated():
     assert abs(np.corrcoef(steps[:-1].ravel(), steps[1:].ravel())[0, 1]) < 0.02
 
 
-def test_members_of_a_seed_share_batches_and_nothing_else():
+def test_members_of_a_seed_share_the_key_of_batches_and_no_other():
     def numbers(subset, seed):
         keys = member_keys(seed_keys(0, (seed,))[0], subset)
         return [tuple(jax.random.key_data(key).tolist()) for key in keys]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from sklearn.linear_model import LogisticRegression
 
 from beatrice.extract.store.spec import Family
@@ -20,6 +21,7 @@ from beatrice.jaxprobe.grid import (
     block_learner,
     filled_block,
     fit_blocks,
+    join,
     labelled,
     member_outputs,
     n_stopped_by_review,
@@ -125,14 +127,17 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     np.testing.assert_allclose(output, grid.valid[subset_index("PR")], atol=1e-3)
 
 
-def test_member_outputs_equal_the_encoder_applied_by_itself(rows):
-    grid = grid_of(rows, "PR")
-    member = with_linear_parts(trained_on(rows, grid, "PR"), grid)
-    tokens, mask = rows[1][0], SUBSETS[subset_index("PR")]
-    alone = jax.tree.map(lambda x: x[0], member.params)
-    logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(mask))
-    result = member_outputs(member, tokens, encoder=ENCODER)
-    np.testing.assert_allclose(result.logits[0], logits, atol=1e-4)
+def test_outputs_of_several_members_equal_each_encoder_applied_by_itself(rows):
+    grid, tokens = grid_of(rows, "PR", "H"), rows[1][0]
+    blocks = [
+        with_linear_parts(trained_on(rows, grid, name), grid) for name in ("PR", "H")
+    ]
+    members = [block.members[0] for block in blocks]
+    result = member_outputs(join(blocks, members), tokens, encoder=ENCODER)
+    for row, (subset, _) in enumerate(members):
+        alone = jax.tree.map(lambda x: x[0], blocks[row].params)
+        logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(SUBSETS[subset]))
+        np.testing.assert_allclose(result.logits[row], logits, atol=1e-4)
 
 
 def test_a_family_that_is_not_read_has_no_weight(rows):
@@ -202,7 +207,9 @@ def test_only_networks_without_a_gain_are_stopped(rows):
         inputs = learner.start(), block, iter([group, group])
         state = _stopped_without_gain(*inputs, logits, TRAIN.patience)
         assert bool(state.is_active(TRAIN).all()) == (not is_stopped)
-        learner.train(state, np.int32(1), group)
+        trained, _ = learner.train(state, np.int32(1), group)
+        weights = [ravel_pytree(x.params)[0] for x in (state, trained)]
+        assert np.array_equal(*weights) == is_stopped
     assert train_block._cache_size() == n_traces  # a review compiles nothing new
     # Some ran out of patience and were not stopped by the review.
     best, last = np.array([2, 5, 7, 5]), np.array([8, 8, 8, 11])

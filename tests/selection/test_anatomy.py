@@ -45,7 +45,7 @@ from beatrice.selection.places import (
     linear_scores,
     position_ratios,
 )
-from beatrice.selection.reach import sources_of, train_valid_split
+from beatrice.selection.reach import _half, sources_of, train_valid_split
 from tests.jaxprobe.samples import rows_like
 from tests.records import an_answer, an_example
 
@@ -319,8 +319,10 @@ def test_a_fifth_validates_and_only_part_of_a_held_out_set_is_a_source():
     rows = rows_of(["one"] * 30 + ["held"] * 40, splits)
     pools = {split: np.flatnonzero(rows.splits == split) for split in set(splits)}
     sources = sources_of(rows, pools)
-    assert set(sources) == {"one", "held"} and len(sources["one"]) == 30
-    assert 8 < len(sources["held"]) < 32
+    np.testing.assert_array_equal(sources["one"], np.arange(30))
+    is_source = np.isin(np.arange(30, 70), sources.pop("held"))
+    np.testing.assert_array_equal(is_source, _half(rows.ids[30:]))  # the rest: judged
+    assert set(sources) == {"one"} and 8 < is_source.sum() < 32
 
 
 def test_a_case_is_the_surest_of_its_kind_and_ties_go_to_the_smaller_id():
@@ -394,16 +396,20 @@ def with_regression(params, n_spans, is_silent):
     return {"params": network, COLLECTION: {**linear, "bias": np.float32(0.5)}}
 
 
-def test_a_silent_network_can_be_skipped_without_changing_the_logits():
+def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
     mask, params = weights("HPRA", 3)
     features = signals(3)
     every = [with_regression(params, 3, is_silent) for is_silent in (True, False)]
-    result = member_logits([(p, mask) for p in every], features, encoder=ENCODER)
+    network = jax.tree.map(lambda x: x * jnp.nan, every[0]["params"])  # NaN if run
+    network["mlp_out"] = every[0]["params"]["mlp_out"]
+    silent = every[0] | {"params": network}
+    members = (silent, mask), (every[1], mask)
+    result = member_logits(members, features, encoder=ENCODER)
     expected = np.stack([logits(p, mask, features) for p in every])
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     assert np.abs(result[0] - result[1]).max() > 1e-2
     start = replaced(features, means(3), of_families(DIMS, 3, (1,)))
-    parts, change = attributed(every[0], mask, start, features, ENCODER, N)
+    parts, change = attributed(silent, mask, start, features, ENCODER, N)
     at = (jnp.full(1, 0.5, jnp.float32), jnp.ones(1, jnp.float32))
     whole = path_gradients(every[0], mask, start, features, *at, encoder=ENCODER)
     linear = path_gradients(every[0], mask, start, features, *at, encoder=None)
