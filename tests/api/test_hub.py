@@ -46,8 +46,10 @@ class Hub(BaseHTTPRequestHandler):
         elif "/commit/" in self.path:
             rows = [json.loads(line) for line in content.splitlines()]
             names = [x["value"]["path"] for x in rows if x["key"] == "file"]
+            deleted = {x["value"]["path"] for x in rows if "deleted" in x["key"]}
             name = self.path.split("/commit/")[0].removeprefix("/api/models/")
-            self.server.repositories[name] += names
+            files = self.server.repositories[name]
+            self.server.repositories[name] = [*({*files} - deleted), *names]
             url = f"http://{self.headers['Host']}/{name}/commit/{COMMIT}"
             self.reply({"commitUrl": url, "commitOid": COMMIT})
         else:
@@ -97,6 +99,8 @@ def test_a_push_replaces_only_a_probe_and_leaves_privacy_to_the_owner():
     assert lines[1:] == [COMMIT] * 4
     assert hub.repositories["acme/model"] == MODEL
     assert {*PROBE} < {*hub.repositories["acme/new"]}
+    assert {*ours} <= {*hub.repositories["acme/probe"]}
+    assert {*PROBE, *page} <= {*hub.repositories["acme/page"]}
     assert hub.created == [(name, name == "acme/hidden") for name in names]
 
 

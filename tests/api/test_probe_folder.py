@@ -313,7 +313,7 @@ def test_extra_config_fields_and_missing_ones_of_heads_and_banks_are_refused(fol
                 fields[name] = 1
             file.write_text(json.dumps(config))
             write_checksums(folder)
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match=rf"\b{name}\b.*; fit the probe again"):
                 beatrice.load(folder)
             n_refused += 1
     assert n_refused > 50

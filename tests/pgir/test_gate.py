@@ -55,6 +55,7 @@ from beatrice.pgir.scorer import Scorer
 from tests.extract.signals.test_full_device import room_for
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
+from tests.pgir.test_scorer import CHAT
 from tests.process import ROOT, forked
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -375,15 +376,20 @@ def never(*_):
     raise AssertionError("nothing was to be retrieved")
 
 
-def test_a_pipeline_whose_package_is_missing_says_what_to_install(scorer):
-    gate = lenient(scorer)
-    for package, make, arguments in (
-        ("langgraph", langgraph_app, (gate, never, never)),
-        ("llama_index", llama_index_engine, (gate, None)),
-    ):
-        if importlib.util.find_spec(package) is None:
-            with pytest.raises(ImportError, match=rf"{package}.*probe\[pipelines\]"):
-                make(*arguments)
+@pytest.mark.parametrize(
+    ("package", "make", "arguments"),
+    [
+        ("langgraph", langgraph_app, (never, never)),
+        ("llama_index", llama_index_engine, (None,)),
+    ],
+)
+def test_a_pipeline_whose_package_is_missing_says_what_to_install(
+    scorer, package, make, arguments
+):
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ImportError, match=rf"{package}.*probe\[pipelines\]"):
+        make(lenient(scorer), *arguments)
 
 
 def test_a_graph_retrieves_only_if_needed_and_keeps_the_better_answer(scorer):
@@ -452,18 +458,22 @@ class Guarded:
         self._tokenizer, self._lock = tokenizer, lock
 
     def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
+        value = getattr(self._tokenizer, name)
+        if callable(value):
+            assert self._lock._owner == threading.get_ident(), name
+        return value
 
     def __len__(self):
         return len(self._tokenizer)
 
     def __call__(self, *texts, **options):
-        assert self._lock._owner == threading.get_ident()
-        return self._tokenizer(*texts, **options)
+        return self.__getattr__("__call__")(*texts, **options)
 
 
 def guarded(backbone):
-    tokenizer = Guarded(backbone.tokenizer, backbone.halves.lock)
+    tokenizer = copy.deepcopy(backbone.tokenizer)
+    tokenizer.chat_template = CHAT
+    tokenizer = Guarded(tokenizer, backbone.halves.lock)
     return dataclasses.replace(backbone, tokenizer=tokenizer)
 
 
@@ -474,6 +484,8 @@ def test_the_tokenizer_is_used_only_under_its_models_lock(scorer):
     retriever = finding(f"{bos} {PASSAGE}")
     (result,) = run_pgir(alone, [QUESTION], retriever, **DOUBTING)
     assert result.n_generations > 1 and result.error is None
+    chat = [{"role": "user", "content": QUESTION}]
+    assert list(alone.stream(messages=chat, every=1))
     passages = [Passage(title="", text=text) for text in (PASSAGE, PASSAGE * 90)]
     answering = Answering(alone.probed, passages, CallJournal(None, ""))
     assert answering.fitting(QUESTION, [0, 1]) == (0,)

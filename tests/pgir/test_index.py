@@ -113,7 +113,7 @@ def test_code_of_an_encoder_never_runs_even_if_a_user_agrees(tmp_path):
         "import sys; from pathlib import Path; from beatrice.pgir import index\n"
         "index.TextEncoder(index.read_encoder_config(Path(sys.argv[1])))"
     )
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program, str(path)],
         cwd=ROOT,
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
@@ -122,6 +122,7 @@ def test_code_of_an_encoder_never_runs_even_if_a_user_agrees(tmp_path):
         capture_output=True,
         check=False,
     )
+    assert "the argument `trust_remote_code=True` to allow" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 

@@ -56,7 +56,7 @@ def words_of(scorer, context):
     [
         {},
         {"max_new_tokens": 1},
-        {"temperature": 2.0, "seed": 3, "max_new_tokens": 12},
+        {"temperature": 5.0, "seed": 3, "max_new_tokens": 6},
         {"stop": ["WHOLE"]},  # an answer without a token
         {"stop": ["HALF"]},  # one that ends within a token
         {"stop": ["SEVERAL"]},  # the string spans several tokens
@@ -99,10 +99,9 @@ def test_a_stream_is_the_answer_with_the_p_of_every_prefix_if_it_ended_there(
         assert token.p_if_cut == pytest.approx(cut.p_correct, abs=1e-5)
         assert any("cut answer" in warning for warning in cut.warnings)
         assert not any("cut answer" in warning for warning in ended.warnings)
-    if len(tokens) > 3:
+    if "temperature" in options:
         assert len({token.p_correct for token in tokens[: n_tokens - 1]}) > 1
-    if tokens and tokens[-1].is_stop and answer.stop_id == stop_id and n_tokens:
-        # The last prefix is the answer itself, read once, so that P is the same.
+    if not options:  # the last prefix is the answer: read once
         assert tokens[-2].p_correct == score.p_correct
 
 
@@ -212,8 +211,7 @@ def test_an_answer_to_a_chat_has_the_score_that_it_gets_afterwards(backbone, nam
     ids = [i for i in (*answer.token_ids, answer.stop_id) if i is not None]
     again = chatting.score(messages=messages, answer_ids=ids, **named)
     assert score.p_correct == pytest.approx(again.p_correct, abs=1e-5)
-    # The second reading may warn that the probe was trained on the other kind.
-    assert set(again.warnings) - set(score.warnings) <= {*again.warnings[-1:]}
+    assert again.warnings == score.warnings
     assert "another prompt than the probe's own" in "".join(score.warnings)
 
 
