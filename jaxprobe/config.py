@@ -113,7 +113,9 @@ class TrainConfig:
         _check_counts(self, lr_patience=1, n_microbatches=1)
         _check_amounts(self, "learning_rate", "weight_decay")
         if not self.learning_rate:
-            raise ValueError("learning_rate must be above 0, got 0")
+            raise ValueError(
+                f"learning_rate must be above 0, got {self.learning_rate!r}"
+            )
         if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
                 "n_microbatches must divide batch_size into equal parts, got "

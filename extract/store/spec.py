@@ -311,11 +311,10 @@ class StoreSpec:
         if rows < 1 or rows & (rows - 1):
             raise ValueError(f"rows_per_shard must be a power of two, found {rows}")
         repeated = [key for key, n in Counter(self.keys).items() if n > 1]
-        if n_examples == 0 or repeated:
-            raise ValueError(
-                f"a store needs at least one example and unique keys; examples: "
-                f"{n_examples}, first repeated key: {repeated[:1]}"
-            )
+        if n_examples == 0:
+            raise ValueError("a store needs at least one example, got none")
+        if repeated:
+            raise ValueError(f"keys must be unique, got {repeated[0]} twice or more")
         self._check_spans()
         for name, family in self.families.items():
             if family.by_layer and family.shape[0] != len(self.hidden_layers):

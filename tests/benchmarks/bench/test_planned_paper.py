@@ -70,7 +70,7 @@ def test_the_papers_compiled_training_fits_into_the_memory_that_jax_takes(
 
 def test_rows_with_context_held_in_memory_fit_no_device():
     whole = dataclasses.replace(paper_sizes("with_context"), n_train=60_000)
-    with pytest.raises(ValueError, match="streamed=true"):
+    with pytest.raises(ValueError, match="in smaller groups"):
         choose(whole, 141 * GIB)
 
 
