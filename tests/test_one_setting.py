@@ -144,7 +144,7 @@ def test_the_report_shows_only_the_settings_that_a_run_has(run, case):
 def test_control_leaves_out_the_sets_without_passages(run, case):
     if case != "mixed":
         done = beatrice("control", run.path, code=1)
-        assert f"has {HAS[case][0]} alone" in done.stderr
+        assert f"has only {HAS[case][0]}" in done.stderr
         return
     rows = [json.loads(x) for x in run.results.read_text().splitlines()]
     result = {r["dataset"] for r in rows if r["experiment"] == "controller"}
