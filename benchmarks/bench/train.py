@@ -340,7 +340,7 @@ def measure(
             lambda: products.append(product_rate(square) / 1e9),
             *(x.turn for x in methods),
         ]
-        note(f"timing {n_rounds} rounds")
+        note(f"rounds: {n_rounds}")
         _, *seconds = take_turns(runs, n_rounds)[..., 0].T
         peaks = [method.peak_mib() for method in methods]
     speeds = speeds_of(workload, np.array(seconds), np.array(products[1:]))
