@@ -24,8 +24,8 @@ from beatrice.extract.run.directory import Preset
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
-    Grid,
     Pool,
+    TrainedGrid,
     branch_setting,
     branches_of,
     calibrated,
@@ -51,7 +51,7 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import Rows, check_whole, training_set, without_number
+from beatrice.jaxprobe.rows import StoreRows, check_whole, training_set, without_number
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import (
     LINEAR_ONLY,
@@ -199,14 +199,14 @@ def fit(
 
 def _fit_heads(
     passes: Mapping[Setting, Signals],
-    rows: Mapping[Setting, Rows],
+    rows: Mapping[Setting, StoreRows],
     layer: int | None,
     recipe: Recipe,
     config: FitConfig,
     progress: bool,
-) -> tuple[dict[HeadName, FusedHead], dict[Setting, Grid]]:
+) -> tuple[dict[HeadName, FusedHead], dict[Setting, TrainedGrid]]:
     """Train a recipe's encoders for each setting, and the heads that read them."""
-    grids: dict[Setting, Grid] = {}
+    grids: dict[Setting, TrainedGrid] = {}
     outputs: dict[Setting, MemberOutputs] = {}
     for setting, signals in passes.items():
         grids[setting], outputs[setting] = _train(
@@ -243,12 +243,12 @@ def _fit_heads(
 
 def _train(
     signals: Signals,
-    rows: Rows,
+    rows: StoreRows,
     layer: int | None,
     recipe: Recipe,
     config: GridConfig,
     progress: bool,
-) -> tuple[Grid, MemberOutputs]:
+) -> tuple[TrainedGrid, MemberOutputs]:
     """Train a recipe's encoders for a setting, and apply them to all of its rows."""
     is_linear = recipe in ("auto", "linear")
     if not is_linear:
@@ -279,7 +279,7 @@ def _train(
             result = train_encoders(data, config, subsets=subsets, on_part=count_member)
             assert result is not None  # a single process trains every member
             trained, outputs = result
-    grid = Grid(
+    grid = TrainedGrid(
         store=signals.store,
         rows=rows,
         layer=layer,
@@ -337,7 +337,7 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
 
 def _rows_of(
     passes: Mapping[Setting, Signals], labels: Any, groups: Any, splits: Any, seed: int
-) -> dict[Setting, Rows]:
+) -> dict[Setting, StoreRows]:
     """Return the rows of every store; rows that were not given have no split."""
     for signals in passes.values():
         if (n_answers := len({*signals.indices.tolist()})) < len(signals):
@@ -366,7 +366,7 @@ def _rows_of(
         }
         check_whole(*(np.concatenate([x[s] for s in passes]) for x in (names, chosen)))
     return {
-        setting: Rows(
+        setting: StoreRows(
             setting=setting,
             ids=_among_stored(names[setting], signals),
             splits=_among_stored(chosen[setting], signals),
@@ -421,7 +421,7 @@ def drawn_splits(
 
 def _choose_layer(
     passes: Mapping[Setting, Signals],
-    rows: Mapping[Setting, Rows],
+    rows: Mapping[Setting, StoreRows],
     config: FitConfig,
     seed: int,
 ) -> int | None:
@@ -434,7 +434,7 @@ def _choose_layer(
     (layers,) = layer_sets
     if len(layers) < 2:
         return layers[0] if layers else None
-    stores: dict[Setting, tuple[FeatureStore, Rows]] = {
+    stores: dict[Setting, tuple[FeatureStore, StoreRows]] = {
         s: (signals.store, rows[s]) for s, signals in passes.items()
     }
     return choose_layer(stores, config.sweep.seeded(seed)).layer
@@ -484,7 +484,7 @@ def _provenance(
 def _report(
     fused: Mapping[HeadName, FusedHead],
     detector: Detector,
-    rows: Mapping[Setting, Rows],
+    rows: Mapping[Setting, StoreRows],
     n_resamples: int,
     seed: int,
 ) -> list[dict[str, Any]]:

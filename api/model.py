@@ -249,7 +249,7 @@ class LanguageModel:
         setting: Setting = "closed_book" if contexts is None else "with_context"
         self._require_tokenizer()
         places = {example.id: f"questions[{n}]" for n, example in enumerate(examples)}
-        with self.backbone.halves.lock:
+        with self.backbone.splitter.lock:
             requests = make_requests(
                 examples, self.backbone, self.prompt, max_new_tokens, (setting,), places
             )
@@ -294,7 +294,7 @@ class LanguageModel:
 
         with naming_extra("read=True"):
             from beatrice.extract.signals.extract import ExtractConfig
-            from beatrice.extract.signals.written import ReadBefore
+            from beatrice.extract.signals.written import WrittenReader
 
         config = ExtractConfig(hidden_layers=layers)
         reader: Reader = self._reader(layers, config.hidden_spans)
@@ -305,7 +305,7 @@ class LanguageModel:
             answers = generate(self.backbone, requests, generation)
         elif written is None or "://" in str(written):
             answers, signals = generate_and_read(reader, requests, generation)
-            reader = ReadBefore.of(reader, answers, signals)
+            reader = WrittenReader.of(reader, answers, signals)
         else:
             folder = Path(f"{written}.written")
             with locked(folder):
@@ -338,7 +338,7 @@ class LanguageModel:
         self._require_tokenizer()
         template, answers, counts = self.prompt.prompt_template(), [], Counter()
         tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
-        with self.backbone.halves.lock:
+        with self.backbone.splitter.lock:
             stop = usual_stop_id(tokenizer, self.prompt, ends)
         for number, row in enumerate(as_rows(rows, ARGUMENTS)):
             try:
@@ -348,7 +348,7 @@ class LanguageModel:
                         "it has its own prompt; give only question, answer and "
                         "context, and set your prompt with LanguageModel(prompt=…)"
                     )
-                with self.backbone.halves.lock:
+                with self.backbone.splitter.lock:
                     prepared = prepare(
                         tokenizer,
                         template,
@@ -464,7 +464,7 @@ class LanguageModel:
         tokenizer = self.backbone.tokenizer
         texts = [answer.text for answer in answers]
         if tokenizer is not None:
-            with self.backbone.halves.lock:
+            with self.backbone.splitter.lock:
                 ids = [answer.prompt_ids for answer in answers]
                 texts += tokenizer.batch_decode(ids)
         usual: dict[str, Any] = {
@@ -498,7 +498,11 @@ def _answer_on_disk(
     from beatrice.extract.records import to_json
     from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
     from beatrice.extract.signals.decode import generate_and_read
-    from beatrice.extract.signals.written import ReadBefore, WrittenSignals, save_batch
+    from beatrice.extract.signals.written import (
+        WrittenReader,
+        WrittenSignals,
+        save_batch,
+    )
 
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
     about.append(list(stop_ids(reader.backbone)))
@@ -523,7 +527,7 @@ def _answer_on_disk(
     written = WrittenSignals.open(folder, reader.fingerprint, config)
     if written is None:
         return ordered, reader
-    return ordered, ReadBefore(written, written, lambda: reader)
+    return ordered, WrittenReader(written, written, lambda: reader)
 
 
 def _alone(store: str | Path | None) -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ _TRIED = 50  # questions answered first, to estimate the time and check the labe
 ENOUGH = round(LEAST_ANSWERS / min(_SHARES.values()))
 
 
-class Labelled(NamedTuple):
+class LabelledSignals(NamedTuple):
     """Answers in one setting with their signals, labels and splits."""
 
     questions: Sequence[str]  # of each answer
@@ -54,7 +54,7 @@ class Labelled(NamedTuple):
     splits: np.ndarray = np.array([])  # "train", "validation" or "test" of each answer
 
 
-Parts = dict[Setting, Labelled]
+Parts = dict[Setting, LabelledSignals]
 IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 
 
@@ -189,7 +189,7 @@ def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
     return kept
 
 
-def _least_of(part: Labelled) -> int:
+def _least_of(part: LabelledSignals) -> int:
     """Return, for the poorest split, how many questions its rarer class has."""
     questions = np.array(question_names(part.questions))
     in_splits = (part.splits == name for name in _SHARES)
@@ -226,7 +226,7 @@ def answer_and_label(
 
     def answered(
         some: Sequence[Example], setting: Setting, is_ahead: bool = False
-    ) -> Labelled:
+    ) -> LabelledSignals:
         shown, store, signals = _shown(some, setting), stores[setting], None
         contexts = shown if setting == "with_context" else None
         if is_ahead:
@@ -236,7 +236,7 @@ def answer_and_label(
         pairs = zip(answers, some, strict=True)
         labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
         texts = [q.question for q in some]
-        return Labelled(texts, shown, answers, signals, labels)
+        return LabelledSignals(texts, shown, answers, signals, labels)
 
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
     for setting, part in asked.items() if is_new else ():
@@ -326,7 +326,7 @@ def _forecast(
 
 
 def _class_advice(
-    tried: Labelled, questions: Sequence[Example], setting: Setting
+    tried: LabelledSignals, questions: Sequence[Example], setting: Setting
 ) -> str:
     """Return advice for the case that the first answers are all right or all wrong."""
     first = f"of the first {len(tried.answers)} answers {IN_WORDS[setting]}"
@@ -366,7 +366,7 @@ def read_given(
         given, labels, _ = zip(*itertools.compress(rows, is_here), strict=True)
         texts, contexts = [x.question for x in given], [x.context for x in given]
         here = list(itertools.compress(answers, is_here))
-        parts[setting] = Labelled(texts, contexts, here, None, np.array(labels))
+        parts[setting] = LabelledSignals(texts, contexts, here, None, np.array(labels))
     parts = in_parts(parts, note)  # before reading, which takes longer
     for setting, part in parts.items():
         about = [[*x.key, *x.prompt_ids, *x.token_ids] for x in part.answers]
@@ -378,7 +378,7 @@ def read_given(
     return parts
 
 
-def text_scores(labelled: Labelled) -> np.ndarray:
+def text_scores(labelled: LabelledSignals) -> np.ndarray:
     """Return P(correct), `[n]`, from only the words of question and answer."""
     from beatrice.benchmarks.baselines.plain import fit_tfidf, joined_text
 
@@ -392,7 +392,7 @@ def text_scores(labelled: Labelled) -> np.ndarray:
 
 
 def compare(
-    probe: Any, labelled: Labelled, setting: Setting
+    probe: Any, labelled: LabelledSignals, setting: Setting
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Compare a probe with baselines on the held-out answers.
 

@@ -10,8 +10,8 @@ import click
 from beatrice.benchmarks import CHAIN
 from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.commands import (
-    AskingOptions,
     NamedValue,
+    PromptOptions,
     QuestionOptions,
     make_run,
 )
@@ -322,7 +322,7 @@ def with_defaults(questions: QuestionOptions, files: list[Source]) -> QuestionOp
 @options(
     questions=QuestionOptions,
     run=RealOptions,
-    asking=AskingOptions,
+    asking=PromptOptions,
     storage=StorageOptions,
 )
 def real(
@@ -331,7 +331,7 @@ def real(
     fetch: str | None,
     questions: QuestionOptions,
     run: RealOptions,
-    asking: AskingOptions,
+    asking: PromptOptions,
     storage: StorageOptions,
 ) -> None:
     """Ask a released model published questions and run every stage up to the report.

@@ -24,7 +24,7 @@ from beatrice.jaxprobe.config import (
 )
 
 
-class Wanted(NamedTuple):
+class NeededSet(NamedTuple):
     """A question set that a real run needs."""
 
     title: str
@@ -36,20 +36,20 @@ class Wanted(NamedTuple):
 # TriviaQA's passages are whole pages, too long for a small model. The second of PopQA's
 # two gold paragraphs is from the answer's own page, so its title is the answer.
 WANTED = {
-    "triviaqa": Wanted(
+    "triviaqa": NeededSet(
         "TriviaQA",
         ("train", "dev"),
         "none",
         "any published file, even without passages, such as DPR's trivia-*.qa.csv",
     ),
-    "nq": Wanted(
+    "nq": NeededSet(
         "Natural Questions",
         ("train", "dev"),
         "supporting",
         "a file with gold passages, such as nq-open-oracle.jsonl.gz, DPR's "
         "nq-dev_gold_info.json or biencoder-nq-dev.json",
     ),
-    "popqa": Wanted(
+    "popqa": NeededSet(
         "PopQA",
         ("held-out",),
         "first",

@@ -94,7 +94,7 @@ from beatrice.jaxprobe.calibrate import run_bootstrap, score_store
 from beatrice.jaxprobe.config import GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName
 from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import (
     SUBSET_NAMES,
     SUBSETS,
@@ -104,7 +104,7 @@ from beatrice.jaxprobe.families import (
 )
 from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows, rows_at_once
+from beatrice.jaxprobe.rows import StoreRows, rows_at_once
 from beatrice.jaxprobe.tokens import (
     answer_log_probs,
     family_dims,
@@ -238,19 +238,19 @@ class Scenario:
         """The setting of the answers."""
         return self.trained.rows.setting
 
-    def joined(self) -> Rows:
+    def joined(self) -> StoreRows:
         """Return the run's own rows, then the new ones, which are marked held out."""
         trained, new = self.trained.rows, self.new.rows
         fields = {
             field.name: np.concatenate(
                 [getattr(trained, field.name), getattr(new, field.name)]
             )
-            for field in dataclasses.fields(Rows)
+            for field in dataclasses.fields(StoreRows)
             if field.name != "setting"
         }
         unseen = np.full(len(new.ids), "ood")
         fields["splits"] = np.concatenate([trained.splits, unseen])
-        return Rows(setting=self.setting, **fields)
+        return StoreRows(setting=self.setting, **fields)
 
 
 def encoder_scores(
@@ -379,7 +379,7 @@ def published_scores(
     detectors: Sequence[Baseline],
     readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
     tick: Callable[[], None] = lambda: None,
-) -> list[Scored]:
+) -> list[DetectorScores]:
     """Return the published detectors' scores of the new rows, `[n_seeds, n_rows]` each.
 
     Args:
@@ -400,7 +400,7 @@ def published_scores(
     return scored
 
 
-def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
+def _answer_rows(examples: Sequence[Example], rows: StoreRows) -> list[ResultRow]:
     """Return how often answers are right, and how often a passage contains a gold."""
     has_gold = {
         e.id: has_answer(np.arange(len(e.passages)), e.passages, e.golds, (99,))[99]
@@ -426,7 +426,7 @@ def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
 
 
 def _count_missing(
-    result: Sequence[ResultRow], rows: Rows, questions: Sequence[Example]
+    result: Sequence[ResultRow], rows: StoreRows, questions: Sequence[Example]
 ) -> list[ResultRow]:
     """Count the questions without an answer to score as failures of each row."""
     answered = set(rows.ids)
@@ -446,7 +446,7 @@ def scene_rows(
     scores: Mapping[Subject, np.ndarray],
     questions: Sequence[Example],
     intervals: BootstrapConfig,
-    published: Sequence[Scored] = (),
+    published: Sequence[DetectorScores] = (),
 ) -> list[ResultRow]:
     """Return the result rows of a setting, for each set and for all sets together.
 
@@ -458,7 +458,7 @@ def scene_rows(
       published: scores of published detectors.
     """
     rows = scene.new.rows
-    ours = [Scored(name=name, scores=x) for name, x in scores.items()]
+    ours = [DetectorScores(name=name, scores=x) for name, x in scores.items()]
     detectors = [*ours, *published]
     rivals = [*COMPARED, *(x.subject for x in published)]
     pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in rivals]}
@@ -553,7 +553,7 @@ def run_published(
     detectors: Sequence[Baseline],
     config: BaselinesConfig,
     update: Update,
-) -> list[Scored]:
+) -> list[DetectorScores]:
     """Return the `published_scores` of a run; readings are cached in both runs."""
     detectors, here = [x for x in detectors if scene.setting in x.settings], _inner(run)
     chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))

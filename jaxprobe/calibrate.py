@@ -75,9 +75,9 @@ from beatrice.jaxprobe.fusion import (
     pool_outputs,
     slots_of,
 )
-from beatrice.jaxprobe.grid import Trained, grid_members
+from beatrice.jaxprobe.grid import TrainedMembers, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
-from beatrice.jaxprobe.rows import Rows, partner_ids, partners
+from beatrice.jaxprobe.rows import StoreRows, partner_ids, partners
 from beatrice.jaxprobe.scope import (
     Evidence,
     Validation,
@@ -111,13 +111,13 @@ class Pool(NamedTuple):
     train: PoolOutputs
     valid: PoolOutputs
     all_rows: PoolOutputs
-    rows: Rows
+    rows: StoreRows
     n_subsets: int
 
 
 def pool_of(
     outputs: Mapping[Setting, MemberOutputs],
-    rows: Mapping[Setting, Rows],
+    rows: Mapping[Setting, StoreRows],
     setting: Setting,
     n_seeds: int,
     questions: Mapping[Setting, np.ndarray] | None = None,
@@ -216,7 +216,7 @@ ScoreBatch = Callable[[HeadName, Mapping[Setting, Features]], Scores]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Grid:
+class TrainedGrid:
     """A setting's trained encoders: every subset with every seed.
 
     `layer` is the entry of the resid axis for the hidden family (0 is the embedding),
@@ -224,9 +224,9 @@ class Grid:
     """
 
     store: FeatureStore
-    rows: Rows
+    rows: StoreRows
     layer: int | None
-    trained: Trained
+    trained: TrainedMembers
     standardizer: Standardizer
     config: EncoderConfig
 
@@ -277,7 +277,11 @@ FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
 
 
 def calibrated_head(
-    branch: HeadName, fused: FusedHead, grid: Grid, precision: float, kind: MapKind
+    branch: HeadName,
+    fused: FusedHead,
+    grid: TrainedGrid,
+    precision: float,
+    kind: MapKind,
 ) -> SettingHead:
     """Fit a head's map on the validation rows, and keep the resulting P of them."""
     where, trained = map(grid.rows.where, ("validation", "train"))
@@ -300,7 +304,7 @@ def calibrated_head(
     )
 
 
-def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
+def selected_params(trained: TrainedMembers, subsets: Sequence[int]) -> Params:
     """Return the weights of subsets, leaves `[n_seeds, n_subsets, ...]`."""
     seeds = sorted({member.seed for member in trained.members})
     indices = [
@@ -309,7 +313,7 @@ def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(indices)], trained.params)
 
 
-def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
+def encoder_bank(grid: TrainedGrid, names: Sequence[str]) -> EncoderBank:
     """Return the encoders of some subsets, with the ranges of the training signals."""
     store, rows, dims = grid.store, grid.rows, grid.dims
     return EncoderBank(
@@ -332,7 +336,7 @@ def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
 @usual_jax()
 def calibrated(
     fused: Mapping[HeadName, FusedHead],
-    grids: Mapping[Setting, Grid],
+    grids: Mapping[Setting, TrainedGrid],
     *,
     provenance: Provenance | None = None,
     precision: float = 0.9,
@@ -367,7 +371,8 @@ def score_store(
 
     The answers are those of the branch's setting, or `examples` `[n]` of them, at least
     one. A head that also reads closed-book encoders uses the closed-book answer to the
-    same question. `layer` is as in `Grid`; for `score` see `pgir.bridge.TorchForward`.
+    same question. `layer` is as in `TrainedGrid`; for `score` see
+    `pgir.bridge.TorchForward`.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
@@ -514,16 +519,16 @@ def _fused(run: RunDir, branch: HeadName) -> FusedHead:
     )
 
 
-def _grid(run: RunDir, setting: Setting) -> Grid:
+def _grid(run: RunDir, setting: Setting) -> TrainedGrid:
     store, rows = open_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     config = grid_config(run)
     members = grid_members(config.train.n_seeds, family_dims(store).n_subsets)
-    return Grid(
+    return TrainedGrid(
         store=store,
         rows=rows,
         layer=chosen_layer(run),
-        trained=Trained(members, tree["params"], tree["info"]),
+        trained=TrainedMembers(members, tree["params"], tree["info"]),
         standardizer=Standardizer(**tree["standardizer"]),
         config=config.encoder,
     )
@@ -559,7 +564,7 @@ def _calibrate(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    grids: dict[Setting, Grid] = {s: _grid(run, s) for s in settings_of(run)}
+    grids: dict[Setting, TrainedGrid] = {s: _grid(run, s) for s in settings_of(run)}
     detector = calibrated(
         {branch: _fused(run, branch) for branch in run_branches(run)},
         grids,

@@ -35,13 +35,13 @@ from beatrice.jaxprobe.metrics import (
     weighted_stratified,
     wider_interval,
 )
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 METRICS = {"auroc": auroc, "auprc": auprc}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scored:
+class DetectorScores:
     """The scores of one detector on every row of a setting."""
 
     name: Subject | str  # as in result rows: an id, or a subject if that is ambiguous
@@ -63,7 +63,7 @@ class Scored:
         """Whether every seed has a score, `[n_rows]` bool."""
         return np.logical_not(np.any(np.isnan(self.scores), axis=0))
 
-    def take(self, where: np.ndarray) -> "Scored":
+    def take(self, where: np.ndarray) -> "DetectorScores":
         """Select rows, by indices `[n]` or a mask of all rows."""
         labels = None if self.labels is None else self.labels[where]
         return dataclasses.replace(self, scores=self.scores[:, where], labels=labels)
@@ -122,7 +122,7 @@ class _Case(NamedTuple):
     seeds: dict[str, list[Metric]]  # for each metric, its value with each seed
 
 
-def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
+def _case(scored: DetectorScores, rows: StoreRows, strata: np.ndarray | None) -> _Case:
     """Return a detector's values on a set, given its `scored`, `rows` and `strata`."""
     where = scored.is_defined
     labels = (rows.labels if scored.labels is None else scored.labels)[where]
@@ -140,10 +140,10 @@ def _case(scored: Scored, rows: Rows, strata: np.ndarray | None) -> _Case:
 
 
 def _measure(
-    detectors: Sequence[Scored],
+    detectors: Sequence[DetectorScores],
     chosen: np.ndarray,
     *,
-    rows: Rows,
+    rows: StoreRows,
     config: BootstrapConfig,
     strata: np.ndarray | None,
 ) -> dict[tuple[Subject, str], _Measured]:
@@ -209,8 +209,8 @@ def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
 
 
 def detection_rows(
-    detectors: list[Scored],
-    rows: Rows,
+    detectors: list[DetectorScores],
+    rows: StoreRows,
     config: BootstrapConfig,
     experiment: str = "detection",
     pairs: Mapping[str, Iterable[tuple[Subject | str, Subject | str]]] | None = None,
@@ -259,7 +259,7 @@ def detection_rows(
     return result
 
 
-def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
+def permute_by_question(rows: StoreRows, seed: int) -> np.ndarray:
     """Return labels `[n_rows]` permuted among the questions of each split.
 
     In-domain datasets are permuted together: if each kept its share of right answers,

@@ -153,7 +153,7 @@ def _members_of(block: BlockArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.asarray(block.family_masks), jnp.asarray(block.subsets), keys
 
 
-class Labelled(NamedTuple):
+class LabelledFeatures(NamedTuple):
     """Features with their labels."""
 
     features: FamilyTokens  # `n_examples` rows
@@ -165,7 +165,7 @@ class Labelled(NamedTuple):
     questions: Any  # `[n_examples]` int32, equal for rows of one question
 
 
-class Trained(NamedTuple):
+class TrainedMembers(NamedTuple):
     """Trained members; every leaf of `params` and `info` is `[n_members, ...]`."""
 
     members: tuple[Member, ...]
@@ -179,7 +179,7 @@ def labelled(
     weights: np.ndarray | None = None,
     offsets: np.ndarray | None = None,
     questions: np.ndarray | None = None,
-) -> Labelled:
+) -> LabelledFeatures:
     """Combine features with their labels, `[n_examples]` bool, on the device."""
     if weights is None:
         weights = np.ones(labels.shape)
@@ -190,7 +190,7 @@ def labelled(
     # Converted on the host: on the device every shape would be compiled.
     on_host = [np.array(x, np.float32) for x in (labels, weights, offsets)]
     numbers = np.array(questions, np.int32)
-    return Labelled(features, *jax.device_put([*on_host, numbers]))
+    return LabelledFeatures(features, *jax.device_put([*on_host, numbers]))
 
 
 def in_chunks(
@@ -252,7 +252,7 @@ def train_block(
     states: FitState,
     number: jax.Array,
     block: BlockArrays,
-    train: Labelled,
+    train: LabelledFeatures,
     *,
     encoder: Encoder,
     config: TrainConfig,
@@ -262,7 +262,9 @@ def train_block(
     if takes_turns(block, config, mesh):
         return _train_in_turn(states, number, block, train, encoder, config)
 
-    def train_member(member, state: FitState, number: jax.Array, train: Labelled):
+    def train_member(
+        member, state: FitState, number: jax.Array, train: LabelledFeatures
+    ):
         _, subset, keys = member
 
         def loss(params, rows, shares, noise_key, dropout_key):
@@ -283,7 +285,9 @@ def _group_keys(keys, subset, number):
     return order_key, noise_key, jax.random.fold_in(dropout_key, number)
 
 
-def _loss(encoder, train: Labelled, member, params, shares, draw: Draw) -> jax.Array:
+def _loss(
+    encoder, train: LabelledFeatures, member, params, shares, draw: Draw
+) -> jax.Array:
     """Return a member's loss on the rows of a draw."""
     family_mask, subset, _ = member
     logits, _ = encoder.apply(params, train.features, family_mask, draw)
@@ -336,7 +340,7 @@ def _train_in_turn(states, number, block, train, encoder, config):
 def block_logits(
     states: FitState,
     block: BlockArrays,
-    group: Labelled,
+    group: LabelledFeatures,
     *,
     encoder: Encoder,
     config: TrainConfig,
@@ -344,7 +348,7 @@ def block_logits(
 ) -> jax.Array:
     """Return every member's logits, `[n_seeds, n_subsets, n_examples]`."""
 
-    def score(member, state: FitState, group: Labelled) -> jax.Array:
+    def score(member, state: FitState, group: LabelledFeatures) -> jax.Array:
         logits = in_chunks(
             lambda batch: encoder.apply(state.params, batch, member[0])[0],
             group.features,
@@ -354,7 +358,7 @@ def block_logits(
             logits += group.offsets[member[1]]
         return logits
 
-    def score_active(member, state: FitState, group: Labelled) -> jax.Array:
+    def score_active(member, state: FitState, group: LabelledFeatures) -> jax.Array:
         zeros = jnp.zeros(group.features.n_examples)
         return jax.lax.cond(
             state.is_active(config), lambda: score(member, state, group), lambda: zeros
@@ -445,7 +449,7 @@ def block_learner(
     """Return the learner of a block, for `fit`; `sample` is any row of features."""
     fixed = {"encoder": encoder, "config": config, "mesh": mesh}
 
-    def logits(states: FitState, group: Labelled) -> jax.Array:
+    def logits(states: FitState, group: LabelledFeatures) -> jax.Array:
         return block_logits(states, block, group, **fixed)
 
     def review(state: FitState, n_epochs: int, groups: Iterable[Any]) -> FitState:
@@ -463,7 +467,7 @@ def block_learner(
     )
 
 
-def trained_block(block: Block, state: FitState) -> Trained:
+def trained_block(block: Block, state: FitState) -> TrainedMembers:
     """Fetch the best weights of a block from the device."""
     n_subsets = len(block.subsets)  # without the padding of `filled_block`
 
@@ -472,18 +476,18 @@ def trained_block(block: Block, state: FitState) -> Trained:
         return trained.reshape(-1, *trained.shape[2:])
 
     on_host = jax.device_get((state.best_params, state.info))  # all at once
-    return Trained(block.members, *jax.tree.map(fetch, on_host))
+    return TrainedMembers(block.members, *jax.tree.map(fetch, on_host))
 
 
 def fit_block(
     block: Block,
-    train: Sequence[Labelled],
-    valid: Sequence[Labelled],
+    train: Sequence[LabelledFeatures],
+    valid: Sequence[LabelledFeatures],
     *,
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
-) -> Trained:
+) -> TrainedMembers:
     """Train a block's members, split over the devices of a mesh if one is given.
 
     Devices with fewer subsets train members that read no family, which are left out of
@@ -506,13 +510,13 @@ def fit_block(
 
 def fit_blocks(
     blocks: Sequence[Block],
-    train: Sequence[Labelled],
-    valid: Sequence[Labelled],
+    train: Sequence[LabelledFeatures],
+    valid: Sequence[LabelledFeatures],
     *,
     encoder: Encoder,
     config: TrainConfig,
     n_threads: int | None = None,
-) -> Iterator[Trained]:
+) -> Iterator[TrainedMembers]:
     """Train blocks and yield each as it finishes, in any order.
 
     Rows come in groups of similar length, most often one; a batch is drawn from one
@@ -525,7 +529,7 @@ def fit_blocks(
     """
     fixed = {"encoder": encoder, "config": config}
 
-    def train_alone(block: Block) -> Trained:
+    def train_alone(block: Block) -> TrainedMembers:
         with usual_jax(), _CORES:
             return fit_block(block, train, valid, **fixed)
 
@@ -560,7 +564,7 @@ def fit_blocks(
             pool.shutdown(cancel_futures=True)
 
 
-def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
+def join(blocks: Sequence[TrainedMembers], order: Sequence[Member]) -> TrainedMembers:
     """Join trained blocks, with members in the order of `order`."""
     position = {
         m: i for i, m in enumerate(m for block in blocks for m in block.members)
@@ -570,7 +574,7 @@ def join(blocks: Sequence[Trained], order: Sequence[Member]) -> Trained:
         lambda *leaves: np.concatenate(leaves)[rows],
         *[(block.params, block.info) for block in blocks],
     )
-    return Trained(tuple(order), *stacked)
+    return TrainedMembers(tuple(order), *stacked)
 
 
 @partial(jax.jit, static_argnames="encoder")
@@ -625,7 +629,7 @@ def member_logits(
 
 
 def member_outputs(
-    trained: Trained, features: FamilyTokens, *, encoder: Encoder
+    trained: TrainedMembers, features: FamilyTokens, *, encoder: Encoder
 ) -> MemberOutputs:
     """Apply every trained member to every example."""
     outputs, masks = [], encoder.dims.subset_masks

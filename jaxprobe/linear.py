@@ -26,7 +26,7 @@ from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
 from beatrice.jaxprobe.families import divisors_of, subset_masks
-from beatrice.jaxprobe.grid import Trained
+from beatrice.jaxprobe.grid import TrainedMembers
 from beatrice.jaxprobe.metrics import auroc, is_gain
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -294,7 +294,7 @@ def fit_ridge(
     return _linear_weights(best, dict(enumerate(scales))), logits[chosen]
 
 
-def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
+def with_linear_parts(trained: TrainedMembers, grid: LinearGrid) -> TrainedMembers:
     """Return trained members with the linear parts of their subsets added."""
     subsets = [member.subset for member in trained.members]
     parts = {name: values[subsets] for name, values in grid.parts.items()}
@@ -302,12 +302,12 @@ def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
 
 
 def drop_networks_without_gain(
-    trained: Trained,
+    trained: TrainedMembers,
     logits: np.ndarray,
     grid: LinearGrid,
     labels: np.ndarray,
     questions: np.ndarray,
-) -> Trained:
+) -> TrainedMembers:
     """Zero the last layer of networks without a gain on their linear part (`is_gain`).
 
     Args:
@@ -333,7 +333,7 @@ def drop_networks_without_gain(
     )
 
 
-def n_networks_kept(trained: Trained) -> int:
+def n_networks_kept(trained: TrainedMembers) -> int:
     """Return how many members have a network that adds to their linear part."""
     mlp_out = jax.tree.leaves(trained.params["params"]["mlp_out"])
     used = [np.any(x.reshape(len(trained.members), -1), axis=1) for x in mlp_out]

@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     member: Any
 
 
-class Rows(Protocol):
+class RowGroup(Protocol):
     """A group of rows that is in memory."""
 
     @property
@@ -83,8 +83,8 @@ class Learner(NamedTuple):
 
 def fit(
     learners: Sequence[Learner],
-    train: Callable[[int], Iterable[Rows]],
-    valid: Callable[[], Iterable[Rows]],
+    train: Callable[[int], Iterable[RowGroup]],
+    valid: Callable[[], Iterable[RowGroup]],
     config: TrainConfig,
 ) -> list[FitState]:
     """Train until validation AUROC stops rising; return every learner's last state.
@@ -123,7 +123,9 @@ def fit(
     return states
 
 
-def shuffled(groups: Sequence[Rows], config: TrainConfig, epoch: int) -> list[Rows]:
+def shuffled(
+    groups: Sequence[RowGroup], config: TrainConfig, epoch: int
+) -> list[RowGroup]:
     """Return the groups in an epoch's random order, the same for every member."""
     order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order]

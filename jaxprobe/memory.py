@@ -33,7 +33,7 @@ from beatrice.jaxprobe.families import FamilyDims, width_groups, widths_of
 from beatrice.jaxprobe.grid import (
     Block,
     BlockArrays,
-    Labelled,
+    LabelledFeatures,
     Member,
     block_logits,
     n_in_turn,
@@ -182,7 +182,7 @@ def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
-def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> Labelled:
+def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> LabelledFeatures:
     """Return the shapes of `n` rows."""
     shape, n_tokens = jax.ShapeDtypeStruct, sum(widths)
 
@@ -198,7 +198,7 @@ def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> Labelled:
     per_row = shape((n,), jnp.float32)
     offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
     features = FamilyTokens(tuple(tokens), tuple(masks))
-    return Labelled(features, per_row, per_row, offsets, shape((n,), jnp.int32))
+    return LabelledFeatures(features, per_row, per_row, offsets, shape((n,), jnp.int32))
 
 
 @functools.lru_cache

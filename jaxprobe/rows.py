@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class StoreRows:
     """The rows of one setting's feature store, in its order."""
 
     setting: Setting
@@ -68,7 +68,7 @@ class Rows:
         """
         return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
 
-    def take(self, where: np.ndarray) -> "Rows":
+    def take(self, where: np.ndarray) -> "StoreRows":
         """Select rows by indices, `[n]`."""
         arrays = {
             field.name: getattr(self, field.name)[where]
@@ -101,7 +101,7 @@ class Rows:
 
 def rows_of(
     store: FeatureStore, examples: Iterable[Example], labels: Iterable[Label]
-) -> Rows:
+) -> StoreRows:
     """Return the question of each row of a store, and whether its answer is right."""
     by_id = {example.id: example for example in examples}
     by_key: dict[tuple[str, ...], Label] = {
@@ -119,7 +119,7 @@ def rows_of(
             "`beatrice label` again"
         )
     verdicts = [by_key[key].label for key in keys]
-    return Rows(
+    return StoreRows(
         setting=by_key[keys[0]].setting,
         ids=np.array([key[0] for key in keys]),
         datasets=np.array([by_id[key[0]].dataset for key in keys]),
@@ -212,7 +212,7 @@ def read_sweep(path: Path) -> LayerSweep:
 class TrainingSet:
     """A setting's rows as encoders read them, and which of them are trained on."""
 
-    rows: Rows  # the questions and labels of the rows
+    rows: StoreRows  # the questions and labels of the rows
     # Entry of the resid axis for the hidden family (0 is the embedding).
     layer: int | None
     dims: FamilyDims  # widths of the families
@@ -287,7 +287,7 @@ class TrainingSet:
 @usual_jax()
 def training_set(
     store: FeatureStore,
-    rows: Rows,
+    rows: StoreRows,
     *,
     layer: int | None,
     n_batch: int,
@@ -367,7 +367,7 @@ def _written(start: int, rows: np.ndarray, part: np.ndarray) -> np.ndarray:
     return rows
 
 
-def check_classes(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+def check_classes(rows: StoreRows, where: tuple[np.ndarray, np.ndarray]) -> None:
     """Check that training and validation rows (`where`) each have both classes."""
     for split, indices in zip(("training", "validation"), where, strict=True):
         if not len(indices):

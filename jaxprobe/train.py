@@ -65,9 +65,9 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import (
     LEAST_GAIN,
     Block,
-    Labelled,
+    LabelledFeatures,
     Member,
-    Trained,
+    TrainedMembers,
     block_learner,
     filled_block,
     fit_blocks,
@@ -98,7 +98,7 @@ from beatrice.jaxprobe.memory import (
     step_flops,
 )
 from beatrice.jaxprobe.rows import (
-    Rows,
+    StoreRows,
     TrainingSet,
     check_classes,
     read_sweep,
@@ -116,7 +116,7 @@ from beatrice.jaxprobe.tokens import (
 EVERY_FAMILY = subset_index("HPRA")
 
 
-def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
+def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, StoreRows]:
     """Open a setting's store; return it and its rows."""
     store = open_store(run.features(setting))
     return store, rows_of(store, read_examples(run), read_labels(run).values())
@@ -154,13 +154,13 @@ def check_protocol(run: RunDir, what: str) -> None:
         )
 
 
-def _sizes(store: FeatureStore, rows: Rows, config: GridConfig) -> Sizes:
+def _sizes(store: FeatureStore, rows: StoreRows, config: GridConfig) -> Sizes:
     where = rows.where("train"), rows.where("validation")
     shapes = family_dims(store), stored_lengths(store), where, stored_dtypes(store)
     return Sizes.of(config, *shapes)
 
 
-def check_plan(store: FeatureStore, rows: Rows, config: GridConfig) -> None:
+def check_plan(store: FeatureStore, rows: StoreRows, config: GridConfig) -> None:
     """Check labels and memory from shapes only, before any row is read."""
     check_classes(rows, (rows.where("train"), rows.where("validation")))
     check_rows(_sizes(store, rows, config), config.device_memory)
@@ -233,15 +233,15 @@ class Streamed:
     labels: np.ndarray  # `[n]` bool
     read: Read  # returns standardised tokens of indices, in one padded width
     config: StreamConfig  # how the rows are split into groups
-    # `[n_subsets, n]`, see `Labelled`; None for zeros.
+    # `[n_subsets, n]`, see `LabelledFeatures`; None for zeros.
     offsets: np.ndarray | None = None
     # `[n]` numbers, equal for rows of one question; None if each row has its own.
     questions: np.ndarray | None = None
 
-    def groups(self, *seed: int) -> Iterator[Labelled]:
+    def groups(self, *seed: int) -> Iterator[LabelledFeatures]:
         """Yield an epoch's groups with their signals, reading one ahead."""
 
-        def fetch(group: Group) -> Labelled:
+        def fetch(group: Group) -> LabelledFeatures:
             features = self.read(self.where[group.where])
             weights = group.is_real.astype(np.float32)
             offsets, questions = (
@@ -262,7 +262,7 @@ def fit_streamed(
     *,
     encoder: Encoder,
     config: TrainConfig,
-) -> Trained:
+) -> TrainedMembers:
     """Train blocks from a store as `jaxprobe.grid` does from memory."""
     use_one_blas_thread()
     sample = train.read(train.where[:1])
@@ -291,7 +291,7 @@ def train_encoders(
     cache: Cache = Cache(),
     share: Share = Share(),
     on_part: Callable[[], None] = lambda: None,
-) -> tuple[Trained, MemberOutputs] | None:
+) -> tuple[TrainedMembers, MemberOutputs] | None:
     """Train encoders on the rows of a setting, and apply them to all of its rows.
 
     Args:
@@ -344,7 +344,7 @@ LINEAR_ONLY = EncoderConfig(
 
 
 @usual_jax()
-def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
+def train_regression(data: TrainingSet) -> tuple[TrainedMembers, MemberOutputs]:
     """Fit a regression on all families as an encoder whose network is zero.
 
     Validation rows are not used; see `jaxprobe.linear.fit_ridge`. Returns one member,
@@ -366,7 +366,7 @@ def train_regression(data: TrainingSet) -> tuple[Trained, MemberOutputs]:
         COLLECTION: jax.tree.map(lambda x: np.asarray(x)[None], regression),
     }
     nothing = FitInfo(*np.full((len(FitInfo._fields), 1), np.nan))
-    trained = Trained((Member(every, 0),), params, nothing)
+    trained = TrainedMembers((Member(every, 0),), params, nothing)
     config = GridConfig(encoder=LINEAR_ONLY, train=TrainConfig(n_seeds=1))
     outputs = _outputs(data, config, trained, np.arange(len(data.lengths)))
     outputs.logits[0, train] = unseen
@@ -409,15 +409,17 @@ def _name(member: Member) -> str:
     return f"{member.subset}-{member.seed}"
 
 
-def _load(cache: Cache, member: Member) -> Trained | None:
+def _load(cache: Cache, member: Member) -> TrainedMembers | None:
     arrays = cache.load(_name(member))
     if arrays is None:
         return None
     info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
-    return Trained((member,), flax.traverse_util.unflatten_dict(arrays, sep="/"), info)
+    return TrainedMembers(
+        (member,), flax.traverse_util.unflatten_dict(arrays, sep="/"), info
+    )
 
 
-def _save(cache: Cache, trained: Trained) -> None:
+def _save(cache: Cache, trained: TrainedMembers) -> None:
     """Save every member of a block as a separate part."""
     for i, member in enumerate(trained.members):
         params, info = jax.tree.map(
@@ -434,7 +436,7 @@ def _trained(
     members: Sequence[Member],
     linear: LinearGrid | None,
     cache: Cache,
-) -> Iterator[Trained]:
+) -> Iterator[TrainedMembers]:
     """Yield members: first the saved ones, then others, saved as they finish."""
     missing = []
     for member in members:
@@ -452,7 +454,7 @@ def _fit(
     config: GridConfig,
     members: Sequence[Member],
     linear: LinearGrid | None,
-) -> Iterator[Trained]:
+) -> Iterator[TrainedMembers]:
     """Train members; streamed ones all share one pass over the store per epoch."""
     sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.device_dtypes)
     plan = choose(sizes, config.device_memory)
@@ -505,7 +507,7 @@ def _linear_parts(
 
 
 def _outputs(
-    data: TrainingSet, config: GridConfig, trained: Trained, where: np.ndarray
+    data: TrainingSet, config: GridConfig, trained: TrainedMembers, where: np.ndarray
 ) -> MemberOutputs:
     """Return every member's outputs on rows of the store, computed in batches."""
     encoder = Encoder(config.encoder, data.dims)

@@ -112,7 +112,7 @@ class ProbedBackbone:
         self.config = config
         self.answer_span: AnswerSpan = trained.answer_span
         self.most_bytes = most_bytes
-        self.lock = backbone.halves.lock
+        self.lock = backbone.splitter.lock
         self.reader = SignalReader(backbone, (trained.layer,))
         self.forward = TorchForward(detector, backbone.device)
 

@@ -48,7 +48,7 @@ from beatrice.pgir.controllers.loop import (
     drafts,
 )
 from beatrice.pgir.controllers.waves import (
-    Answering,
+    AnswerService,
     CallJournal,
     DraftJudge,
     Failed,
@@ -56,7 +56,7 @@ from beatrice.pgir.controllers.waves import (
     open_services,
     showable,
 )
-from beatrice.pgir.retrievers import OwnRetriever
+from beatrice.pgir.retrievers import UserRetriever
 from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.warnings import REASONS, WARNINGS
 
@@ -514,7 +514,7 @@ def run_pgir(
     Args:
       scorer: a probe, such as `beatrice.load(run)`.
       questions: texts that are not empty.
-      retriever: your retriever, see `OwnRetriever`.
+      retriever: your retriever, see `UserRetriever`.
       threshold: lowest P at which a draft is returned at once, in (0, 1].
       budget: most retrievals for a question.
       n_passages: passages shown after each retrieval.
@@ -545,8 +545,8 @@ def run_pgir(
         max_budget=policy.budget,
         query=query,
     )
-    cached, journal = OwnRetriever(retriever), CallJournal(None, "")
-    answering = Answering(probed, cached.passages, journal)
+    cached, journal = UserRetriever(retriever), CallJournal(None, "")
+    answering = AnswerService(probed, cached.passages, journal)
     waves = Waves(open_services(answering, cached), journal)
     detector = _DetectorJudge(loaded, answering)
     draft_judge: Judge = detector.judge
@@ -581,7 +581,7 @@ class _DetectorJudge:
     `reasons` says why, by question and the passages that were shown.
     """
 
-    def __init__(self, scorer: Scorer, answering: Answering) -> None:
+    def __init__(self, scorer: Scorer, answering: AnswerService) -> None:
         self._scorer, self.answering = scorer, answering
         self.reasons: dict[tuple[str, tuple[int, ...]], str] = {}
 

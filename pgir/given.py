@@ -140,7 +140,7 @@ def as_answer(row: Any) -> AnswerToScore:
     )
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A text in a prompt, or the answer."""
 
     what: str  # in words, such as "the question"
@@ -153,7 +153,7 @@ class PromptTokens(Prompt):
     """The prompt that the model had read when it began to answer."""
 
     is_templates: bool  # whether the run's own template makes the same ids
-    parts: list[Part]  # question and passages, or the whole of another prompt
+    parts: list[TextPart]  # question and passages, or the whole of another prompt
 
     @property
     def words(self) -> str:
@@ -177,9 +177,9 @@ class ScoringInput:
     sequence: TokenSequence  # prompt and answer with their spans
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TextPart]:
         """The texts in the prompt, followed by the answer."""
-        answer = Part("the answer", self.answer.text, self.answer.token_ids)
+        answer = TextPart("the answer", self.answer.text, self.answer.token_ids)
         return [*self.prompt.parts, answer]
 
 
@@ -338,7 +338,7 @@ def _prompt_as_given(
         text=prompt.text,
         question_start=None if start is None else max(start, span[1]),
         is_templates=False,
-        parts=[Part("the prompt", prompt.text, prompt.ids)],
+        parts=[TextPart("the prompt", prompt.text, prompt.ids)],
     )
 
 
@@ -356,7 +356,7 @@ def _prompt_from_template(
         **vars(prompt),
         is_templates=True,
         parts=[
-            Part(what, text, encode_text(tokenizer, f" {text}", **plain).ids)
+            TextPart(what, text, encode_text(tokenizer, f" {text}", **plain).ids)
             for what, text in texts
         ],
     )

@@ -457,7 +457,7 @@ def _contents(document: Any) -> str:
     raise ValueError("a document has neither 'contents' nor 'title' and 'text'")
 
 
-class OwnRetriever(CachedRetriever):
+class UserRetriever(CachedRetriever):
     """A retriever written by the user: any object that finds passages.
 
     Args:
@@ -507,7 +507,7 @@ def _documents(ranking: Any, name: str) -> list[str]:
 
 
 def identity_of(retriever: Any) -> str:
-    """Check a user's retriever, and return its `identity` (see `OwnRetriever`)."""
+    """Check a user's retriever, and return its `identity` (see `UserRetriever`)."""
     identity = getattr(retriever, "identity", None)
     is_retriever = callable(getattr(retriever, "search", None))
     if not is_retriever or not isinstance(identity, str):
@@ -677,7 +677,7 @@ def open_retrieval(
     cache = searches / f"{identity[:16]}.jsonl"
     if config.retriever not in KINDS:
         plug = load_retriever(config.retriever, option="--retriever")
-        plugged = OwnRetriever(plug, cache, note)
+        plugged = UserRetriever(plug, cache, note)
         return Retrieval(plugged, plugged.passages, identity)
     if config.url is not None:
         served = ServedRetriever(config.url, cache, note=note)

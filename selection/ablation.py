@@ -39,11 +39,11 @@ from beatrice.jaxprobe.config import (
     set_compiler,
 )
 from beatrice.jaxprobe.encoder import MemberOutputs
-from beatrice.jaxprobe.evaluation import METRICS, Scored, detection_rows
+from beatrice.jaxprobe.evaluation import METRICS, DetectorScores, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows, TrainingSet
+from beatrice.jaxprobe.rows import StoreRows, TrainingSet
 from beatrice.jaxprobe.train import (
     check_protocol,
     encoder_folders,
@@ -125,7 +125,7 @@ def replaced(
     return MemberOutputs(put(outputs.logits, by.logits), put(outputs.pooled, by.pooled))
 
 
-def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
+def undefined_rows(name: str, rows: StoreRows) -> list[ResultRow]:
     """Return null rows for a search that found no encoder to select."""
     return [
         ResultRow(
@@ -162,7 +162,7 @@ class Ablation:
 
     # Pool positions of the selected encoders, by setting.
     champions: Mapping[Setting, tuple[int, ...]]
-    rows: Mapping[Setting, Rows]
+    rows: Mapping[Setting, StoreRows]
     # Reads the outputs of all encoders of a pass on its rows.
     read_outputs: Callable[[Setting], MemberOutputs]
     # Reads a setting's rows as the training of encoders does.
@@ -260,16 +260,16 @@ class Ablation:
         rows = self.rows[setting]
         scores = own_scores(self._pool(setting).all_rows, self.champions[setting])
         champion = Subject("champion", kind=ENCODERS)
-        scored, undefined = [Scored(name=champion, scores=scores)], []
+        scored, undefined = [DetectorScores(name=champion, scores=scores)], []
         for variant, arrays in load_variants(self.cache, setting).items():
             if "scores" not in arrays:
                 undefined += undefined_rows(variant, rows)
                 continue
             subject = SUBJECTS[variant]
-            scored.append(Scored(name=subject, scores=arrays["scores"]))
+            scored.append(DetectorScores(name=subject, scores=arrays["scores"]))
             if variant in span_variants(setting):
                 subject = subject._replace(kind=ENCODERS)
-                scored.append(Scored(name=subject, scores=arrays["own"]))
+                scored.append(DetectorScores(name=subject, scores=arrays["own"]))
         return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
 
 

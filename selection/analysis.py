@@ -52,7 +52,7 @@ from beatrice.jaxprobe.metrics import (
     resamples,
     wilson_interval,
 )
-from beatrice.jaxprobe.rows import Rows, TrainingSet, training_set
+from beatrice.jaxprobe.rows import StoreRows, TrainingSet, training_set
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.selection.exhaustive import Ranking
 
@@ -199,7 +199,7 @@ class Deployed:
 
     setting: Setting  # of the answers analysed
     store: FeatureStore
-    rows: Rows
+    rows: StoreRows
     layer: int  # from which the hidden family is read; an entry of the resid axis
     # Weights and outputs of all encoders on all rows; see `jaxprobe.train`.
     tree: Mapping[str, Any]
@@ -420,7 +420,7 @@ class AnalysisInput:
     folder: Path  # of retrained encoders, until all of them are finished
 
 
-class Study(Record, frozen=True, kw_only=True):
+class CaseStudy(Record, frozen=True, kw_only=True):
     """A question that illustrates a kind of decision; `p_…` are calibrated."""
 
     dataset: str
@@ -436,7 +436,7 @@ class Study(Record, frozen=True, kw_only=True):
     is_with_context_right: bool
 
 
-AnalysisOutput = Sequence[ResultRow | Study]  # rows, and cases for the report
+AnalysisOutput = Sequence[ResultRow | CaseStudy]  # rows, and cases for the report
 
 
 def row_of(
@@ -463,14 +463,14 @@ def per_setting(
     return lambda inputs: [x for s in inputs.settings.values() for x in rows_of(s)]
 
 
-def judged_sets(rows: Rows) -> list[tuple[str, str]]:
+def judged_sets(rows: StoreRows) -> list[tuple[str, str]]:
     """Return the test and held-out sets, several in-domain ones also together."""
     sets = [x for x in rows.evaluated_sets() if x[1] in ("test", "ood")]
     in_domain = [x for x in sets if x[1] == "test" and x[0] != IN_DOMAIN]
     return [x for x in sets if len(in_domain) > 1 or x not in in_domain]
 
 
-def draw_rows(rows: Rows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
+def draw_rows(rows: StoreRows, where: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Draw `n` rows by a hash of their question, independently of their order."""
 
     def key(i: int) -> bytes:

@@ -48,11 +48,11 @@ from beatrice.selection.ablation import scores_without
 from beatrice.selection.analysis import (
     AnalysisInput,
     AnalysisOutput,
+    CaseStudy,
     Deployed,
     Part,
     QuestionTexts,
     Search,
-    Study,
     per_setting,
 )
 from beatrice.selection.exhaustive import read_ranking
@@ -226,7 +226,7 @@ def _load(cache: Cache, name: str) -> AnalysisOutput | None:
         return None
     where = f"the rows of {name}"
     lines = arrays["rows"].tobytes().decode().splitlines()
-    cases = from_json(tuple[Study, ...], arrays["cases"].tobytes(), where)
+    cases = from_json(tuple[CaseStudy, ...], arrays["cases"].tobytes(), where)
     return [*(from_json(ResultRow, line, where) for line in lines), *cases]
 
 
@@ -236,9 +236,9 @@ def _save(cache: Cache, name: str, output: AnalysisOutput) -> None:
     cache.save(name, {n: np.frombuffer(text, np.uint8) for n, text in texts.items()})
 
 
-def _split(output: AnalysisOutput) -> tuple[list[ResultRow], list[Study]]:
+def _split(output: AnalysisOutput) -> tuple[list[ResultRow], list[CaseStudy]]:
     rows = [x for x in output if isinstance(x, ResultRow)]
-    return rows, [x for x in output if isinstance(x, Study)]
+    return rows, [x for x in output if isinstance(x, CaseStudy)]
 
 
 def _anatomy(
@@ -247,7 +247,7 @@ def _anatomy(
     set_compiler(run.preset)
     inputs, chosen = _input(run, config), chosen_analyses(config)
     base = " ".join(run.hash_inputs(*_inputs(run)).values())
-    outputs: list[ResultRow | Study] = []
+    outputs: list[ResultRow | CaseStudy] = []
     for name, analysis in ANALYSES.items():
         missing = _missing(analysis, inputs, run)
         if missing is not None and name in chosen:

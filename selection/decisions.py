@@ -27,18 +27,18 @@ import pandas
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import LETTERS
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.selection.ablation import SUBJECTS
 from beatrice.selection.analysis import (
     EVERY_FAMILY,
     AnalysisInput,
     AnalysisOutput,
+    CaseStudy,
     Deployed,
     QuestionTexts,
     Ratio,
-    Study,
     judged_sets,
     per_setting,
     ratio_rows,
@@ -102,7 +102,7 @@ def complementarity(deployed: Deployed) -> list[ResultRow]:
 
 def _differences(
     deployed: Deployed,
-    scored: list[Scored],
+    scored: list[DetectorScores],
     pairs: Sequence[tuple[Subject | str, Subject | str]],
     name: str,
 ) -> list[ResultRow]:
@@ -117,7 +117,7 @@ def pairs(deployed: Deployed) -> list[ResultRow]:
     """Return each two-family encoder's AUROC minus that of each of its families."""
     both = [*map("".join, itertools.combinations(LETTERS, 2))]
     scored = [
-        Scored(name=encoder(name), scores=deployed.logits_of(name))
+        DetectorScores(name=encoder(name), scores=deployed.logits_of(name))
         for name in (*LETTERS, *both)
     ]
     compared = [(encoder(name), encoder(letter)) for name in both for letter in name]
@@ -139,7 +139,9 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
             scores["without_closed_book"] = single_pass.scores["champion"]
         if setting in inputs.without_hidden:
             scores[SUBJECTS["without_hidden"]] = inputs.without_hidden[setting]
-        scored = [Scored(name=name, scores=values) for name, values in scores.items()]
+        scored = [
+            DetectorScores(name=name, scores=values) for name, values in scores.items()
+        ]
         compared = [("champion", name) for name in scores if name != "champion"]
         rows += _differences(deployed, scored, compared, VARIANTS)
     return rows
@@ -337,7 +339,7 @@ def grounding_ratios(
 
 
 def _grounded(
-    deployed: Deployed, texts: QuestionTexts, closed_book: Rows | None
+    deployed: Deployed, texts: QuestionTexts, closed_book: StoreRows | None
 ) -> Grounded:
     rows, where = deployed.rows, deployed.judged
     stands = np.zeros(len(where), bool)
@@ -424,7 +426,7 @@ def cases(inputs: AnalysisInput) -> AnalysisOutput:
     every_p, every_label = both["p"].to_numpy(float), both["label"].to_numpy(bool)
     every_id, thresholds = both.index.to_numpy(str), np.array(ends)
     examples, answers = inputs.read_texts()
-    result: list[ResultRow | Study] = []
+    result: list[ResultRow | CaseStudy] = []
     rows = deployed.rows
     for dataset, split in judged_sets(rows):
         of_set = rows.where(split, dataset)
@@ -449,7 +451,7 @@ def cases(inputs: AnalysisInput) -> AnalysisOutput:
             example = examples[ids[i]]
             texts = [answers[ids[i], s, "original"].text for s in settings]
             result.append(
-                Study(
+                CaseStudy(
                     dataset=datasets[0],
                     split=split,
                     kind=KINDS[kind],

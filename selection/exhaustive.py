@@ -37,10 +37,10 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     set_compiler,
 )
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.train import encoder_folders
 from beatrice.selection.greedy import HeadTrainer, load_part
 
@@ -177,7 +177,7 @@ def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]
 
 
 def _rank_rows(
-    ranking: Ranking, greedy: tuple[int, ...], rows: Rows
+    ranking: Ranking, greedy: tuple[int, ...], rows: StoreRows
 ) -> list[ResultRow]:
     values = {
         "rank": ranking.rank_of(greedy),
@@ -216,7 +216,7 @@ def rank(
     greedy = _greedy_members(heads, added)
     threes = {"best_three": tuple(best.tolist()), "greedy_three": greedy}
     scored = [
-        Scored(name=name, scores=heads.scores(heads.fit(members)))
+        DetectorScores(name=name, scores=heads.scores(heads.fit(members)))
         for name, members in threes.items()
     ]
     arrays = {**ranking._asdict(), "greedy": np.array(greedy, np.int32)}

@@ -61,7 +61,7 @@ from beatrice.jaxprobe.fusion import (
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.train import encoder_folders
 
 
@@ -372,7 +372,7 @@ SELECT = Stage(
 )
 
 
-def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def halves(rows: StoreRows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split the labelled in-domain questions that no encoder was trained on.
 
     Returned are indices of the rows that a search may see and of those that it may not.
@@ -424,7 +424,7 @@ def gaps(
     return {"champion": champion, "early_fusion": control}
 
 
-def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
+def _gap_rows(every: dict[str, np.ndarray], rows: StoreRows, n: int) -> list[ResultRow]:
     """Return the mean gap over defined splits, and the interval of 95 % of them."""
     at = {"setting": rows.setting, "dataset": IN_DOMAIN, "split": "test", "n": n}
     at |= {"experiment": EXPERIMENT, "metric": "auroc_gap"}

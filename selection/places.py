@@ -20,7 +20,7 @@ import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
 from beatrice.jaxprobe.linear import Pooled, score_blocks
 from beatrice.jaxprobe.tokens import mean_answer_states
@@ -254,10 +254,12 @@ def spans_gone(deployed: Deployed) -> list[ResultRow]:
     scored, pairs = [], []
     for name in deployed.queried:
         intact = encoder(name)
-        scored.append(Scored(name=intact, scores=deployed.intact(name)))
+        scored.append(DetectorScores(name=intact, scores=deployed.intact(name)))
         for span in deployed.spans:
             without = intact._replace(span=span)
-            scored.append(Scored(name=without, scores=deployed.without(name, span)))
+            scored.append(
+                DetectorScores(name=without, scores=deployed.without(name, span))
+            )
             pairs.append((without, intact))
     rows = deployed.rows.take(deployed.judged)
     return detection_rows(
@@ -298,6 +300,6 @@ def layers(deployed: Deployed) -> list[ResultRow]:
         states = mean_answer_states(store, where, layer)
         scores = linear_scores([states], labelled.labels, train, valid)
         probe = Subject("layer_probe", layer=int(layer))
-        scored.append(Scored(name=probe, scores=scores[None]))
+        scored.append(DetectorScores(name=probe, scores=scores[None]))
     result = detection_rows(scored, labelled, deployed.bootstrap, LAYERS)
     return [row for row in result if row.metric == "auroc"]

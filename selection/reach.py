@@ -29,7 +29,7 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import PROTOCOL, GridConfig
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import LETTERS, SUBSET_NAMES, subset_index, widths_of
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -39,7 +39,7 @@ from beatrice.jaxprobe.metrics import (
     weighted_metrics,
     wider_interval,
 )
-from beatrice.jaxprobe.rows import Bucket, Rows, TrainingSet
+from beatrice.jaxprobe.rows import Bucket, StoreRows, TrainingSet
 from beatrice.jaxprobe.tokens import FamilyTokens
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection.analysis import (
@@ -174,8 +174,8 @@ def selected_members(inputs: AnalysisInput, setting: Setting) -> list[str]:
     return [name for _, name in inputs.searches[branch].reads]
 
 
-def _scored(name: Subject, scores: np.ndarray) -> Scored:
-    return Scored(name=name, scores=scores[None], reason=_SINGLE_CLASS)
+def _scored(name: Subject, scores: np.ndarray) -> DetectorScores:
+    return DetectorScores(name=name, scores=scores[None], reason=_SINGLE_CLASS)
 
 
 def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
@@ -193,7 +193,7 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
     names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
     n_most = max(n for n in sizes if n in ENCODER_SIZES)
     trainer = SmallSampleTrainer(deployed, order, n_most, inputs.folder)
-    scored: list[Scored] = []
+    scored: list[DetectorScores] = []
     for n in sizes:
         train, valid = train_valid_split(np.arange(n))
         for letters, features in (
@@ -234,7 +234,9 @@ def _half(ids: Iterable[str]) -> np.ndarray:
     return np.array([digest[0] % 2 == 0 for digest in digests], bool)
 
 
-def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def sources_of(
+    rows: StoreRows, pools: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return each set's rows that may be trained on, `[n]` indices by its name.
 
     They are empty for a set without such rows in the pools.
@@ -267,7 +269,7 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     trainer = SmallSampleTrainer(deployed, np.concatenate(orders), n, folder)
     readers = Subject("probe", EVERY_FAMILY), encoder(EVERY_FAMILY)
     scored = [
-        Scored(
+        DetectorScores(
             name=x._replace(source=name, n_labels=0),
             scores=np.full((1, len(judged)), np.nan),
             reason=_NONE_DRAWN,

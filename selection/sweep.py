@@ -37,7 +37,7 @@ from beatrice.jaxprobe.loop import (
     take_steps,
 )
 from beatrice.jaxprobe.random import PROBES, stream_keys
-from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, Rows
+from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, StoreRows
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows
 
@@ -166,7 +166,7 @@ SWEEP_PRESETS: dict[Preset, SweepSection] = {
 }
 
 
-def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
+def sweep_rows(rows: StoreRows, split: str, limit: int, seed: int) -> np.ndarray:
     """Return indices `[n]` of the original rows that probes read, in stored order.
 
     If there are more than `limit`, they are sorted by dataset and label, shuffled in
@@ -182,7 +182,9 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
     return np.sort(shuffled[groups[np.arange(limit) * len(where) // limit]])
 
 
-def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerCurve:
+def sweep_store(
+    store: FeatureStore, rows: StoreRows, config: SweepSection
+) -> LayerCurve:
     """Fit probes on the mean answer states of every layer in a store."""
     layers = store.spec.hidden_layers
 
@@ -204,7 +206,7 @@ def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerC
 
 @usual_jax()
 def choose_layer(
-    stores: Mapping[Setting, tuple[FeatureStore, Rows]],
+    stores: Mapping[Setting, tuple[FeatureStore, StoreRows]],
     config: SweepSection,
     on_setting: Callable[[], None] = lambda: None,
 ) -> LayerSweep:

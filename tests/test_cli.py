@@ -16,7 +16,7 @@ import click
 import pytest
 
 from beatrice.cli import HEADINGS, VERBS, main
-from beatrice.extract.datasets.commands import AskingOptions
+from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extras import missing_extra
@@ -170,7 +170,7 @@ def test_options_that_do_not_fit_a_run_are_wrong_usage(small_run, words, message
 
 def test_an_unknown_template_is_refused_with_a_list_of_the_known_ones():
     with pytest.raises(click.BadParameter, match="nowhere: .* few-shot or a file"):
-        AskingOptions(template="nowhere").prompt_config()
+        PromptOptions(template="nowhere").prompt_config()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from beatrice.extract.run.rows import ResultRow
 if TYPE_CHECKING:  # the report only reads costs, and does not load JAX
     from beatrice.extract.generate.templates import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
-    from beatrice.jaxprobe.rows import Rows
+    from beatrice.jaxprobe.rows import StoreRows
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        sampled answers to the same prompt (`beatrice sample`)
@@ -55,7 +55,7 @@ class DetectorInput:
     """Everything that a detector may read in one setting."""
 
     store: "FeatureStore"  # the four families
-    rows: "Rows"  # question, label and split of every row
+    rows: "StoreRows"  # question, label and split of every row
     layer: int  # whose hidden states to read, as chosen by the sweep
     questions: Sequence[Example] = ()  # all known questions, in any order
     answers: Sequence[Answer] = ()  # the greedy answer of every row
@@ -72,7 +72,7 @@ class DetectorInput:
     def of(
         cls,
         store: "FeatureStore",
-        rows: "Rows",
+        rows: "StoreRows",
         *,
         layer: int = 0,
         questions: Sequence[Example] = (),

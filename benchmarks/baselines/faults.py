@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, output_of
-from beatrice.jaxprobe.evaluation import Scored
+from beatrice.jaxprobe.evaluation import DetectorScores
 from beatrice.jaxprobe.metrics import auroc
 
 _SPREADS = 3  # standard deviations below chance at which AUROC counts as reversed
@@ -63,7 +63,7 @@ def _faults(detector: Baseline, inputs: DetectorInput) -> Iterator[str]:
         yield "the labels of test questions change the scores: the detector reads them"
     if np.isinf(scores).any():
         yield "a score is infinite; return NaN if it is undefined"
-    is_defined = Scored(name=detector.name, scores=scores).is_defined
+    is_defined = DetectorScores(name=detector.name, scores=scores).is_defined
     if not is_defined.any():
         yield "no answer has a score"
         return

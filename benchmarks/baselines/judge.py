@@ -71,9 +71,9 @@ from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler, set_library_compiler
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import Rows, check_whole, rows_of
+from beatrice.jaxprobe.rows import StoreRows, check_whole, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
 from beatrice.pgir.arguments import as_groups, as_labels, as_list, as_splits
 
@@ -96,10 +96,10 @@ class JudgedOutput(NamedTuple):
     peak_bytes: int = 0  # peak memory of the process during its readings and scoring
     reason: str = ""  # why there is no score, or empty
 
-    def scored(self, name: str) -> Scored:
+    def scored(self, name: str) -> DetectorScores:
         """Return the scores, named, for `detection_rows`."""
-        reason = self.reason or Scored.reason
-        return Scored(name=name, scores=self.output.scores, reason=reason)
+        reason = self.reason or DetectorScores.reason
+        return DetectorScores(name=name, scores=self.output.scores, reason=reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class StoredSignals(Protocol):
 
 def judge(
     signals: StoredSignals | FeatureStore,
-    labels: Rows | Iterable[Label] | Sequence[bool | None] | np.ndarray,
+    labels: StoreRows | Iterable[Label] | Sequence[bool | None] | np.ndarray,
     detectors: Iterable[Baseline],
     *,
     splits: Sequence[str] | np.ndarray | None = None,
@@ -352,7 +352,7 @@ def _store_of(
     return signals.store, signals.indices
 
 
-def _grouped(rows: Rows, indices: np.ndarray, groups: Any) -> Rows:
+def _grouped(rows: StoreRows, indices: np.ndarray, groups: Any) -> StoreRows:
     """Replace the rows' ids by groups, and check that none is in two splits."""
     if groups is not None:
         names = rows.ids.astype(object)
@@ -368,9 +368,9 @@ def _rows_of_labels(
     labels: Any,
     questions: Sequence[Example],
     splits: Sequence[str] | np.ndarray | None,
-) -> Rows:
+) -> StoreRows:
     """Return the rows of a store; answers outside `indices` get no split."""
-    rows = labels if isinstance(labels, Rows) else None
+    rows = labels if isinstance(labels, StoreRows) else None
     if rows is None:
         labels = as_list(labels, "labels", "records, or True, False or None per answer")
         if labels and all(isinstance(label, Label) for label in labels):
@@ -386,7 +386,7 @@ def _rows_of_labels(
     truth, is_labelled = as_labels(labels, len(indices))
     known = ("train", "validation", "test", "ood", "")
     names = as_splits(splits, len(indices), known)
-    rows = Rows(
+    rows = StoreRows(
         setting=msgspec.convert(keys[0][1], Setting),
         ids=np.array([key[0] for key in keys]),
         datasets=np.full(n_rows, "own"),
@@ -646,7 +646,7 @@ def _rows(
 ) -> list[ResultRow]:
     """Return a setting's rows of detectors and of the selected set's lead over them."""
     heads, _ = run_selection(run, inputs.rows.setting)
-    ours = Scored(name=CHAMPION, scores=heads["champion"]["scores"])
+    ours = DetectorScores(name=CHAMPION, scores=heads["champion"]["scores"])
     rivals = [x.scored(detector.name) for detector, x in scores.items()]
     pairs = {"paired": [(CHAMPION, detector.name) for detector in scores]}
     intervals = run_bootstrap(run)

@@ -12,14 +12,16 @@ from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, Answer, Setting, split_words
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
 from beatrice.jaxprobe.linear import fit_linear, score_blocks
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 
-def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray, float]:
+def linear_scores(
+    blocks: Sequence[np.ndarray], rows: StoreRows
+) -> tuple[np.ndarray, float]:
     """Fit a regression on a setting's training rows, and score all its rows.
 
     Args:
@@ -35,7 +37,7 @@ def linear_scores(blocks: Sequence[np.ndarray], rows: Rows) -> tuple[np.ndarray,
 
 
 def chosen_row(
-    rows: Rows,
+    rows: StoreRows,
     detector: Subject | str,
     metric: str,
     value: float,
@@ -67,7 +69,7 @@ def length_features(answers: Sequence[Answer]) -> np.ndarray:
     return np.stack([n_tokens, np.log1p(n_tokens), is_empty, was_cut], axis=1)
 
 
-def majority_scores(rows: Rows) -> np.ndarray:
+def majority_scores(rows: StoreRows) -> np.ndarray:
     """Return the share of right training answers as every row's score, `[1, n_rows]`.
 
     A constant does not rank: its AUROC is one half, and its AUPRC is the share of wrong
@@ -78,8 +80,8 @@ def majority_scores(rows: Rows) -> np.ndarray:
 
 
 def rows_at_equal_length(
-    detectors: Sequence[Scored],
-    rows: Rows,
+    detectors: Sequence[DetectorScores],
+    rows: StoreRows,
     n_tokens: np.ndarray,
     config: BootstrapConfig,
 ) -> list[ResultRow]:
@@ -160,7 +162,7 @@ def fit_tfidf(
     return make_pipeline(vectorizer, regression)
 
 
-def text_scores(texts: Sequence[str], rows: Rows) -> tuple[np.ndarray, ResultRow]:
+def text_scores(texts: Sequence[str], rows: StoreRows) -> tuple[np.ndarray, ResultRow]:
     """Return P(correct) from the rows' texts, `[1, n_rows]`, and the penalty's row."""
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
@@ -215,7 +217,7 @@ def pooled_signals(
 
 
 def probe_scores(
-    stores: Sequence[FeatureStore], rows: Rows, layer: int
+    stores: Sequence[FeatureStore], rows: StoreRows, layer: int
 ) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
     """Return the scores of a linear probe on each family, and on all four together.
 

@@ -17,7 +17,7 @@ from beatrice.extract.run.console import Update
 from beatrice.extract.run.files import sha256_json
 from beatrice.extract.run.process import begin_peak, peak_bytes
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -165,7 +165,7 @@ def stacked(values: Sequence[np.ndarray]) -> np.ndarray:
     return together
 
 
-def rows_read(rows: Rows, detectors: Iterable[Baseline]) -> Wanted:
+def rows_read(rows: StoreRows, detectors: Iterable[Baseline]) -> Wanted:
     """Return the rows to read for each reading that some detector uses.
 
     Rows are `[n]` indices. Training answers are read only for trained detectors.

@@ -39,7 +39,7 @@ from beatrice.jaxprobe.families import (
     paper_dims,
 )
 from beatrice.jaxprobe.grid import (
-    Labelled,
+    LabelledFeatures,
     Member,
     fit_blocks,
     grid_members,
@@ -167,7 +167,7 @@ def made_up_features(
     return Features(tuple(tokens), tuple(masks)), rng.random(n_examples) < 0.5
 
 
-def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
+def labelled_of(workload: Workload, n_examples: int, seed: int) -> LabelledFeatures:
     """Return random data in the form that the grid trains on."""
     n = workload.dims.total
     identity = Standardizer(np.zeros(n, np.float32), np.ones(n, np.float32))
@@ -175,7 +175,7 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
     return labelled(split_families(features, workload.dims, identity), labels)
 
 
-class Grid:
+class GridTrainer:
     """Trains members with `jaxprobe.grid` in blocks, as in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
@@ -201,7 +201,7 @@ class Grid:
         self,
         members: Sequence[Member],
         workload: Workload,
-        data: tuple[Labelled, Labelled],
+        data: tuple[LabelledFeatures, LabelledFeatures],
         **protocol: int,
     ) -> Losses:
         config = TrainConfig(

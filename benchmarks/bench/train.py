@@ -42,7 +42,7 @@ from beatrice.benchmarks.bench.commands import (
 )
 from beatrice.benchmarks.bench.grid import (
     WIDTHS,
-    Grid,
+    GridTrainer,
     Losses,
     Workload,
     machine,
@@ -210,7 +210,7 @@ class Method:
         self._trainers = [
             functools.partial(TorchTrainer, workload, share, folder, kind)
             if is_torch
-            else functools.partial(Grid, workload, share, N_THREADS)
+            else functools.partial(GridTrainer, workload, share, N_THREADS)
             for share in split_members(workload, by_subset, n_processes)
         ]
         self._processes = [fresh_process(environment) for _ in self._trainers]
@@ -320,7 +320,7 @@ def measure(
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         written = [m for m in workload.members if m[1] < _N_SEEDS]
-        Grid(workload, written, at_once=1).save_weights(folder)
+        GridTrainer(workload, written, at_once=1).save_weights(folder)
         methods = []
         for kind in KINDS:
             work = workload.mixed() if kind == "mixed" else workload

@@ -51,7 +51,7 @@ from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject, encoder
 
 if TYPE_CHECKING:  # this loads JAX
-    from beatrice.selection.analysis import Study
+    from beatrice.selection.analysis import CaseStudy
 
 Tables = Sequence[tuple[str, Table]]
 Content = tuple[Sequence[Picture], Tables]
@@ -75,7 +75,7 @@ class PagePart(NamedTuple):
     pictures: Sequence[Picture]
     tables: Tables
     beside: Sequence[Sign]
-    cases: "Sequence[Study]"
+    cases: "Sequence[CaseStudy]"
 
 
 ANALYSES: list[ShownAnalysis] = []  # in the order of the page
@@ -626,7 +626,7 @@ def _cases(results: pandas.DataFrame) -> Content:
 
 
 def anatomy_parts(
-    results: pandas.DataFrame, studies: "Sequence[Study]" = ()
+    results: pandas.DataFrame, studies: "Sequence[CaseStudy]" = ()
 ) -> list[PagePart]:
     """Return the page parts of the analyses that a run has rows of, in order."""
     if not results["experiment"].str.startswith("anatomy_").any():

@@ -59,7 +59,7 @@ from beatrice.jaxprobe.calibration import (
 )
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, SettingHead
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -68,7 +68,7 @@ from beatrice.jaxprobe.metrics import (
     wider_interval,
     wilson_interval,
 )
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
 from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
@@ -84,7 +84,7 @@ PAIRS = {
 
 def run_detectors(
     run: RunDir, evidence: DetectorInput
-) -> tuple[list[Scored], list[ResultRow]]:
+) -> tuple[list[DetectorScores], list[ResultRow]]:
     """Return every detector's scores in a setting, and rows of validation's choices."""
     store, rows = evidence.store, evidence.rows
     encoders, _ = checkpoint.restore(run.encoders(rows.setting))
@@ -103,17 +103,19 @@ def run_detectors(
         **probes,
     }
     control = encoders["control"]
-    permuted = Scored(
+    permuted = DetectorScores(
         name="permuted_labels",
         scores=control["logits"],
         labels=np.asarray(control["labels"], dtype=bool),
     )
-    detectors = [Scored(name=name, scores=values) for name, values in scores.items()]
+    detectors = [
+        DetectorScores(name=name, scores=values) for name, values in scores.items()
+    ]
     return [*detectors, permuted], [chosen, *chosen_of_probes]
 
 
 def layer_rows(
-    store: FeatureStore, rows: Rows, layer: int, config: BootstrapConfig
+    store: FeatureStore, rows: StoreRows, layer: int, config: BootstrapConfig
 ) -> list[ResultRow]:
     """Return rows that compare the chosen layer with the first and last stored ones.
 
@@ -129,7 +131,9 @@ def layer_rows(
     every, detectors = np.arange(len(rows.ids)), []
     for name, x in layers.items():
         states = mean_answer_states(store, every, x)
-        detectors.append(Scored(name=name, scores=linear_scores([states], rows)[0]))
+        detectors.append(
+            DetectorScores(name=name, scores=linear_scores([states], rows)[0])
+        )
     pairs = {"finding": [(chosen, name) for name in layers if name != chosen]}
     return detection_rows(detectors, rows, config, "layer", pairs)
 
@@ -149,7 +153,7 @@ def _bins(curve: Reliability) -> tuple[Bin, ...]:
 
 
 def reliability_of(
-    raw: np.ndarray, calibrated: np.ndarray, rows: Rows
+    raw: np.ndarray, calibrated: np.ndarray, rows: StoreRows
 ) -> tuple[Curves, list[ResultRow]]:
     """Return the reliability on all in-domain test sets, as curves and as rows.
 
@@ -231,8 +235,8 @@ def prompt_rows(
 
 def annotated_rows(
     verdicts: Mapping[str, Any],
-    detectors: Sequence[Scored],
-    rows: Rows,
+    detectors: Sequence[DetectorScores],
+    rows: StoreRows,
     config: BootstrapConfig,
 ) -> list[ResultRow]:
     """Return the shares of labels that a person disputes, and AUROC on the sample.
@@ -299,7 +303,7 @@ def annotated_rows(
 
 
 def decision_rows(
-    head: SettingHead, p_correct: np.ndarray, rows: Rows
+    head: SettingHead, p_correct: np.ndarray, rows: StoreRows
 ) -> list[ResultRow]:
     """Return the coverage and precision of trusting and distrusting answers.
 

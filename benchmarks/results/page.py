@@ -45,7 +45,7 @@ from beatrice.pgir.score_files import P_STEPS
 
 if TYPE_CHECKING:  # these load JAX
     from beatrice.jaxprobe.rows import LayerCurve
-    from beatrice.selection.analysis import Study
+    from beatrice.selection.analysis import CaseStudy
 
 PerSetting = Mapping[Setting, Mapping[str, Any]]
 SETTINGS_IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
@@ -71,7 +71,7 @@ class ReportData:
     ranking: PerSetting = dataclasses.field(default_factory=dict)
     # Names of the encoders that each variant reads, by setting and variant.
     ablations: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    studies: "Sequence[Study]" = ()  # cases of `beatrice anatomy`
+    studies: "Sequence[CaseStudy]" = ()  # cases of `beatrice anatomy`
     judged: Sequence[DetectorCost] = ()  # detectors of `beatrice baselines`, with costs
 
 

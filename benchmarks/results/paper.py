@@ -114,7 +114,7 @@ class PaperCell(Record, frozen=True, kw_only=True):
         return None not in (self.setting, self.dataset, self.split, self.detector)
 
 
-class Beside(NamedTuple):
+class PaperPair(NamedTuple):
     """A number of the paper and the run's row for it."""
 
     paper: PaperCell
@@ -205,11 +205,11 @@ def _counted(
     return None
 
 
-def beside(
+def paper_pairs(
     cells: Sequence[PaperCell],
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]] = (),
-) -> list[Beside]:
+) -> list[PaperPair]:
     """Return the numbers of the paper that a run has too, in the paper's order."""
     by_key, numbers = _by_key(results), []
     for cell in cells:
@@ -220,7 +220,7 @@ def beside(
         else:
             row = next((by_key[x] for x in _keys_of(cell) if x in by_key), None)
         if row is not None:
-            numbers.append(Beside(cell, row))
+            numbers.append(PaperPair(cell, row))
     return numbers
 
 
@@ -406,8 +406,8 @@ def _printed(cell: PaperCell) -> str:
 class Sign(NamedTuple):
     """A comparison of the paper, and the same comparison in a run."""
 
-    first: Beside  # the number, and the run's
-    second: Beside | None  # compared with this; None is zero, or the paper's bound
+    first: PaperPair  # the number, and the run's
+    second: PaperPair | None  # compared with this; None is zero, or the paper's bound
     order: Order  # the paper's
     change: float  # the run's difference, first minus second, in [low, high]
     low: float | None
@@ -452,7 +452,7 @@ class Sign(NamedTuple):
         return what, paper, here, verdict
 
 
-def _with_ends(pair: Beside) -> str:
+def _with_ends(pair: PaperPair) -> str:
     value, *ends = (number_text(pair.paper, x) for x in pair.numbers)
     return value if pair.numbers[1] is None else f"{value} [{', '.join(ends)}]"
 
@@ -492,7 +492,7 @@ def _differences(results: pandas.DataFrame) -> Differences:
 
 
 def _sign(
-    first: Beside, second: Beside | None, differences: Differences
+    first: PaperPair, second: PaperPair | None, differences: Differences
 ) -> Sign | None:
     """Compare; None if the paper states no order, or a number of ours is undefined."""
     order = _order(first.paper, None if second is None else second.paper)
@@ -517,7 +517,7 @@ def _sign(
     return Sign(first, second, order, value - other, low, high, is_paired=False)
 
 
-def signs(numbers: Sequence[Beside], results: pandas.DataFrame) -> list[Sign]:
+def signs(numbers: Sequence[PaperPair], results: pandas.DataFrame) -> list[Sign]:
     """Return every comparison of the paper that a run's numbers allow, in order."""
     differences, compared = _differences(results), []
 
@@ -541,7 +541,7 @@ def signs_by_table(
     """Return the comparisons that a run's rows allow, by the paper's table."""
     results = with_summaries(results)
     by_table: dict[str, list[Sign]] = {}
-    for sign in signs(beside(cells, results), results):
+    for sign in signs(paper_pairs(cells, results), results):
         by_table.setdefault(sign.first.paper.table, []).append(sign)
     return by_table
 
@@ -597,7 +597,7 @@ def experiments_differ(
     return [fact for fact in facts if fact[1] != fact[2]]
 
 
-def _pair(numbers: Sequence[Beside]) -> str:
+def _pair(numbers: Sequence[PaperPair]) -> str:
     """Format one printed cell: the paper's numbers → the run's."""
     paper, here = [], []
     for b in numbers:
@@ -606,7 +606,9 @@ def _pair(numbers: Sequence[Beside]) -> str:
     return f"{'/'.join(paper)} → {'/'.join(here)}"
 
 
-def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
+def _note(
+    label: str, numbers: Sequence[PaperPair], n_paper: Mapping[tuple, Any]
+) -> str:
     """Say how a set's split and size differ from the paper's; empty if they do not."""
     first, parts = numbers[0], []
     paper, split = first.paper, first.row.split
@@ -624,9 +626,9 @@ def _note(label: str, numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -
     return f"* {label}: {'; '.join(parts)}\n" if parts else ""
 
 
-def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
+def _table(numbers: Sequence[PaperPair], n_paper: Mapping[tuple, Any]) -> str:
     """Format a table's shared numbers as in the paper, with notes on differences."""
-    lines: dict[str, dict[str, list[Beside]]] = {}
+    lines: dict[str, dict[str, list[PaperPair]]] = {}
     places = collections.defaultdict(set)
     n_backbones = len({b.paper.backbone for b in numbers})
     for b in numbers:
@@ -642,7 +644,7 @@ def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
     )
     # Sets are columns in most tables and rows in some.
     is_row = max(map(len, places.values())) > 1
-    by_set: dict[str, list[Beside]] = {}
+    by_set: dict[str, list[PaperPair]] = {}
     for b in numbers:
         by_set.setdefault(b.paper.row if is_row else b.paper.column, []).append(b)
     notes = "".join(_note(label, group, n_paper) for label, group in by_set.items())
@@ -658,7 +660,7 @@ def _table(numbers: Sequence[Beside], n_paper: Mapping[tuple, Any]) -> str:
     return text + (f"\n{notes}" if notes else "")
 
 
-def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[Beside]) -> str:
+def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[PaperPair]) -> str:
     """List the numbers of a table without a counterpart here, by reason."""
     have = {id(b.paper) for b in numbers}
     reasons: dict[str, list[PaperCell]] = {}
@@ -676,7 +678,7 @@ def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[Beside]) -> s
 
 def as_markdown(
     cells: Sequence[PaperCell],
-    numbers: Sequence[Beside],
+    numbers: Sequence[PaperPair],
     differing: Sequence[tuple[str, str, str]],
     compared: Sequence[Sign] = (),
 ) -> str:
@@ -722,6 +724,6 @@ def ledger(
 ) -> str:
     """Return the paper's tables with an evaluated run's numbers, as Markdown."""
     cells, results = read_ledger(), with_summaries(results_of(rows))
-    numbers = beside(cells, results, count_correct(examples, labels))
+    numbers = paper_pairs(cells, results, count_correct(examples, labels))
     differing = experiments_differ(here, cells, examples)
     return as_markdown(cells, numbers, differing, signs(numbers, results))

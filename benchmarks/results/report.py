@@ -87,7 +87,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import read_sweep
 from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
 from beatrice.selection.ablation import ablation_summary
-from beatrice.selection.analysis import Study
+from beatrice.selection.analysis import CaseStudy
 from beatrice.selection.exhaustive import ranking_summary
 from beatrice.selection.greedy import selection_summary
 from beatrice.selection.reach import RankAgreement, Ranked, agreement
@@ -139,7 +139,7 @@ def report_data(run: RunDir) -> ReportData:
     if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
     if "anatomy" in on_request:
-        studies = read_part(run.path / STUDIES, tuple[Study, ...], "anatomy")
+        studies = read_part(run.path / STUDIES, tuple[CaseStudy, ...], "anatomy")
     # Seconds per question of each controller: a separate file, as machines differ.
     seconds = run.control / "seconds.jsonl"
     rows = [*read_result_rows(run), *(read_rows(seconds) if seconds.exists() else ())]

@@ -57,7 +57,7 @@ from beatrice.extract.run.files import (
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
-from beatrice.extract.signals.batch import Halves
+from beatrice.extract.signals.batch import BatchSplitter
 from beatrice.extract.signals.precision import (
     check_default_dtype,
     float32_precision,
@@ -386,8 +386,8 @@ class Backbone:
     # Identifies the state of the weights in memory, see `require_unchanged`.
     mark: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     attention: AttentionLayers = "all"  # layers whose attention is read
-    halves: Halves = dataclasses.field(
-        default_factory=Halves, repr=False, compare=False
+    splitter: BatchSplitter = dataclasses.field(
+        default_factory=BatchSplitter, repr=False, compare=False
     )
 
     def check_once(self, what: str, about: Any, find: Callable[[], Any]) -> Any:
@@ -419,7 +419,7 @@ class Backbone:
         entries = self.model.config.to_diff_dict().items()
         config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
         find = functools.partial(_hash_tokenizer, self.tokenizer)
-        with self.halves.lock:
+        with self.splitter.lock:
             # The revision of a directory does not cover the tokenizer.
             if self.name == EMBEDDED or Path(self.name).is_dir():
                 return ModelHashes(config=config, **find())

@@ -245,7 +245,7 @@ class QuestionOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AskingOptions:
+class PromptOptions:
     """How the questions are put to the run's model."""
 
     model_dtype: ModelDtype | None = option(
@@ -358,7 +358,7 @@ _NOTES = (
     what=DataOptions,
     questions=QuestionOptions,
     run=RunOptions,
-    asking=AskingOptions,
+    asking=PromptOptions,
     storage=StorageOptions,
 )
 @AS_JSON
@@ -367,7 +367,7 @@ def data(
     what: DataOptions,
     questions: QuestionOptions,
     run: RunOptions,
-    asking: AskingOptions,
+    asking: PromptOptions,
     storage: StorageOptions,
     as_json: bool,
 ) -> None:
@@ -410,11 +410,11 @@ def data(
         reading = QuestionOptions(
             skip_bad=questions.skip_bad, evidence=questions.evidence
         )
-        if what.world or (questions, asking) != (reading, AskingOptions()):
+        if what.world or (questions, asking) != (reading, PromptOptions()):
             raise click.UsageError("--inspect cannot be combined with other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
-        if files or questions != QuestionOptions() or asking != AskingOptions():
+        if files or questions != QuestionOptions() or asking != PromptOptions():
             raise click.UsageError("--world has its own questions and prompts")
         make_world_run(run_dir, run, storage, train_model=what.train_model)
     elif not files:
@@ -472,7 +472,7 @@ def make_run(
     sources: list[Source],
     questions: QuestionOptions,
     run: RunOptions,
-    asking: AskingOptions,
+    asking: PromptOptions,
     storage: StorageOptions,
     *,
     as_json: bool = False,

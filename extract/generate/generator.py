@@ -381,7 +381,7 @@ def count_requests(
     )
 
 
-class CountedReplies:
+class ReplyCounter:
     """Counts the missing texts, in place of `Replies` in a dry run."""
 
     def __init__(self, files: JournalFiles[str, SavedReply], stage: str) -> None:
@@ -405,7 +405,7 @@ class CountedReplies:
         self.forecast = count_requests(self._stage, todo, config, generator)
 
 
-Texts = Replies | CountedReplies  # where a stage gets its texts
+Texts = Replies | ReplyCounter  # where a stage gets its texts
 Product = TypeVar("Product")
 
 
@@ -448,6 +448,6 @@ class TextStage(Generic[Product]):
 
     def forecast(self) -> str:
         """Return in words how many texts are missing, without retries."""
-        replies = CountedReplies(self._files(), self.name)
+        replies = ReplyCounter(self._files(), self.name)
         self.make(replies, lambda done, total: None)
         return replies.forecast.as_text()

@@ -60,7 +60,7 @@ _UNCHANGED: dict[str, Any] = {
     for name, value in Defaults().to_dict().items()
     if name not in ("transformers_version", "_from_model_config")
 } | {
-    "do_sample": False,  # `Choice` samples instead
+    "do_sample": False,  # `TokenChooser` samples instead
     "num_beams": 1,
     "num_return_sequences": 1,
     "use_cache": True,  # fine-tuned checkpoints may have switched it off
@@ -196,7 +196,7 @@ def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
     return top.indices
 
 
-class Choice(LogitsProcessor):
+class TokenChooser(LogitsProcessor):
     """Chooses each token, greedily or by sampling, and keeps its log-probability.
 
     With Gumbel noise added, the largest logit is a sample from the softmax. Each row
@@ -270,7 +270,7 @@ class Choice(LogitsProcessor):
             self._generators = [self._generators[row] for row in rows]
 
 
-class Watch(Protocol):
+class ForwardWatcher(Protocol):
     """Sees every forward of a batch that is generated, see `extract.signals.decode`."""
 
     n_unread: int  # columns of the padded prompts that it need not see
@@ -298,7 +298,9 @@ class RowsDone(StoppingCriteria):
     edges: tuple[int, int]  # columns of the padded prompts, without and with new tokens
     stop: Sequence[str]  # stop strings
     stop_ids: tuple[int, ...]
-    watch: Watch | None  # is told which tokens were chosen, and which rows are done
+    watch: (
+        ForwardWatcher | None
+    )  # is told which tokens were chosen, and which rows are done
     least_done: float  # share of done rows that ends a run; 0 is one token per run
     # `[n_rows]` bool, whether each is done; set from the first call on.
     rows: torch.Tensor = dataclasses.field(init=False, repr=False)
@@ -420,7 +422,7 @@ class TransformersGenerator:
         for batch in self.plan(prompts, config):
             if all(i in done for i in batch):
                 continue
-            parts = self.backbone.halves.do(
+            parts = self.backbone.splitter.run(
                 lambda rows: self.write([prompts[i] for i in rows], config),
                 batch,
                 lambda i: lengths[i] + n_new,
@@ -432,7 +434,7 @@ class TransformersGenerator:
         self,
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
-        watch: Watch | None = None,
+        watch: ForwardWatcher | None = None,
     ) -> list[Generated]:
         """Return the texts of one batch; `watch` sees every forward."""
         seeds = [draw_seed(prompt, config) for prompt in prompts]
@@ -447,7 +449,7 @@ class TransformersGenerator:
         ]
 
     def write_stepwise(
-        self, prompt: GeneratorPrompt, config: SamplingConfig, watch: Watch
+        self, prompt: GeneratorPrompt, config: SamplingConfig, watch: ForwardWatcher
     ) -> Generator[int, None, Generated]:
         """Yield the ids of one text as they are chosen, and return the text.
 
@@ -468,7 +470,7 @@ class TransformersGenerator:
         prompts: Sequence[Sequence[int]],
         config: SamplingConfig,
         seeds: Sequence[int],
-        watch: Watch | None,
+        watch: ForwardWatcher | None,
         n_common: int | None,
         least_done: float,
     ) -> Iterator[list[tuple[list[int], list[float]]]]:
@@ -480,7 +482,7 @@ class TransformersGenerator:
         watch may see one step more, which forwards the last token of a cut-off answer.
         """
         stops, (ids, mask) = stop_ids(self.backbone), self._padded(prompts)
-        choice, width = Choice(config, seeds, ids.device, stops), ids.shape[1]
+        choice, width = TokenChooser(config, seeds, ids.device, stops), ids.shape[1]
         texts: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
         options: dict[str, Any] = {}
         if watch is not None and self.backbone.model._supports_logits_to_keep():

@@ -251,7 +251,7 @@ class JudgedAnswer(Record, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Imported:
+class ImportedLabels:
     """The labels of all answers, and counts of the file's lines."""
 
     labels: tuple[Label, ...]  # one per answer; None if the file does not decide it
@@ -288,7 +288,7 @@ def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
 
 def import_labels(
     path: Path, answers: Iterable[Answer], examples: Iterable[Example]
-) -> Imported:
+) -> ImportedLabels:
     """Return the label that a file has for each answer.
 
     A label holds for exactly the answer that was judged. Answers that the file does not
@@ -344,7 +344,7 @@ def import_labels(
         without = "undecided," if answer.key in undecided else "not"
         return label_of(example, answer, None, f"{without} {reason}")
 
-    return Imported(
+    return ImportedLabels(
         labels=tuple(imported(example, answer) for example, answer in pairs),
         n_lines=n_lines,
         n_other_question=n_other_question,

@@ -34,7 +34,7 @@ from beatrice.extract.signals.attention import (
     CallReading,
     run_decoder,
 )
-from beatrice.extract.signals.batch import ReadingBudget, Rows, pad_batch
+from beatrice.extract.signals.batch import ReadingBudget, TokenRows, pad_batch
 from beatrice.extract.signals.probability import Head, head_of
 from beatrice.extract.signals.span_sums import AttentionCall
 
@@ -219,9 +219,9 @@ class Batch:
         """Return `[start, stop)` of the positions that predict the answer tokens."""
         return [(start - 1, stop - 1) for start, stop in self.answer_edges]
 
-    def rows(self, edges: list[tuple[int, int]]) -> Rows:
+    def rows(self, edges: list[tuple[int, int]]) -> TokenRows:
         """Return a selection of these positions from `[n_examples, n_tokens, …]`."""
-        return Rows(edges, max(self.lengths), self.backbone.device)
+        return TokenRows(edges, max(self.lengths), self.backbone.device)
 
     def log_probs(
         self, states: torch.Tensor, *, is_normed: bool

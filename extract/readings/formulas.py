@@ -53,7 +53,7 @@ from beatrice.extract.readings.batch import (
     mean_rows,
     rows_in_cache,
 )
-from beatrice.extract.signals.batch import Rows, pad_batch
+from beatrice.extract.signals.batch import TokenRows, pad_batch
 from beatrice.extract.signals.sequence import sequence_of
 
 _RIDGE = 1e-3
@@ -682,7 +682,7 @@ class Discrepancies(Part):
             return {"lumina_mmd": [torch.tensor(torch.nan)] * len(answer_edges)}
         padded = pad_batch(ids, batch.backbone.device)
         other = final_states(batch.backbone.layout, padded, batch.beginning)
-        other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
+        other = TokenRows(edges, padded.shape[1], batch.backbone.device).of(other)
         rows = batch.rows(answer_edges)
         embeddings = batch.backbone.model.get_input_embeddings().weight
         pairs = zip(
@@ -705,7 +705,7 @@ class ExactAnswerStates(Part):
     names = ("mlp_exact_answer",)
 
     @cached_property
-    def _rows(self) -> Rows:
+    def _rows(self) -> TokenRows:
         return self.batch.rows([(n - 1, n) for n in self.batch.lengths])
 
     def on_layer(self, layer_pass: LayerPass) -> None:

@@ -196,7 +196,7 @@ def end_states(
 
     for batch in batches_of(lengths, tokens_per_batch, n_beside=n_begun):
         backbone.check_length(len(sequences[batch[0]]))
-        parts = backbone.halves.do(read_rows, batch, lambda i: len(sequences[i]))
+        parts = backbone.splitter.run(read_rows, batch, lambda i: len(sequences[i]))
         for rows, ends in parts:
             states[rows] = ends
     return states
@@ -373,7 +373,7 @@ def _read_some(
 
     for indices in batches_of(behind, tokens_per_batch, n_beside=n_begun):
         backbone.check_length(lengths[indices[0]])
-        parts = backbone.halves.do(read_rows, indices, lengths.__getitem__)
+        parts = backbone.splitter.run(read_rows, indices, lengths.__getitem__)
         for rows, by_name in parts:
             for name, values in by_name.items():
                 for index, value in zip(rows, values, strict=True):

@@ -63,7 +63,7 @@ def _reason(error: torch.OutOfMemoryError) -> str:
 
 
 @contextlib.contextmanager
-def one_text(n_tokens: int) -> Iterator[None]:
+def raising_does_not_fit(n_tokens: int) -> Iterator[None]:
     """Raise `DoesNotFit` if the device cannot hold a text that is run by itself."""
     try:
         yield
@@ -76,7 +76,7 @@ def one_text(n_tokens: int) -> Iterator[None]:
 
 
 @dataclasses.dataclass(eq=False)
-class Halves:
+class BatchSplitter:
     """Runs batches, splitting them in half when they do not fit in device memory.
 
     Once a batch has not fitted, any of its size or more is split at once, unless a
@@ -91,9 +91,9 @@ class Halves:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Start afresh in copies and other processes, since locks cannot be pickled."""
-        return Halves, ()
+        return BatchSplitter, ()
 
-    def do(
+    def run(
         self,
         work: Callable[[list[int]], Done],
         rows: Sequence[int],
@@ -104,7 +104,11 @@ class Halves:
         longest = max(map(n_tokens_of, rows))
         n_tokens, before = len(rows) * longest, self._too_many
         if n_tokens < self._too_many or len(rows) == 1:
-            guard = one_text(longest) if len(rows) == 1 else contextlib.nullcontext()
+            guard = (
+                raising_does_not_fit(longest)
+                if len(rows) == 1
+                else contextlib.nullcontext()
+            )
             try:
                 with guard, self.lock, exact_products():
                     done = work(rows)
@@ -125,7 +129,7 @@ class Halves:
         middle = (len(rows) + 1) // 2
         try:
             for part in (rows[:middle], rows[middle:]):
-                yield from self.do(work, part, n_tokens_of)
+                yield from self.run(work, part, n_tokens_of)
         except DoesNotFit:
             # The batch size was not the problem: a single text is too long, or
             # something else filled the device for a moment.
@@ -237,7 +241,7 @@ def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
     return to_device(torch.from_numpy(np.stack(padded)), device)
 
 
-class Rows:
+class TokenRows:
     """Some tokens of every example of a padded batch, end to end.
 
     They are picked by index, since counting a mask would make the host wait.

@@ -28,15 +28,15 @@ from beatrice.extract.generate.generator import (
     SamplingConfig,
 )
 from beatrice.extract.generate.local import (
+    ForwardWatcher,
     TransformersGenerator,
-    Watch,
     check_requests_fit,
 )
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer, AnswerSpan
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
-from beatrice.extract.signals.batch import one_text
+from beatrice.extract.signals.batch import raising_does_not_fit
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
@@ -462,7 +462,7 @@ def generate_and_read(
 
     written: dict[int, tuple[Answer, AnswerSignals]] = {}
     for batch in generator.plan(prompts, sampling):
-        parts = reader.backbone.halves.do(
+        parts = reader.backbone.splitter.run(
             write, batch, lambda i: len(requests[i].prompt.ids) + n_new
         )
         for rows, pairs in parts:
@@ -497,7 +497,7 @@ class ReadingGenerator(TransformersGenerator):
         self,
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
-        watch: Watch | None = None,
+        watch: ForwardWatcher | None = None,
     ) -> list[Generated]:
         """Return the texts of one batch; see `TransformersGenerator`."""
         requests = [self.requests[self.prompt_ids(prompt)] for prompt in prompts]
@@ -579,7 +579,11 @@ def read_stepwise(
     n_tokens = len(request.prompt.ids) + sampling.max_new_tokens
     while True:
         try:
-            with one_text(n_tokens), reader.backbone.halves.lock, exact_products():
+            with (
+                raising_does_not_fit(n_tokens),
+                reader.backbone.splitter.lock,
+                exact_products(),
+            ):
                 token = next(steps)
         except StopIteration as end:
             reply: Generated = end.value

@@ -47,7 +47,7 @@ from beatrice.extract.signals.sequence import (
     first_read,
     sequence_of,
 )
-from beatrice.extract.signals.written import ReadBefore, WrittenSignals, sequence_key
+from beatrice.extract.signals.written import WrittenReader, WrittenSignals, sequence_key
 from beatrice.extract.store.spec import (
     Encoded,
     StoreConfig,
@@ -444,7 +444,7 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
         written = WrittenSignals.open(run.written, fingerprint, config)
     if written is None:
         return _load_reader(run, config)
-    return ReadBefore(written, written, lambda: _load_reader(run, config))
+    return WrittenReader(written, written, lambda: _load_reader(run, config))
 
 
 def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:

@@ -26,7 +26,7 @@ from beatrice.extract.signals.attention import SpanReading, run_decoder
 from beatrice.extract.signals.batch import (
     HostCopies,
     ReadingBudget,
-    Rows,
+    TokenRows,
     budget_for,
     host_copies,
     pad_batch,
@@ -133,7 +133,7 @@ class SignalReader:
         config = backbone.model.config.get_text_config()
         self._n_chosen = min(layer_values(config, "index_topk"), default=None)
         self.forget_beginning()
-        with backbone.halves.lock:
+        with backbone.splitter.lock:
             n_heads = backbone.check_once(
                 "parity", [], lambda: check_parity(backbone, self.final_norm, self.head)
             )
@@ -203,7 +203,7 @@ class SignalReader:
         parts = [
             part
             for group in groups
-            for part in self.backbone.halves.do(
+            for part in self.backbone.splitter.run(
                 lambda rows: self._start([sequences[i] for i in rows]),
                 group,
                 lambda i: len(sequences[i].ids),
@@ -225,9 +225,9 @@ class SignalReader:
         spans = np.stack([sequence.spans for sequence in sequences])
         firsts = [start - n_begun for start in starts]
         read = list(zip(firsts, lengths, strict=True))
-        rows = hidden_rows = Rows(read, n_tokens, device)
+        rows = hidden_rows = TokenRows(read, n_tokens, device)
         if self.hidden_spans == "answer":
-            hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
+            hidden_rows = TokenRows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self.budget.n_attention_weights
         first, passed_over = min(firsts), self.backbone.passed_over
         lens = self.lens(targets[:, first:])

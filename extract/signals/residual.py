@@ -13,7 +13,7 @@ import dataclasses
 import torch
 
 from beatrice.extract.backbone.layout import LayerPass, Layout
-from beatrice.extract.signals.batch import HostCopies, Rows
+from beatrice.extract.signals.batch import HostCopies, TokenRows
 from beatrice.extract.signals.probability import Head
 
 
@@ -120,7 +120,7 @@ class StreamReading:
     """Hidden states and contribution scalars, collected as the layers run."""
 
     hidden_layers: tuple[int, ...]  # entries of the resid axis that are kept
-    rows: Rows  # the tokens whose hidden states are kept
+    rows: TokenRows  # the tokens whose hidden states are kept
     lens: LogitLens
     copies: HostCopies
     resid: list[torch.Tensor] = dataclasses.field(default_factory=list)  # by layer

@@ -185,7 +185,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         return WaitingSignals(**values)
 
 
-class _About(TypedDict):
+class _FileMetadata(TypedDict):
     """The metadata of a file, see `save_batch`."""
 
     version: int
@@ -207,7 +207,7 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
         text = (file.metadata() or {})["about"]
         about = from_json(dict[str, Any], text, "its header")
         if about["version"] == FORMAT_VERSION:
-            from_json(_About, text, "its header")
+            from_json(_FileMetadata, text, "its header")
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise ValueError(_damage(path, error)) from error
     return file, about
@@ -238,7 +238,7 @@ def _holds(
     )
 
 
-class ReadBefore:
+class WrittenReader:
     """A `Reader` of answers whose signals were read while they were written.
 
     Other answers are read by another reader, which is opened when first needed.
@@ -270,16 +270,16 @@ class ReadBefore:
         """Return whether an answer was read while it was written."""
         return sequence_key(sequence) in self._signals
 
-    def start(self, sequences: list[TokenSequence]) -> "_Started":
+    def start(self, sequences: list[TokenSequence]) -> "_StartedBatch":
         """Begin to read the answers of a batch that have no signals, see `Reader`."""
         keys = list(map(sequence_key, sequences))
         pairs = zip(keys, sequences, strict=True)
         again = [sequence for key, sequence in pairs if key not in self._signals]
         started = self._reader().start(again) if again else None
-        return _Started(self._signals, keys, started)
+        return _StartedBatch(self._signals, keys, started)
 
 
-class _Started(NamedTuple):
+class _StartedBatch(NamedTuple):
     """A batch that has begun, some of whose answers are read again."""
 
     signals: Mapping[str, Any]

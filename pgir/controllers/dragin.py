@@ -30,16 +30,16 @@ from beatrice.extract.signals.sequence import batches_of
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
 from beatrice.pgir.bridge import emissions
 from beatrice.pgir.controllers.loop import (
-    Attended,
+    AttentionToWords,
     Call,
     ControllerConfig,
     Cost,
     Plan,
     Reply,
-    Words,
+    WordReading,
 )
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import ENTROPY, Answering, BatchedService
+from beatrice.pgir.controllers.waves import ENTROPY, AnswerService, BatchedService
 
 THETA = 1.0  # published for 2Wiki with Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k for the same
@@ -100,7 +100,7 @@ def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
     return [word.group() for word in words], np.clip(owners, 0, None)
 
 
-def word_values(words: Words) -> np.ndarray:
+def word_values(words: WordReading) -> np.ndarray:
     """Return each word's value, to be compared with theta, `[n_words]`."""
     attention = np.array(words.attention)
     share = attention / max(attention.sum(), 1e-12)
@@ -108,7 +108,7 @@ def word_values(words: Words) -> np.ndarray:
 
 
 def query_words(
-    attended: Attended, hits: np.ndarray, most: int = MOST_QUERY_WORDS
+    attended: AttentionToWords, hits: np.ndarray, most: int = MOST_QUERY_WORDS
 ) -> str:
     """Return the query: the words that the hits attend to most, in their order.
 
@@ -129,17 +129,17 @@ def query_words(
     return " ".join(words[i] for i in sorted(top))
 
 
-class Wording(BatchedService):
+class WordService(BatchedService):
     """Serves "words" and "attended", each with one pass over bare text."""
 
     price = Cost(forwards=1)
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerService) -> None:
         """Take the service that made the answers."""
         self._answering = answering
         self._backbone = answering.probed.backbone
 
-    def values(self, calls: Sequence[Call]) -> Sequence[Words | Attended]:
+    def values(self, calls: Sequence[Call]) -> Sequence[WordReading | AttentionToWords]:
         """Return the attention read for each answer."""
         replies = [self._answering.journal.value(call.answer) for call in calls]
         read = {"words": self._words, "attended": self._attended}[calls[0].kind]
@@ -150,9 +150,11 @@ class Wording(BatchedService):
         size = self._answering.generator.tokens_per_batch
         return last_attention(self._backbone, sequences, size)
 
-    def _words(self, calls: Sequence[Call], replies: Sequence[Any]) -> list[Words]:
+    def _words(
+        self, calls: Sequence[Call], replies: Sequence[Any]
+    ) -> list[WordReading]:
         tokenizer = self._backbone.tokenizer
-        words_of = [Words((), (), ()) for _ in calls]
+        words_of = [WordReading((), (), ()) for _ in calls]
         texts = self._texts(replies)
         written = [i for i, text in enumerate(texts) if text.strip()]
         if not written:
@@ -168,7 +170,7 @@ class Wording(BatchedService):
             sums = np.bincount(owners, looked_at, len(words))
             means = np.bincount(owners, entropy, len(words)) / np.maximum(counts, 1)
             columns = tuple(sums.tolist()), tuple(means.tolist())
-            words_of[i] = Words(tuple(words), *columns)
+            words_of[i] = WordReading(tuple(words), *columns)
         return words_of
 
     def _texts(self, replies: Sequence[Reply]) -> list[str]:
@@ -187,7 +189,7 @@ class Wording(BatchedService):
 
     def _attended(
         self, calls: Sequence[Call], replies: Sequence[Any]
-    ) -> list[Attended]:
+    ) -> list[AttentionToWords]:
         pairs = zip(calls, self._texts(replies), strict=True)
         texts = [f"{call.text} {text.strip()}" for call, text in pairs]
         encoded = self._backbone.tokenizer(
@@ -211,7 +213,7 @@ class Wording(BatchedService):
                         tokens
                     )
                 rows.append(tuple(row.tolist()))
-            attended.append(Attended(tuple(words), tuple(rows)))
+            attended.append(AttentionToWords(tuple(words), tuple(rows)))
         return attended
 
 
@@ -232,7 +234,7 @@ def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
 @rival("dragin", "2024-03")
 def run_dragin(session: Session) -> None:
     """Choose theta among quantiles of the validation answers' values, and run."""
-    wording = Wording(session.answering)
+    wording = WordService(session.answering)
     session.waves.services |= {"words": wording, "attended": wording}
     shared = session.config
 

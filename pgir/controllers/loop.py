@@ -80,7 +80,7 @@ class DraftScore(msgspec.Struct, frozen=True):
     raw: float
 
 
-class Words(msgspec.Struct, frozen=True):
+class WordReading(msgspec.Struct, frozen=True):
     """The words of an answer, with the attention that each gets, and its entropy."""
 
     words: tuple[str, ...]
@@ -88,8 +88,8 @@ class Words(msgspec.Struct, frozen=True):
     entropy: tuple[float, ...]  # nats, mean over the word's tokens
 
 
-class Attended(msgspec.Struct, frozen=True):
-    """The words of a question and its answer."""
+class AttentionToWords(msgspec.Struct, frozen=True):
+    """The words of a question and its answer, and how the answer attends to them."""
 
     words: tuple[str, ...]  # in order, the question's first
     # For each word of the answer, how much it attends to each of `words`.
@@ -102,8 +102,8 @@ VALUES: dict[str, Any] = {
     "answer": Reply,
     "score": DraftScore,
     "judge": DraftScore,
-    "words": Words,
-    "attended": Attended,
+    "words": WordReading,
+    "attended": AttentionToWords,
     "spread": tuple[float, int],
     "probe": tuple[float, float],
 }
@@ -131,7 +131,7 @@ COUNTED = Cost._fields[:-1]  # equal on every machine, unlike seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class Outcome:
     """What a controller returned for a question, and what it cost."""
 
     value: Any
@@ -222,7 +222,7 @@ class QuestionSet:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced(QuestionSet):
+class TracedSet(QuestionSet):
     """A question set with every draft that any policy could ask for."""
 
     traces: tuple[Trace, ...]

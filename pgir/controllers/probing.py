@@ -22,7 +22,7 @@ from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
 from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, BatchedService
+from beatrice.pgir.controllers.waves import AnswerService, BatchedService
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2
@@ -92,7 +92,7 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
     return probe.eval()
 
 
-class Probing(BatchedService):
+class ProbeService(BatchedService):
     """Serves "probe": the summed probabilities (wrong, right) of an answer.
 
     Probes are trained, on answers to training questions, when the first value is
@@ -104,7 +104,7 @@ class Probing(BatchedService):
     size = _CALLS_PER_BATCH
 
     def __init__(
-        self, answering: Answering, training: Sequence[tuple[Call, Example]]
+        self, answering: AnswerService, training: Sequence[tuple[Call, Example]]
     ) -> None:
         """Take the answers to learn from; a single class raises a ValueError."""
         self._answering, self._calls = answering, [call for call, _ in training]
@@ -185,7 +185,7 @@ def run_probing(session: Session) -> None:
         training.append((Call("answer", example.question, shown_to), example))
     n = len(training)
     try:
-        session.waves.services["probe"] = Probing(answering, training)
+        session.waves.services["probe"] = ProbeService(answering, training)
     except ValueError as error:
         session.left_out["probing_rag"] = str(error)
         return

@@ -20,7 +20,7 @@ from beatrice.extract.records import Example
 from beatrice.jaxprobe.tokens import mean_log_eigenvalue
 from beatrice.pgir.controllers.loop import Call, ControllerConfig, Cost, Plan
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Answering, BatchedService
+from beatrice.pgir.controllers.waves import AnswerService, BatchedService
 
 _SEED = 42
 _CALLS_PER_BATCH = 32  # calls whose samples are drawn and kept together
@@ -32,7 +32,7 @@ def uncertainty(states: np.ndarray) -> float:
     return mean_log_eigenvalue(states) if len(states) else math.inf
 
 
-class Spreading(BatchedService):
+class SpreadService(BatchedService):
     """Serves "spread": samples answers, and measures how far apart their states are.
 
     The state is what the feed-forward part of the middle layer adds (the official code
@@ -42,7 +42,7 @@ class Spreading(BatchedService):
 
     size = _CALLS_PER_BATCH
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerService) -> None:
         """Take the service that makes prompts and generates."""
         self._answering = answering
         probed = answering.probed
@@ -132,7 +132,7 @@ def deltas(spreads: Sequence[float]) -> list[float]:
 @rival("seakr", "2024-06")
 def run_seakr(session: Session) -> None:
     """Choose delta among quantiles of the validation uncertainties, and run."""
-    session.waves.services["spread"] = Spreading(session.answering)
+    session.waves.services["spread"] = SpreadService(session.answering)
     shared, n_draws = session.config, session.n_draws
 
     def direct(example: Example) -> Plan[float]:

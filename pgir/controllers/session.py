@@ -20,15 +20,15 @@ from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import MapKind
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
-    Done,
     Judge,
+    Outcome,
     Plan,
     Policy,
     QuestionSet,
-    Traced,
+    TracedSet,
     best_under_cap,
     decide,
     detector_judge,
@@ -37,10 +37,10 @@ from beatrice.pgir.controllers.loop import (
     pgir,
     vanilla_rag,
 )
-from beatrice.pgir.controllers.waves import Answering, Waves
+from beatrice.pgir.controllers.waves import AnswerService, Waves
 
 Queries = Literal["paper", "choose", "all"]
-Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
+Stores = Mapping[Setting, tuple[FeatureStore, StoreRows]]
 PlanOf = Callable[[Example], Plan[Any]]
 # Whether each question's answer is right, `[n]` bool, and its generations, `[n]`.
 Tried = tuple[np.ndarray, np.ndarray]
@@ -141,7 +141,7 @@ class Session:
     sets: Sequence[QuestionSet]  # validation and evaluated sets
     training: Sequence[Example]  # questions that rivals may learn from
     config: ControllerConfig  # how far PGIR searches; others share its k, depth and cap
-    answering: Answering  # makes prompts and answers
+    answering: AnswerService  # makes prompts and answers
     encoder: Callable[[], QuestionEncoder]  # loads the encoder of questions
     # Opens each setting's signals of answers and their labels.
     stores: Callable[[], Stores]
@@ -151,7 +151,7 @@ class Session:
     n_draws: int = 20  # answers that SeaKR samples at a time
     queries: Queries = "paper"  # which of PGIR's queries to run, see `ControlConfig`
     # For each set, what every controller returned, by name.
-    answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
+    answers: list[dict[str, list[Outcome]]] = dataclasses.field(default_factory=list)
     # The chosen setting of every controller that was tuned.
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Rivals that cannot learn, and why.
@@ -180,11 +180,11 @@ class Session:
 
     def run(
         self, label: str, examples: Sequence[Example], plan_of: PlanOf
-    ) -> list[Done]:
+    ) -> list[Outcome]:
         """Run a controller; if calls fail, keep the rest and raise ConnectionError."""
         plans = [_fitting(plan_of(e), e.question, self.answering) for e in examples]
         results = self.waves.run(label, plans)
-        done = [result for result in results if isinstance(result, Done)]
+        done = [result for result in results if isinstance(result, Outcome)]
         if len(done) < len(results):
             call, reason = next(iter(self.waves.failed.items()))
             raise ConnectionError(
@@ -223,21 +223,21 @@ class Session:
         config: ControllerConfig,
         sets: Sequence[QuestionSet] | None = None,
         judge: Judge = detector_judge,
-    ) -> list[Traced]:
+    ) -> list[TracedSet]:
         """Trace every question of some sets (None: all) to the full budget."""
         sets = self.sets if sets is None else sets
         examples = [example for each in sets for example in each.examples]
         done = self.run(label, examples, lambda e: drafts(e.question, config, judge))
         traces = _split([each.value for each in done], sets)
         return [
-            Traced(**vars(each), traces=tuple(of_set))
+            TracedSet(**vars(each), traces=tuple(of_set))
             for each, of_set in zip(sets, traces, strict=True)
         ]
 
     def run_pgir(
         self,
         name: str,
-        traced: Sequence[Traced],
+        traced: Sequence[TracedSet],
         config: ControllerConfig,
         judge: Judge = detector_judge,
     ) -> Policy:
@@ -281,7 +281,7 @@ class Session:
         self.answer(name, lambda e: pgir(e.question, policy, config, judge))
 
     @functools.cached_property
-    def outcomes(self) -> tuple[list[Done], list[Done]]:
+    def outcomes(self) -> tuple[list[Outcome], list[Outcome]]:
         """Answers to the training questions, closed-book and after one search."""
         closed_book = self.run(
             "train:no_rag", self.training, lambda e: no_rag(e.question)
@@ -293,7 +293,7 @@ class Session:
         )
 
 
-def _fitting(plan: Plan[Any], question: str, answering: Answering) -> Plan[Any]:
+def _fitting(plan: Plan[Any], question: str, answering: AnswerService) -> Plan[Any]:
     """Run a plan on rankings without the passages that are too long for the model.
 
     A call with such a passage would fail in every run.
@@ -316,14 +316,14 @@ def _split(values: Sequence[Any], sets: Sequence[QuestionSet]) -> Iterator[list[
         start += len(each.examples)
 
 
-def right_of(examples: Sequence[Example], done: Sequence[Done]) -> np.ndarray:
+def right_of(examples: Sequence[Example], done: Sequence[Outcome]) -> np.ndarray:
     """Return whether each answer is right by exact match, `[n]` bool."""
     pairs = zip(examples, done, strict=True)
     return np.array([exact_match(each.value, e.golds) for e, each in pairs], bool)
 
 
 def choose_policy(
-    traced: Sequence[Traced], config: ControllerConfig
+    traced: Sequence[TracedSet], config: ControllerConfig
 ) -> tuple[Policy, Tried]:
     """Choose threshold and budget by exact match on the validation traces of all sets.
 

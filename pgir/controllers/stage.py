@@ -56,14 +56,14 @@ from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
     Decision,
-    Done,
     Oracle,
+    Outcome,
     Plan,
     Policy,
     QuestionSet,
     Trace,
-    Traced,
     TracedDraft,
+    TracedSet,
     decide,
     detector_judge,
     draft_rag,
@@ -82,7 +82,7 @@ from beatrice.pgir.controllers.session import (
 )
 from beatrice.pgir.controllers.waves import (
     JUDGES,
-    Answering,
+    AnswerService,
     CallJournal,
     DraftJudge,
     Waves,
@@ -102,7 +102,7 @@ from beatrice.pgir.score_files import shown_tokens
 QUALITY = ("em", "f1")
 # Controllers with rows for their gain over every other one, and the experiment's name.
 PAIRED = {"pgir": "controller_paired", "pgir_query": "controller_query_paired"}
-Answers = Mapping[str, Sequence[Done]]  # by controller, one per question
+Answers = Mapping[str, Sequence[Outcome]]  # by controller, one per question
 
 
 def _quality(examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _quality(examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any
 
 
 def measures(
-    examples: Sequence[Example], answers: Sequence[Done]
+    examples: Sequence[Example], answers: Sequence[Outcome]
 ) -> dict[str, np.ndarray]:
     """Return exact match, F1 and the cost of each question, `[n_examples]` each."""
     columns = _quality(examples, [done.value for done in answers])
@@ -124,7 +124,7 @@ def measures(
     return columns
 
 
-class _Drawn(NamedTuple):
+class _ResampledMean(NamedTuple):
     """A controller's mean of one metric on one set, with its bootstrap resamples."""
 
     value: float
@@ -136,17 +136,17 @@ class _Drawn(NamedTuple):
         fields |= {"setting": "both", "n": self.n}
         return ResultRow(value=self.value, ci_low=low, ci_high=high, **fields)
 
-    def minus(self, other: "_Drawn", **fields: Any) -> ResultRow:
+    def minus(self, other: "_ResampledMean", **fields: Any) -> ResultRow:
         """Return the row of the difference, resampled over the same questions."""
         draws = self.draws - other.draws
         value = self.value - other.value
         return difference_row(value, draws, setting="both", n=self.n, **fields)
 
 
-Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
+Drawn = dict[tuple[str, str], _ResampledMean]  # by controller and metric
 
 
-def _drawn(
+def _resampled_mean(
     questions: QuestionSet, answers: Answers, bootstrap: BootstrapConfig
 ) -> Drawn:
     measured = {
@@ -159,7 +159,7 @@ def _drawn(
     parts = [every @ weights for weights in resamples(ids, bootstrap)]
     draws = np.concatenate(parts, axis=1) / len(ids)
     return {
-        key: _Drawn(float(values.mean()), drawn, len(ids))
+        key: _ResampledMean(float(values.mean()), drawn, len(ids))
         for (key, values), drawn in zip(measured.items(), draws, strict=True)
     }
 
@@ -167,7 +167,7 @@ def _drawn(
 def _macro(sets: Sequence[Drawn]) -> Drawn:
     """Return means over sets; resamples are shifted, as equal sizes have the same."""
     return {
-        key: _Drawn(
+        key: _ResampledMean(
             float(np.mean([drawn[key].value for drawn in sets])),
             np.mean([np.roll(x[key].draws, k) for k, x in enumerate(sets)], axis=0),
             sum(drawn[key].n for drawn in sets),
@@ -207,7 +207,7 @@ def control_rows(
     """
     rows, evaluated = [], []
     for questions, answers_of_set in zip(sets, answers, strict=True):
-        drawn = _drawn(questions, answers_of_set, bootstrap)
+        drawn = _resampled_mean(questions, answers_of_set, bootstrap)
         rows += _rows(
             drawn, "controller", dataset=questions.dataset, split=questions.split
         )
@@ -257,7 +257,7 @@ def seconds_rows(
 
 
 def frontier(
-    name: str, traced: Sequence[Traced], policy: Policy, config: ControllerConfig
+    name: str, traced: Sequence[TracedSet], policy: Policy, config: ControllerConfig
 ) -> list[dict[str, Any]]:
     """Return quality against cost for every budget at the chosen threshold."""
     points = []
@@ -314,7 +314,7 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 
 
 def _shown_draft(
-    answering: Answering, example: Example, draft: TracedDraft
+    answering: AnswerService, example: Example, draft: TracedDraft
 ) -> dict[str, Any]:
     """Return a draft as the report shows it, writing it again for its signals."""
     probed = answering.probed
@@ -333,17 +333,17 @@ def _shown_draft(
     }
 
 
-class Chosen(NamedTuple):
+class ChosenCase(NamedTuple):
     """A case study: its set, its question's index there, and what happened."""
 
-    traced: Traced
+    traced: TracedSet
     example_index: int
     action: str
     verdict: str
     decision: Decision
 
 
-def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
+def choose_cases(traced: Sequence[TracedSet], policy: Policy) -> list[ChosenCase]:
     """Return questions that show each kind of outcome, from all sets.
 
     No case is picked by hand: for each kind, in the order of KINDS, it is the first
@@ -357,7 +357,7 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
             is_right = partial(exact_match, golds=example.golds)
             both = is_right(trace[0].answer), is_right(decision.draft.answer)
             outcomes[s, i] = (decision, *both)
-    shown: dict[tuple[int, int], Chosen] = {}
+    shown: dict[tuple[int, int], ChosenCase] = {}
     for action, verdict, n_wanted, matches in KINDS:
         for _ in range(n_wanted):
             n_shown = collections.Counter(s for s, _ in shown)
@@ -365,12 +365,12 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
             if fitting:
                 s, i = min(fitting, key=lambda x: (n_shown[x[0]], x))
                 decision = outcomes[s, i][0]
-                shown[s, i] = Chosen(traced[s], i, action, verdict, decision)
+                shown[s, i] = ChosenCase(traced[s], i, action, verdict, decision)
     return list(shown.values())
 
 
 def make_cases(
-    answering: Answering, traced: Sequence[Traced], policy: Policy
+    answering: AnswerService, traced: Sequence[TracedSet], policy: Policy
 ) -> list[dict[str, Any]]:
     """Return the case studies of the evaluated sets as the report shows them."""
     cases = []
@@ -482,7 +482,7 @@ def retrieval_of(
     return open_retrieval(config, run.passages, run.path / "searches", note)
 
 
-def _cross_fitted(run: RunDir, traced: Sequence[Traced]) -> list[Traced]:
+def _cross_fitted(run: RunDir, traced: Sequence[TracedSet]) -> list[TracedSet]:
     """Return validation traces with P from maps that have not seen their labels."""
     closed_book = fold_calibrators(run, "closed_book")
     with_context = fold_calibrators(run, "with_context")
@@ -502,7 +502,7 @@ def _cross_fitted(run: RunDir, traced: Sequence[Traced]) -> list[Traced]:
 
 def _open_answering(
     run: RunDir, retrieval: Retrieval, config: ControlConfig
-) -> Answering:
+) -> AnswerService:
     probed = ProbedBackbone(
         open_backbone(run.section("backbone", BackboneConfig)),
         Detector.load(run.detector),
@@ -519,13 +519,13 @@ def _open_answering(
     layers = ()
     if "probing_rag" in config.rivals:
         layers = state_layers(probed.backbone.n_layers)
-    return Answering(probed, retrieval.passages, journal, layers)
+    return AnswerService(probed, retrieval.passages, journal, layers)
 
 
 def _open_session(
     examples: Sequence[Example],
     run: RunDir,
-    answering: Answering,
+    answering: AnswerService,
     retrieval: Retrieval,
     config: ControlConfig,
 ) -> Session:
@@ -556,7 +556,7 @@ def _open_session(
 
 def _run_pgir(
     session: Session, run: RunDir, config: ControlConfig
-) -> tuple[list[Traced], Policy]:
+) -> tuple[list[TracedSet], Policy]:
     """Run PGIR, its simpler variants, and its bounds."""
     controller = session.config
     traced = session.trace("trace", controller)
@@ -659,7 +659,7 @@ def _in_words(chosen: Mapping[str, Any]) -> str:
     return "; ".join(texts)
 
 
-def _note_of_passages(retrieval: Retrieval, answering: Answering) -> str:
+def _note_of_passages(retrieval: Retrieval, answering: AnswerService) -> str:
     """Return how many passages could not be shown unchanged, or an empty text."""
     n_empty = getattr(retrieval.retriever, "n_empty", 0)
     n_escaped = len(answering.escaped)

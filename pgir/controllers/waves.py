@@ -49,9 +49,9 @@ from beatrice.pgir.controllers.loop import (
     Call,
     ControllerConfig,
     Cost,
-    Done,
     DraftScore,
     Judge,
+    Outcome,
     Plan,
     Reply,
     judge_by,
@@ -258,21 +258,23 @@ class Waves:
         self._group_size = group_size
 
     def add_judge(self, name: str, judge: DraftJudge) -> Judge:
-        """Add a user's judge (see `Judging.add`); return it as a `Judge` for plans."""
+        """Add a user's judge to `JudgeService`; return it as a `Judge` for plans."""
         judging = self.services["judge"]
-        assert isinstance(judging, Judging)
+        assert isinstance(judging, JudgeService)
         return judge_by("judge", judging.add(name, judge))
 
-    def run(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | Failed]:
+    def run(self, label: str, plans: Sequence[Plan[Any]]) -> list[Outcome | Failed]:
         """Run a controller's plans, one per question; return their values and costs."""
-        results: list[Done | Failed] = []
+        results: list[Outcome | Failed] = []
         for first in range(0, len(plans), self._group_size):
             group = plans[first : first + self._group_size]
             results += self._run_group(f"{label}/{first}", group)
         return results
 
-    def _run_group(self, label: str, plans: Sequence[Plan[Any]]) -> list[Done | Failed]:
-        results: dict[int, Done | Failed] = {}
+    def _run_group(
+        self, label: str, plans: Sequence[Plan[Any]]
+    ) -> list[Outcome | Failed]:
+        results: dict[int, Outcome | Failed] = {}
         costs = [Cost()] * len(plans)
         waiting: dict[int, Call] = {}
 
@@ -280,7 +282,7 @@ class Waves:
             try:
                 waiting[i] = plans[i].send(value)
             except StopIteration as end:
-                results[i] = Done(end.value, costs[i])
+                results[i] = Outcome(end.value, costs[i])
 
         for i in range(len(plans)):
             advance(i, None)
@@ -322,7 +324,7 @@ class Waves:
                 began = time.perf_counter()
 
 
-class Searching(BatchedService):
+class SearchService(BatchedService):
     """Serves "search": rankings of queries; each query can fail on its own."""
 
     price, is_joint = Cost(retrievals=1), False
@@ -349,7 +351,7 @@ class Searching(BatchedService):
         ]
 
 
-class Answering(Service):
+class AnswerService(Service):
     """Serves "answer": a greedy answer under the run's template, for all controllers.
 
     `escaped` are the passages with control tokens of the model, which were split by a
@@ -677,7 +679,7 @@ def showable(
     return list(passages)
 
 
-class Scoring(BatchedService):
+class ScoreService(BatchedService):
     """Serves "score": the calibrated detector's scores of answers.
 
     An answer's signals come from the pass that wrote it. With context, the signals of
@@ -688,7 +690,7 @@ class Scoring(BatchedService):
 
     size = MOST_ROWS
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerService) -> None:
         """Start without signals."""
         self._answering = answering
         self._closed_book: dict[str, tuple[AnswerSignals, np.ndarray]] = {}
@@ -744,7 +746,7 @@ def as_judge(value: Any, name: str) -> DraftJudge:
     return cast(DraftJudge, value)
 
 
-class Judging(BatchedService):
+class JudgeService(BatchedService):
     """Serves "judge": judges of answers written by the user.
 
     A judge is called with the question, the answer and the passages that were shown,
@@ -754,7 +756,7 @@ class Judging(BatchedService):
 
     size, is_joint = 1, False
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: AnswerService) -> None:
         """Start without a judge."""
         self._answering = answering
         self._judges: dict[int, DraftJudge] = {}
@@ -788,11 +790,11 @@ class Judging(BatchedService):
         return DraftScore(float(p_correct), float(p_correct))
 
 
-def open_services(answering: Answering, retriever: Retriever) -> dict[str, Service]:
+def open_services(answering: AnswerService, retriever: Retriever) -> dict[str, Service]:
     """Return the services for all kinds of calls that need no training."""
     return {
-        "search": Searching(retriever),
+        "search": SearchService(retriever),
         "answer": answering,
-        "score": Scoring(answering),
-        "judge": Judging(answering),
+        "score": ScoreService(answering),
+        "judge": JudgeService(answering),
     }

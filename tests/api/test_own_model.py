@@ -14,7 +14,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.fitting import drawn_splits
 from beatrice.own_model import (
-    Labelled,
+    LabelledSignals,
     _store_name,
     answer_and_label,
     clear_work,
@@ -47,7 +47,9 @@ def test_every_split_has_its_share_of_right_answers_and_whole_questions():
 
 
 def answered(labels, questions):
-    return Labelled(questions, [()] * len(questions), [], None, np.asarray(labels))
+    return LabelledSignals(
+        questions, [()] * len(questions), [], None, np.asarray(labels)
+    )
 
 
 def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():

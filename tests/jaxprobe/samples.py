@@ -14,7 +14,7 @@ from beatrice.jaxprobe.detector import Detector, EncoderBank, SettingHead
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder, apply_module
 from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, Standardizer
 from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, head_inputs, slots_of
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.scope import Evidence, Scope, Validation
 from beatrice.jaxprobe.tokens import split_families
 
@@ -31,7 +31,7 @@ def rows_like(labels, setting="closed_book", **fields):
         "is_labelled": [True] * n,
     }
     arrays = {name: np.asarray(values) for name, values in (rows | fields).items()}
-    return Rows(setting=setting, **arrays)
+    return StoreRows(setting=setting, **arrays)
 
 
 def rows_of(labels, setting="closed_book", splits=None):

@@ -16,7 +16,7 @@ from beatrice.extract.store.spec import Family
 from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
-    Grid,
+    TrainedGrid,
     branch_setting,
     calibrated,
     encoder_bank,
@@ -296,7 +296,7 @@ def test_a_detector_can_be_made_saved_and_scored_from_arrays_only(trained, tmp_p
     scores = trainer.scores(chosen)
     head = FusedHead(chosen.members, chosen.config, chosen.params, scores)
     about = {"store": store, "rows": rows, "layer": None, "config": GRID.encoder}
-    source = Grid(trained=grid, standardizer=data.standardizer, **about)
+    source = TrainedGrid(trained=grid, standardizer=data.standardizer, **about)
     detector = calibrated({"closed_book": head}, {"closed_book": source}, precision=0.8)
     assert any("L" in name for _, name in detector.heads["closed_book"].reads)
     detector.save(tmp_path / "probe")
@@ -323,7 +323,7 @@ def test_lengths_and_scope_come_only_from_training_and_validation_answers(traine
     def bank(*wild):
         store, rows = answers(f"memory://wild-{wild}", wild)
         about = {"store": store, "rows": rows, "layer": None, "config": GRID.encoder}
-        source = Grid(trained=grid, standardizer=data.standardizer, **about)
+        source = TrainedGrid(trained=grid, standardizer=data.standardizer, **about)
         return encoder_bank(source, ["L"])
 
     plain = bank()

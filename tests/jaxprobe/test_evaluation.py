@@ -5,7 +5,11 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.benchmarks.results.tables import where as select
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
+from beatrice.jaxprobe.evaluation import (
+    DetectorScores,
+    detection_rows,
+    permute_by_question,
+)
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
@@ -68,7 +72,7 @@ def several_sets(n=120):
 
 def noisy(rows, name, strength, seed, n_seeds=3):
     noise = np.random.default_rng(seed).standard_normal((n_seeds, len(rows.ids)))
-    return Scored(name=name, scores=strength * rows.labels + noise)
+    return DetectorScores(name=name, scores=strength * rows.labels + noise)
 
 
 def measured(rows, *scored, pairs=(), config=BOOTSTRAP, strata=None):
@@ -115,7 +119,7 @@ def test_a_single_in_domain_set_is_its_own_pool():
 def test_a_paired_difference_resamples_both_detectors_together():
     rows = several_sets()
     ours = noisy(rows, "champion", 1.0, 1)
-    near = Scored(name="near", scores=ours.scores + 0.05 * rows.labels)
+    near = DetectorScores(name="near", scores=ours.scores + 0.05 * rows.labels)
     table = measured(rows, ours, near, pairs=[("champion", "near")])
     where = rows.where("test")
     assert len(where) > 400
@@ -157,7 +161,7 @@ def test_a_difference_with_an_undefined_side_gives_the_reason():
 def test_rows_without_a_score_are_left_out_and_counted_also_in_pairs():
     rows = several_sets()
     ours, half = noisy(rows, "champion", 1.0, 1), noisy(rows, "part", 0.5, 2)
-    nowhere = Scored(name="nowhere", scores=np.full_like(half.scores, np.nan))
+    nowhere = DetectorScores(name="nowhere", scores=np.full_like(half.scores, np.nan))
     where = rows.where("test")
     half.scores[0, where[::3]] = np.nan  # one seed's gap counts for all
     rest = np.setdiff1d(where, where[::3])

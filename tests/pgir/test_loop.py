@@ -22,11 +22,11 @@ from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Cost,
-    Done,
     DraftScore,
+    Outcome,
     Policy,
-    Traced,
     TracedDraft,
+    TracedSet,
     decide,
     draft_rag,
     drafts,
@@ -213,7 +213,7 @@ def test_an_oracle_for_one_part_loses_only_what_the_other_parts_lose():
 def validated(gold, *scores):
     """Return ten validation questions with the same drafts, `a0`, `a1` and so on."""
     examples = tuple(an_example(id=f"q{i}", golds=(gold,)) for i in range(10))
-    return Traced(
+    return TracedSet(
         dataset="world",
         split="validation",
         examples=examples,
@@ -258,7 +258,7 @@ def test_a_cross_fitted_probability_ignores_the_labels_of_its_own_fold(
     examples = tuple(e for e in read_examples(run) if e.split == "validation")
     traces = (trace_of(0.2, 0.5, 0.8),) * len(examples)
     about = {"dataset": examples[0].dataset, "split": "validation"}
-    traced = [Traced(**about, examples=examples, traces=traces)]
+    traced = [TracedSet(**about, examples=examples, traces=traces)]
     (before,) = _cross_fitted(run, traced)
     folds = folds_of([e.id for e in examples], N_FOLDS)
     ids = {e.id for e, fold in zip(examples, folds, strict=True) if fold == 2}
@@ -337,7 +337,7 @@ def traced():
         an_example(id=f"q{i}", question=f"question {i}?", golds=("yes",))
         for i in range(len(traces))
     )
-    return Traced(dataset="world", split="test", examples=examples, traces=traces)
+    return TracedSet(dataset="world", split="test", examples=examples, traces=traces)
 
 
 PLAIN = (90, 91, 92)  # what a search with only the question finds
@@ -381,7 +381,7 @@ def answers_of(loop, vanilla=("no", "no", "yes", "no")):
                 retrievals=kinds.count("search"),
                 forwards=kinds.count("score"),
             )
-            result[name].append(Done(value, cost))
+            result[name].append(Outcome(value, cost))
     return result
 
 

@@ -35,7 +35,7 @@ from beatrice.pgir.controllers.stage import (
     retrieval_config,
     retrieval_of,
 )
-from beatrice.pgir.controllers.waves import Answering, CallJournal
+from beatrice.pgir.controllers.waves import AnswerService, CallJournal
 from beatrice.pgir.corpus import (
     MOST_WORDS,
     Corpus,
@@ -408,7 +408,7 @@ def test_questions_without_passages_take_part_only_if_a_corpus_is_searched(
 
     def sets():
         retrieval = retrieval_of(run)
-        answering = Answering(probed, retrieval.passages, CallJournal(None, ""))
+        answering = AnswerService(probed, retrieval.passages, CallJournal(None, ""))
         opened = _open_session(examples, run, answering, retrieval, ControlConfig())
         return [x.dataset for x in opened.sets], [x.dataset for x in opened.training]
 

@@ -18,17 +18,17 @@ from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Passage
-from beatrice.extract.signals.batch import Halves
+from beatrice.extract.signals.batch import BatchSplitter
 from beatrice.extract.store.spec import Family
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import CONTROLLERS, adaptive, dragin, probing, seakr
 from beatrice.pgir.controllers.loop import (
-    Attended,
+    AttentionToWords,
     Call,
     ControllerConfig,
     Cost,
     Policy,
-    Words,
+    WordReading,
     best_under_cap,
     pgir,
 )
@@ -36,10 +36,10 @@ from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import (
     ENTROPY,
-    Answering,
+    AnswerService,
     CallJournal,
     Failed,
-    Scoring,
+    ScoreService,
 )
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 from tests.extract.signals.test_full_device import room_for
@@ -204,7 +204,7 @@ def test_strategies_a_b_and_c_search_never_once_and_repeatedly(strategy, expecte
 
 
 def test_a_words_value_is_attention_share_times_entropy_times_word_count():
-    words = Words(("the", "Tiber"), (1.0, 3.0), (2.0, 0.5))
+    words = WordReading(("the", "Tiber"), (1.0, 3.0), (2.0, 0.5))
     assert dragin.word_values(words) == pytest.approx([0.25 * 2.0 * 2, 0.75 * 0.5 * 2])
 
 
@@ -217,7 +217,7 @@ def test_each_token_belongs_to_the_word_that_it_is_in():
 
 
 def test_the_query_is_what_uncertain_words_attend_to_in_text_order():
-    attended = Attended(
+    attended = AttentionToWords(
         ("where", "is", "the", "Tiber", "rising", "Monte", "Fumaiolo"),
         ((0.1, 0.0, 0.5, 0.3, 0.1, 0.0, 0.0), (0.0, 0.0, 0.1, 0.2, 0.6, 0.1, 0.0)),
     )
@@ -230,15 +230,15 @@ def test_the_query_is_what_uncertain_words_attend_to_in_text_order():
 
 def test_function_words_may_trigger_a_query_of_content_words():
     assert dragin.content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
-    attended = Attended(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
+    attended = AttentionToWords(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
     assert dragin.query_words(attended, np.array([True])) == "Tiber rises"
 
 
 def dragin_serve(call):
     values = {
         "answer": reply("Monte Fumaiolo" if not call.passages else "Balze"),
-        "words": Words(("Monte", "Fumaiolo"), (1.0, 1.0), (0.2, 2.0)),
-        "attended": Attended(
+        "words": WordReading(("Monte", "Fumaiolo"), (1.0, 1.0), (0.2, 2.0)),
+        "attended": AttentionToWords(
             ("Tiber", "source?", "Monte", "Fumaiolo"),
             ((1.0, 0.0, 0.0, 0.0), (0.6, 0.3, 0.1, 0.0)),
         ),
@@ -408,7 +408,7 @@ def answering(probed, tmp_path_factory):
     small = ProbedBackbone(probed.backbone, probed.detector, config)
     journal = CallJournal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
     passages = [Passage(title="", text=PASSAGE)]
-    return Answering(small, passages, journal, probing.state_layers(6))
+    return AnswerService(small, passages, journal, probing.state_layers(6))
 
 
 @pytest.fixture(scope="module")
@@ -426,9 +426,9 @@ def values_of(service, calls):
 
 def test_an_answer_that_its_passage_contains_is_surer_than_a_guess(answering, answers):
     calls = [as_kind(call, "spread", 12) for call in answers]
-    (guess, _), (read, n_new) = values_of(seakr.Spreading(answering), calls)
+    (guess, _), (read, n_new) = values_of(seakr.SpreadService(answering), calls)
     assert read < guess and n_new >= 12
-    cost = seakr.Spreading(answering).cost(calls[1], (read, n_new))
+    cost = seakr.SpreadService(answering).cost(calls[1], (read, n_new))
     assert cost == Cost(sequences=12, tokens=n_new + 12)  # one stop token each
 
 
@@ -452,7 +452,7 @@ def test_draws_without_a_text_do_not_count_in_the_spread_of_answers(answering, a
         drawing = copy.copy(answering)
         drawing.generator = TextsInTurn(*texts)
         call = as_kind(answers[0], "spread", len(texts))
-        ((spread, n_new),) = values_of(seakr.Spreading(drawing), [call])
+        ((spread, n_new),) = values_of(seakr.SpreadService(drawing), [call])
         assert n_new == sum(len(ids) + 1 for ids, _ in texts)
         return spread
 
@@ -470,12 +470,12 @@ def test_the_prompt_before_the_draws_is_computed_only_once(answering, answers):
         with_kwargs=True,
     )
     with hook:
-        ((spread, _),) = values_of(seakr.Spreading(drawing), [call])
+        ((spread, _),) = values_of(seakr.SpreadService(drawing), [call])
     prompt = answering.request(call)[0].prompt.ids
     stop = stop_ids(drawing.probed.backbone)[0]
     assert sum(sizes) <= len(prompt) + 12 * 3  # two ids and the stop token
     sequences = [(*prompt, *ids, stop) for ids, _ in draws]
-    reading = seakr.Spreading(drawing)
+    reading = seakr.SpreadService(drawing)
     states = np.concatenate([reading._states([ids]) for ids in sequences])
     assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
 
@@ -484,15 +484,17 @@ def test_draws_are_read_in_halves_if_they_do_not_fit_in_the_device(answering, an
     drawing, call = copy.copy(answering), as_kind(answers[1], "spread", 12)
     drawing.probed = copy.copy(drawing.probed)
     backbone = drawing.probed.backbone
-    drawing.probed.backbone = dataclasses.replace(backbone, halves=Halves())
+    drawing.probed.backbone = dataclasses.replace(backbone, splitter=BatchSplitter())
     drawing.generator = TextsInTurn(*(((40 + i, 41), str(i)) for i in range(12)))
-    ((expected, _),) = values_of(seakr.Spreading(drawing), [call])
+    ((expected, _),) = values_of(seakr.SpreadService(drawing), [call])
     with room_for(backbone, 4) as refused:
-        ((spread, _),) = values_of(seakr.Spreading(drawing), [call])
+        ((spread, _),) = values_of(seakr.SpreadService(drawing), [call])
     assert refused and spread == pytest.approx(expected, abs=1e-3)
     drawing.generator = TextsInTurn(((40, 41), "0"))
     with room_for(backbone, 0):
-        (failed,) = values_of(seakr.Spreading(drawing), [as_kind(call, "spread", 1)])
+        (failed,) = values_of(
+            seakr.SpreadService(drawing), [as_kind(call, "spread", 1)]
+        )
     assert isinstance(failed, Failed) and "does not fit" in failed.reason
 
 
@@ -519,7 +521,7 @@ def test_attention_of_the_last_layer_equals_that_of_transformers(backbone):
 
 
 def test_words_of_an_answer_have_attention_and_entropy(answering, answers):
-    wording = dragin.Wording(answering)
+    wording = dragin.WordService(answering)
     _, read = values_of(wording, [as_kind(c, "words") for c in answers])
     assert read.words == ("Guzolt", "Falls")
     assert min(read.attention) > 0 and all(e >= 0 for e in read.entropy)
@@ -537,8 +539,8 @@ def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering)
     other = copy.copy(answering)
     other.journal = CallJournal(None, "")
     other.journal.add("first", [call], [full_stop], 0.0)
-    words = values_of(dragin.Wording(other), [as_kind(call, "words")])
-    assert words == [Words((), (), ())]
+    words = values_of(dragin.WordService(other), [as_kind(call, "words")])
+    assert words == [WordReading((), (), ())]
 
 
 def test_a_word_in_the_stop_token_is_not_one_of_the_answers_words(answering):
@@ -548,20 +550,20 @@ def test_a_word_in_the_stop_token_is_not_one_of_the_answers_words(answering):
     other = copy.copy(answering)
     other.journal = CallJournal(None, "")
     other.journal.add("first", [call], [cut], 0.0)
-    (attended,) = values_of(dragin.Wording(other), [as_kind(call, "attended")])
+    (attended,) = values_of(dragin.WordService(other), [as_kind(call, "attended")])
     assert attended.words == ("is", "it?", "Guzolt", "Falls")
 
 
 def test_probes_learn_from_labelled_answers_and_refuse_one_class(answering, answers):
     examples = [an_example(golds=(gold,)) for gold in ("yes", "Guzolt")]
     training = list(zip(answers, examples, strict=True))
-    probe = probing.Probing(answering, training * 8)
+    probe = probing.ProbeService(answering, training * 8)
     sums = values_of(probe, [as_kind(c, "probe", 16) for c in answers])
     for wrong, right in sums:
         assert wrong + right == pytest.approx(len(probing.probed_layers(6)), abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
     with pytest.raises(ValueError, match="8 of 8 training answers are right, and a s"):
-        probing.Probing(answering, training[1:] * 8)
+        probing.ProbeService(answering, training[1:] * 8)
 
 
 def test_a_rival_that_cannot_learn_is_left_out_with_its_reason():
@@ -576,14 +578,14 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_even_when_resumed(
 ):
     """A process that resumes has no signals and writes the answers again."""
     journal = answering.journal
-    resumed = Answering(
+    resumed = AnswerService(
         answering.probed, answering.passages, journal, probing.state_layers(6)
     )
     calls = [as_kind(call, "score") for call in answers]
-    for service in (Scoring(answering), Scoring(resumed)):
+    for service in (ScoreService(answering), ScoreService(resumed)):
         assert {service.cost(c, None).forwards for c in calls} == {0}
-    scores = values_of(Scoring(answering), calls)
-    assert values_of(Scoring(resumed), calls) == scores
+    scores = values_of(ScoreService(answering), calls)
+    assert values_of(ScoreService(resumed), calls) == scores
     states = answering.states_of(answers)
     np.testing.assert_array_equal(states, resumed.states_of(answers))
     reading = answering.reading_of(answers)
@@ -603,12 +605,12 @@ def test_an_answer_too_long_to_be_written_again_fails_only_its_question(answerin
     questions = [QUESTION, "who is " * 30, "who was it?"]
     calls = [Call("answer", question) for question in questions]
     parts = answering.probed, answering.passages, CallJournal(None, "")
-    first, resumed = Answering(*parts), Answering(*parts)
+    first, resumed = AnswerService(*parts), AnswerService(*parts)
     first.journal.add("first", calls, values_of(first, calls), 0.0)
     scores = [as_kind(call, "score") for call in calls]
-    expected = values_of(Scoring(first), scores)
+    expected = values_of(ScoreService(first), scores)
     with room_for(answering.probed.backbone, n_tokens=60):
-        known, wrong, last = values_of(Scoring(resumed), scores)
+        known, wrong, last = values_of(ScoreService(resumed), scores)
     assert "does not fit in the device" in wrong.reason
     raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
     assert [known.raw, last.raw] == raw
@@ -619,16 +621,16 @@ def test_a_first_answer_too_long_to_be_written_again_fails_only_its_question(ans
     drafts = [Call("answer", question) for question in questions]
     shown = [Call("answer", question, (0,)) for question in questions]
     parts = answering.probed, answering.passages, CallJournal(None, "")
-    first, resumed = Answering(*parts), Answering(*parts)
+    first, resumed = AnswerService(*parts), AnswerService(*parts)
     for wave in (drafts, shown):
         first.journal.add(str(wave), wave, values_of(first, wave), 0.0)
     scores, grounded = ([as_kind(c, "score") for c in w] for w in (drafts, shown))
-    scoring = Scoring(first)
+    scoring = ScoreService(first)
     first.journal.add("scores", scores, values_of(scoring, scores), 0.0)
     expected = values_of(scoring, grounded)
     lengths = [len(first.request(call)[0].prompt.ids) for call in (*shown, drafts[1])]
     with room_for(answering.probed.backbone, n_tokens=lengths[-1] - 1):
-        known, wrong, last = values_of(Scoring(resumed), grounded)
+        known, wrong, last = values_of(ScoreService(resumed), grounded)
     assert max(lengths[0], lengths[2]) + 8 < lengths[-1]
     assert "does not fit in the device" in wrong.reason
     raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
@@ -638,7 +640,7 @@ def test_a_first_answer_too_long_to_be_written_again_fails_only_its_question(ans
 def test_states_are_kept_for_first_answers_and_computed_again_for_others(answering):
     passages = [Passage(title="", text=f"{PASSAGE} {x}") for x in ("Yes.", "No.")]
     probed, layers = answering.probed, probing.state_layers(6)
-    fresh = Answering(probed, passages, CallJournal(None, ""), layers)
+    fresh = AnswerService(probed, passages, CallJournal(None, ""), layers)
     search = Call("search", QUESTION, n=ControllerConfig().depth)
     fresh.journal.add("search", [search], [(0, 1)], 0.0)
     calls = [Call("answer", QUESTION, shown) for shown in ((), (0,), (1,))]
@@ -662,7 +664,7 @@ def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
     again = ProbedBackbone(probed.backbone, probed.detector, probed.config)
     again.why_read_again = "its attention does not allow it"
     fixed = answering.passages, CallJournal(None, "")
-    slow = Answering(again, *fixed, probing.state_layers(6))
+    slow = AnswerService(again, *fixed, probing.state_layers(6))
     slow.journal.add("first", answers, values_of(slow, answers), 0.0)
     for call in answers:
         before, after = (x.journal.value(call) for x in (answering, slow))
@@ -671,12 +673,12 @@ def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
     states = answering.states_of(answers)
     np.testing.assert_allclose(slow.states_of(answers), states, atol=1e-3)
     calls = [as_kind(call, "score") for call in answers]
-    services = Scoring(answering), Scoring(slow)
+    services = ScoreService(answering), ScoreService(slow)
     ours, theirs = ([s.raw for s in values_of(x, calls)] for x in services)
     assert theirs == pytest.approx(ours, abs=1e-3)
     assert [x.cost(calls[0], None).forwards for x in services] == [0, 1]
     calls = [as_kind(call, "words") for call in answers]
-    ours, theirs = (values_of(dragin.Wording(x), calls) for x in (answering, slow))
+    ours, theirs = (values_of(dragin.WordService(x), calls) for x in (answering, slow))
     for words, others in zip(ours, theirs, strict=True):
         assert words.words == others.words
         np.testing.assert_allclose(words.entropy, others.entropy, atol=1e-3)
@@ -684,7 +686,7 @@ def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
 
 def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
     passages = [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
-    many = Answering(answering.probed, passages, answering.journal)
+    many = AnswerService(answering.probed, passages, answering.journal)
     request, n_shown = many.request(Call("answer", QUESTION, tuple(range(30))))
     assert 1 < n_shown < 30
     assert len(request.prompt.ids) + 8 <= backbone.max_length

@@ -26,7 +26,7 @@ from beatrice.pgir.controllers.session import (
 )
 from beatrice.pgir.controllers.stage import ControlConfig, _run_rivals, control_rows
 from beatrice.pgir.controllers.waves import (
-    Answering,
+    AnswerService,
     CallJournal,
     Failed,
     Waves,
@@ -233,7 +233,7 @@ def answer_all(folder):
     config = GenerationConfig(max_new_tokens=6, tokens_per_batch=200)
     probed = ProbedBackbone(backbone, make_detector(backbone), config)
     journal = CallJournal(folder / "calls.jsonl", "one")
-    answering = Answering(probed, passages, journal)
+    answering = AnswerService(probed, passages, journal)
     services = open_services(answering, Bm25Retriever(passages))
     given = a_session(journal, services, sets, answering=answering)
     traced = given.trace("trace", CONFIG)
@@ -387,7 +387,7 @@ def test_training_outcomes_come_from_training_questions(tmp_path):
 def answers_of_ranking(probed, passages, ranking):
     """Return a controller's answers and costs, and the passages too long for it."""
     journal = CallJournal(None, "")
-    answering = Answering(probed, passages, journal)
+    answering = AnswerService(probed, passages, journal)
     services = open_services(answering, Ranked(*ranking))
     examples = (example(0), example(1))
     sets = [loop.QuestionSet(dataset="world", split="test", examples=examples)]
@@ -409,7 +409,7 @@ def test_a_passage_that_fits_no_window_is_left_out_and_changes_no_answer(probed)
 
 def test_probes_learn_from_answers_to_passages_that_fit(probed):
     passages = [Passage(title="", text=text) for text in (PASSAGE * 90, PASSAGE)]
-    answering = Answering(probed, passages, journal := CallJournal(None, ""))
+    answering = AnswerService(probed, passages, journal := CallJournal(None, ""))
     services, training = open_services(answering, Ranked(0, 1)), [example(0, "train")]
     given = a_session(journal, services, [], answering=answering, training=training)
     all_rivals()["probing_rag"].run(given)
@@ -427,13 +427,13 @@ def test_the_window_of_training_limits_prompts_even_if_the_models_is_longer(prob
     call = loop.Call("answer", QUESTION, tuple(range(30)))
     lengths = []
     for each in (narrow, probed):
-        request, n_shown = Answering(each, passages, CallJournal(None, "")).request(
+        request, n_shown = AnswerService(each, passages, CallJournal(None, "")).request(
             call
         )
         lengths.append(len(request.prompt.ids))
         assert n_shown > 1
     long = Passage(title="", text=PASSAGE * 10)
-    answering = Answering(narrow, [long], CallJournal(None, ""))
+    answering = AnswerService(narrow, [long], CallJournal(None, ""))
     ((_, failed),) = next(answering.batches([loop.Call("answer", QUESTION, (0,))], ()))
     assert "the probe's prompt has a window of 64" in failed.reason
     assert lengths[0] + 8 <= 64 < lengths[1]

@@ -30,7 +30,7 @@ from beatrice.jaxprobe.config import (
     TrainConfig,
 )
 from beatrice.jaxprobe.encoder import MemberOutputs
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import LETTERS, N_SUBSETS, subset_index
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import training_set
@@ -343,7 +343,7 @@ def test_backbones_rank_encoders_alike_or_in_reverse(deployed):
         assert second.source == "large"
         assert second.value > 0.95 if expected > 0 else second.value < 0.05
     first = find(results, kind="first", families="H", metric="auroc")
-    scored = Scored(name=encoder("H"), scores=deployed.logits_of("H"))
+    scored = DetectorScores(name=encoder("H"), scores=deployed.logits_of("H"))
     detected = results_of(detection_rows([scored], deployed.rows, deployed.bootstrap))
     at = {"split": "test", "dataset": IN_DOMAIN, "metric": "auroc", "seed": "mean"}
     row = find(detected, **at)  # the same AUROC has the same interval

@@ -21,7 +21,7 @@ from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.families import ANSWER
 from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.tokens import first_step
 
 
@@ -56,7 +56,7 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.where(is_finite, below / (n_right * n_wrong), np.nan)
 
 
-def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
+def defined_rows(is_defined: np.ndarray, rows: StoreRows, split: str) -> np.ndarray:
     """Return the labelled rows of a split on which a detector is defined.
 
     Args:
@@ -79,7 +79,7 @@ def defined_rows(is_defined: np.ndarray, rows: Rows, split: str) -> np.ndarray:
     return where
 
 
-def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
+def oriented(values: np.ndarray, rows: StoreRows) -> tuple[np.ndarray, int, int]:
     """Choose the column and the sign that are best on validation; ties: the first.
 
     `values` is `[n_rows, n_columns]`, NaN for rows that were not read. A column
@@ -101,7 +101,7 @@ def oriented(values: np.ndarray, rows: Rows) -> tuple[np.ndarray, int, int]:
 
 
 def chosen_rows(
-    rows: Rows, detector: str, values: Mapping[str, float]
+    rows: StoreRows, detector: str, values: Mapping[str, float]
 ) -> tuple[ResultRow, ...]:
     """Return result rows on a detector's choices on validation, by metric."""
     return tuple(chosen_row(rows, detector, *item) for item in values.items())
@@ -155,7 +155,7 @@ def states_at(
 Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
-def scores_where_defined(features: np.ndarray, rows: Rows, fit: Fit) -> np.ndarray:
+def scores_where_defined(features: np.ndarray, rows: StoreRows, fit: Fit) -> np.ndarray:
     """Fit on the training rows that have features, and score all rows that have them.
 
     `features` is `[n_rows, width]`, NaN for rows without. Returns `[n_seeds, n_rows]`
@@ -194,7 +194,7 @@ def logistic_log_odds(
     return regression.decision_function(states)[None]
 
 
-def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
+def validation_auroc(scores: np.ndarray, rows: StoreRows) -> float:
     """Return the mean AUROC over seeds on the validation rows that have a score.
 
     Args:
@@ -209,7 +209,7 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
 def best_layer(
     fit_at: Callable[[int], DetectorOutput],
     layers: Iterable[int],
-    rows: Rows,
+    rows: StoreRows,
     name: str,
 ) -> DetectorOutput:
     """Return a detector's output at the first layer that is best on validation."""

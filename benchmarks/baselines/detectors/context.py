@@ -17,7 +17,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
     reading,
     scores_where_defined,
 )
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 
 @baseline(
@@ -69,7 +69,7 @@ def lookback_lens(inputs: DetectorInput) -> DetectorOutput:
 ALPHAS = tuple(np.arange(1, 20) / 10)
 
 
-def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
+def ranked_sums(values: np.ndarray, rows: StoreRows, most: int) -> np.ndarray:
     """Return sums of the best columns, scaled to [0, 1] on the training rows.
 
     `values` is `[n_rows, n_columns]`, higher = more likely correct. Returns `[n_rows,
@@ -91,7 +91,7 @@ def ranked_sums(values: np.ndarray, rows: Rows, most: int) -> np.ndarray:
 
 
 def choose_sums(
-    heads: np.ndarray | None, layers: np.ndarray | None, rows: Rows
+    heads: np.ndarray | None, layers: np.ndarray | None, rows: StoreRows
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Choose numbers of heads and layers to sum, and the heads' weight, on validation.
 

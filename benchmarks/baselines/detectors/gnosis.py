@@ -30,7 +30,7 @@ from beatrice.benchmarks.baselines.detectors.probes import (
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.jaxprobe.config import usual_jax
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 _N_GROUPS = 8
 _N_HEADS = 4
@@ -340,7 +340,10 @@ def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Ar
 
 @usual_jax()
 def gnosis_scores(
-    maps: np.ndarray, states: np.ndarray, rows: Rows, config: GnosisConfig | None = None
+    maps: np.ndarray,
+    states: np.ndarray,
+    rows: StoreRows,
+    config: GnosisConfig | None = None,
 ) -> DetectorOutput:
     """Return log-odds of a right answer.
 

@@ -39,7 +39,7 @@ from beatrice.benchmarks.baselines.detectors.entropy import entropies_of
 from beatrice.benchmarks.baselines.plain import chosen_row, linear_scores
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import usual_jax
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.tokens import mean_answer_states
 
 
@@ -296,7 +296,7 @@ def entropy_probe(
     states_of: Callable[[int], np.ndarray],
     layers: Sequence[int],
     entropies: np.ndarray,
-    rows: Rows,
+    rows: StoreRows,
     name: str,
 ) -> DetectorOutput:
     """Return log-odds of low semantic entropy, from a range of concatenated layers.

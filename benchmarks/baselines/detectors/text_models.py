@@ -25,16 +25,16 @@ from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
 from beatrice.jaxprobe.linear import both_classes, fit_linear
 from beatrice.jaxprobe.metrics import auroc
-from beatrice.jaxprobe.rows import Rows
+from beatrice.jaxprobe.rows import StoreRows
 
 
-def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
+def _tfidf(texts: Sequence[str], rows: StoreRows) -> csr_matrix:
     """Return TF-IDF of all texts `[n_rows, n_words]`, fitted on training texts."""
     vectorizer = word_pairs().fit([texts[i] for i in rows.where("train")])
     return csr_matrix(vectorizer.transform(texts))
 
 
-def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
+def svm_scores(texts: Sequence[str], rows: StoreRows) -> DetectorOutput:
     """Return the margins of a linear SVM on TF-IDF, `[1, n_rows]`."""
     matrix = _tfidf(texts, rows)
     train, valid = rows.where("train"), rows.where("validation")
@@ -61,7 +61,7 @@ class MlpConfig:
 
 
 def mlp_scores(
-    texts: Sequence[str], rows: Rows, config: MlpConfig | None = None
+    texts: Sequence[str], rows: StoreRows, config: MlpConfig | None = None
 ) -> DetectorOutput:
     """Return P(answer is correct) from an MLP on TF-IDF, `[n_seeds, n_rows]`.
 
@@ -97,7 +97,7 @@ def mlp_scores(
 
 
 def best_epoch(
-    epochs: Iterator[np.ndarray], rows: Rows, patience: int
+    epochs: Iterator[np.ndarray], rows: StoreRows, patience: int
 ) -> tuple[float, np.ndarray, int]:
     """Return the validation AUROC, scores and number of the best epoch.
 
@@ -130,7 +130,10 @@ class FineTuneConfig:
 
 
 def encoder_scores(
-    texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig | None = None
+    texts: Sequence[str],
+    rows: StoreRows,
+    path: Path,
+    config: FineTuneConfig | None = None,
 ) -> DetectorOutput:
     """Return log-odds from a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
 
@@ -148,7 +151,7 @@ def encoder_scores(
 
 
 def _fine_tuned(
-    texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig, seed: int
+    texts: Sequence[str], rows: StoreRows, path: Path, config: FineTuneConfig, seed: int
 ) -> tuple[float, np.ndarray, int]:
     """Fine-tune with one seed; return the best epoch, see `best_epoch`."""
     import torch

@@ -56,7 +56,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import read_result_rows, read_rows, rows_file
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
 from tests.benchmarks.baselines.planted import drawn_inputs
@@ -299,7 +299,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
     scores = score(baseline_of(refuse, reads=("x",)), given, read)
     assert np.isnan(scores.output.scores).all() and scores.seconds >= 3
     assert scores.peak_bytes == 2**60
-    other = Scored(name="other", scores=np.arange(6.0)[None])
+    other = DetectorScores(name="other", scores=np.arange(6.0)[None])
     rows = detection_rows(
         [other, scores.scored("own")],
         given.rows,

@@ -44,7 +44,7 @@ from beatrice.extract.generate.prompts import LeftOut
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
-from beatrice.jaxprobe.evaluation import Scored
+from beatrice.jaxprobe.evaluation import DetectorScores
 from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
 from beatrice.jaxprobe.tokens import answer_log_prob
@@ -316,7 +316,7 @@ def matched(n=1800):
         Subject("perplexity"): -1.0 * n_tokens[None] + noise[:1],
     }
     scores |= {x: noise[1:2] for x in AT_EQUAL_LENGTH if x not in scores}
-    return rows, n_tokens, [Scored(name=n, scores=x) for n, x in scores.items()]
+    return rows, n_tokens, [DetectorScores(name=n, scores=x) for n, x in scores.items()]
 
 
 BOOTSTRAP = BootstrapConfig(n_resamples=300)
@@ -381,7 +381,7 @@ def test_wrong_labels_lower_auroc_and_a_persons_verdicts_restore_it():
     rows = rows_of(labels)
     scores = (2.5 * truth + rng.standard_normal(900))[None]
     verdicts = annotated(rows, set(slips.tolist()))
-    scored = [Scored(name="champion", scores=scores)]
+    scored = [DetectorScores(name="champion", scores=scores)]
     result_rows = annotated_rows(verdicts, scored, rows, BOOTSTRAP)
     by = {x.kind: x for x in result_rows if x.experiment == "annotated"}
     test = rows.where("test")
@@ -402,7 +402,7 @@ def test_wrong_labels_lower_auroc_and_a_persons_verdicts_restore_it():
 def test_undisputed_verdicts_on_a_few_answers_leave_an_interval_of_auroc():
     rows = rows_of(np.arange(60) % 4 == 0)
     scores = np.where(rows.labels, 1.0, 0.0)[None]
-    scored = [Scored(name="champion", scores=scores)]
+    scored = [DetectorScores(name="champion", scores=scores)]
     result_rows = annotated_rows(annotated(rows, set()), scored, rows, BOOTSTRAP)
     test = rows.where("test")
     expected = auroc_interval(scores[:, test], rows.labels[test], rows.ids[test])

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from beatrice.benchmarks.bench.commands import N_THREADS, measure_fresh, preset_of
 from beatrice.benchmarks.bench.grid import (
     WIDTHS,
-    Grid,
+    GridTrainer,
     Workload,
     machine,
     made_up_features,
@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
     """Initial weights of the toy encoders, of two seeds."""
     path = tmp_path_factory.mktemp("weights")
     members = dataclasses.replace(TOY, n_seeds=2).members
-    Grid(TOY, members, at_once=1).save_weights(path)
+    GridTrainer(TOY, members, at_once=1).save_weights(path)
     return path
 
 
@@ -213,7 +213,9 @@ def test_a_method_that_fails_says_why(tmp_path):
 def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
     work, subsets = TOY.quiet(), map(subset_index, ("P", "HA", "HPRA"))
     members = list(itertools.product(subsets, (0, 1)))
-    results = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
+    results = {
+        "grid": GridTrainer(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)
+    }
     for name in ("loop", "stack"):
         torch_side = TorchTrainer(TOY, members, folder, name)
         results[name] = torch_side.losses(work, 3, n_microbatches=2)
@@ -224,7 +226,7 @@ def test_the_grid_and_pytorch_alone_and_stacked_take_the_same_steps(folder):
     torch_side.folder = folder / "others"
     torch_side.folder.mkdir()
     others = [(subset, seed + 2) for subset, seed in members]
-    Grid(TOY, others, at_once=1).save_weights(torch_side.folder)
+    GridTrainer(TOY, others, at_once=1).save_weights(torch_side.folder)
     for pair in zip(others, members, strict=True):
         other, member = (weights_file(torch_side.folder, x) for x in pair)
         other.rename(member)

@@ -16,7 +16,7 @@ from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.rows import LayerCurve
-from beatrice.selection.analysis import Study
+from beatrice.selection.analysis import CaseStudy
 
 FOLDER = Path(__file__).parent
 PLACES = (
@@ -35,7 +35,7 @@ KINDS = {
     "reliability": dict[Setting, Curves],
     "control": Control,
     "shown": list[ShownSet],
-    "studies": list[Study],
+    "studies": list[CaseStudy],
     "judged": list[DetectorCost],
 }
 PARTS = {

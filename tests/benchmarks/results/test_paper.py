@@ -12,8 +12,8 @@ from beatrice.benchmarks.results.paper import (
     PAPER,
     PaperCell,
     as_markdown,
-    beside,
     experiments_differ,
+    paper_pairs,
     read_ledger,
     signs,
     signs_by_table,
@@ -122,12 +122,12 @@ def test_numbers_marked_best_and_second_are_so_in_every_column():
 def matches_of(*rows, accuracy=()):
     return {
         (b.paper.table, b.paper.row, b.paper.column, b.paper.metric): b
-        for b in beside(CELLS, results_of(rows), accuracy)
+        for b in paper_pairs(CELLS, results_of(rows), accuracy)
     }
 
 
 def page_of(*rows):
-    return as_markdown(CELLS, beside(CELLS, results_of(rows)), [])
+    return as_markdown(CELLS, paper_pairs(CELLS, results_of(rows)), [])
 
 
 def test_a_run_is_compared_only_by_the_same_detector_set_setting_and_metric():
@@ -264,7 +264,7 @@ def flips(family, value, half=0.01, families="HPRA"):
 
 def only(rows, cells=CELLS):
     results = results_of(rows)
-    compared = signs(beside(cells, results), results)
+    compared = signs(paper_pairs(cells, results), results)
     return {(s.first.paper.row, s.first.paper.backbone): s for s in compared}
 
 
@@ -289,7 +289,7 @@ def test_a_number_is_compared_with_another_of_the_same_table():
 
 
 def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
-    matches = beside(ANATOMY, with_summaries(results_of(anatomy_rows())))
+    matches = paper_pairs(ANATOMY, with_summaries(results_of(anatomy_rows())))
     lacking = {c.table for c in ANATOMY} - {b.paper.table for b in matches}
     assert lacking == {"case-studies", "app:cases", "fig:signal-synergy"}
     page = as_markdown(ANATOMY, matches, [])
@@ -315,9 +315,9 @@ def test_overlapping_intervals_leave_an_order_open():
 
 def test_the_papers_own_encoder_is_used_if_a_run_has_it():
     rows = [flips("P", 0.1), flips("P", 0.2, families="HPA")]
-    rate = [b for b in beside(CELLS, results_of(rows)) if b.paper.row == "Prob"]
+    rate = [b for b in paper_pairs(CELLS, results_of(rows)) if b.paper.row == "Prob"]
     assert {b.value for b in rate} == {0.2}
-    assert {b.value for b in beside(CELLS, results_of(rows[:1]))} == {0.1}
+    assert {b.value for b in paper_pairs(CELLS, results_of(rows[:1]))} == {0.1}
 
 
 ABOVE_ZERO = "anatomy_backbones", "two_backbones", "spearman"
@@ -440,7 +440,7 @@ def test_the_order_of_a_runs_rows_changes_no_verdict():
 
 def test_the_ledger_names_what_has_no_number_here_and_why():
     results = with_summaries(results_of(anatomy_rows()))
-    numbers = beside(CELLS, results)
+    numbers = paper_pairs(CELLS, results)
     compared = signs(numbers, results)
     text = as_markdown(CELLS, numbers, [], compared)
     assert "## fig:attention-heads (Qwen3.5-9B)" in text

@@ -26,7 +26,7 @@ from beatrice.benchmarks.results.rivals import (
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject
-from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.metrics import auroc as auroc_of
 from tests.benchmarks.results.sample import (
@@ -131,7 +131,9 @@ LABELS, NOISE = RNG.random(600) < 0.5, RNG.normal(size=(2, 600))
 def lead_of(scores):
     """Return the lead of the first over the second, on test answers of `LABELS`."""
     names, rows = ("champion", "tfidf"), rows_of(LABELS, splits=["test"] * len(LABELS))
-    scored = [Scored(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)]
+    scored = [
+        DetectorScores(name=x, scores=scores[i : i + 1]) for i, x in enumerate(names)
+    ]
     config, pairs = BootstrapConfig(n_resamples=1000), {"paired": [names]}
     (lead,) = leads_of(detection_rows(scored, rows, config, pairs=pairs))
     return lead

@@ -8,8 +8,8 @@ import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import (
-    CountedReplies,
     GeneratorPrompt,
+    ReplyCounter,
     SamplingConfig,
     count_requests,
     reply_files,
@@ -44,7 +44,7 @@ def test_existing_and_repeated_texts_are_not_counted(tmp_path):
     generator, run = ScriptedGenerator(lambda text: "said"), RunDir(tmp_path)
     open_replies(run.replies("judge")).generate(generator, prompts(30), GREEDY)
     before, n_generated = files_under(tmp_path), len(generator.prompts)
-    counting = CountedReplies(reply_files(run.replies("judge")), "label")
+    counting = ReplyCounter(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None
     forecast = counting.forecast
     assert forecast.n_requests == forecast.n_rows == 3

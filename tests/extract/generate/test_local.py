@@ -25,7 +25,11 @@ from beatrice.extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
-from beatrice.extract.generate.local import Choice, TransformersGenerator, stop_ids
+from beatrice.extract.generate.local import (
+    TokenChooser,
+    TransformersGenerator,
+    stop_ids,
+)
 from beatrice.extract.generate.prompts import usual_stop_id
 from beatrice.extract.generate.templates import PromptConfig
 from tests.extract.generate.loopback import (
@@ -163,7 +167,7 @@ def test_a_draw_is_that_of_noise_over_the_whole_vocabulary(top_k, top_p):
     config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
     scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
     scores[0, :9] = 5.0  # all that equal the fifth are kept
-    choice = Choice(config, range(6), torch.device("cpu"), [39])
+    choice = TokenChooser(config, range(6), torch.device("cpu"), [39])
     drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
     filtered = TopKLogitsWarper(top_k or 40)(None, scores / 0.7)
     filtered = TopPLogitsWarper(top_p)(None, filtered) if top_p < 1 else filtered
@@ -178,7 +182,7 @@ def test_a_draw_is_that_of_noise_over_the_whole_vocabulary(top_k, top_p):
 
 def test_nothing_is_drawn_for_a_row_that_has_ended():
     config = SamplingConfig(temperature=1.0, top_k=5)
-    choice = Choice(config, range(3), torch.device("cpu"), [7, 9])
+    choice = TokenChooser(config, range(3), torch.device("cpu"), [7, 9])
     scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
     first = choice(torch.full((3, 1), 7), scores)  # a prompt may end with such an id
     second = choice(torch.tensor([[1], [9], [2]]), scores)

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.datasets.commands import AskingOptions
+from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
@@ -463,9 +463,9 @@ def test_a_replys_key_mentions_stop_strings_only_if_there_are_any():
 
 
 def test_a_line_feed_ends_answers_to_worked_examples_by_default():
-    assert AskingOptions(template="few-shot").stop_strings() == ("\n",)
-    assert AskingOptions().stop_strings() == ()
-    options = AskingOptions(stop=(r"\n\n", "Q:"))
+    assert PromptOptions(template="few-shot").stop_strings() == ("\n",)
+    assert PromptOptions().stop_strings() == ()
+    options = PromptOptions(stop=(r"\n\n", "Q:"))
     assert options.stop_strings() == ("\n\n", "Q:")
 
 

@@ -21,7 +21,7 @@ from beatrice.benchmarks.bench.tiny_models import (
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals import probability
 from beatrice.extract.signals.attention import NAME, SpanReading, run_decoder
-from beatrice.extract.signals.batch import HostCopies, ReadingBudget, Rows
+from beatrice.extract.signals.batch import HostCopies, ReadingBudget, TokenRows
 from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.probability import Head
 from beatrice.extract.signals.reader import SignalReader
@@ -181,7 +181,7 @@ def test_an_empty_batch_reads_nothing():
 
 
 def test_a_layer_that_never_ran_is_refused_and_not_read_from_old_memory():
-    rows = Rows([(0, 3)], 3, torch.device("cpu"))
+    rows = TokenRows([(0, 3)], 3, torch.device("cpu"))
     stream = StreamReading((0, 2), rows, None, HostCopies())
     with pytest.raises(ValueError, match=r"entries \[0, 2\] .* were not seen"):
         stream.states()
