@@ -36,8 +36,8 @@ from beatrice.extract.run.console import (
     is_of_machine,
     lean_imports,
     printable,
-    quiet,
     shell_line,
+    silence_transformers,
 )
 from beatrice.extract.run.contents import read_answers, read_examples, settings_of
 from beatrice.extract.run.directory import NotWritten, RunDir
@@ -345,7 +345,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
     with contextlib.ExitStack() as stack:
         file = how.file and stack.enter_context(_readable_again(how.file))
         with lean_imports():
-            quiet()
+            silence_transformers()
             from beatrice.pgir.score_files import count_rows
             from beatrice.probe import load
 
@@ -547,7 +547,7 @@ def fit(
             param_hint="--template",
         )
     note = Progress().note
-    quiet()
+    silence_transformers()
     fit_own(
         model,
         read_labelled(labelled, note) if labelled else read_questions(places[0]),
@@ -620,7 +620,7 @@ def export(run_dir: Path, folder: Path, untrustworthy: bool) -> None:
 
     Example: beatrice export runs/demo probe
     """
-    quiet()
+    silence_transformers()
     from beatrice.probe import load
 
     probe = load(run_dir)

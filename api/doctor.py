@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from beatrice.extract.records import SETTINGS, Answer
-from beatrice.extract.run.console import printable, quiet
+from beatrice.extract.run.console import printable, silence_transformers
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import CHECKSUMS, JsonLines, verify_checksums
@@ -171,7 +171,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
         cause_of,
         open_client,
         redacted,
-        within,
+        reply_before_deadline,
     )
 
     async def list_models(client: openai.AsyncOpenAI) -> list[str]:
@@ -184,7 +184,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
         yield Finding("server", "problem", f"{url} cannot be used: {error}")
         return
     try:
-        names = asyncio.run(within(timeout, list_models(client)))
+        names = asyncio.run(reply_before_deadline(timeout, list_models(client)))
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
             f"{url} does not list its models "
@@ -213,11 +213,11 @@ def look_at_model(
         load_outline,
         window_of,
     )
-    from beatrice.extract.backbone.names import model_path, to_be_fetched
+    from beatrice.extract.backbone.names import download_needed, model_path
     from beatrice.extract.signals.extract import outline_shapes
     from beatrice.extract.signals.parity import require_readable
 
-    if (what := to_be_fetched(name)) is not None:
+    if (what := download_needed(name)) is not None:
         text = f"{name} has not been downloaded; a run downloads it first: {what}"
         yield Finding("model", "warning", text)
         return None
@@ -270,7 +270,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     run = RunDir(path)
     try:
         config = run.section("backbone", BackboneConfig)
-        storage = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+        storage = run.resolve_section("extract", EXTRACT_PRESETS, is_recorded=False)
         has = [settings_in_words(run)] if run.examples.exists() else []
     except ValueError as error:
         yield Finding("run", "problem", str(error))
@@ -317,12 +317,12 @@ def _look_at_store(
 
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     """Count the tokens to read in a run's answers, and those in answer spans."""
-    from beatrice.extract.signals.sequence import first_read
+    from beatrice.extract.signals.sequence import first_read_token
 
     n_tokens = n_answer = 0
     for row in JsonLines(run.answers_file).intact_rows(Answer):
         n_tokens += len(row.prompt_ids) + len(row.token_ids)
-        n_tokens -= first_read(row.context_span[0])
+        n_tokens -= first_read_token(row.context_span[0])
         n_answer += len(row.token_ids) + (answer_span == "emitting")
         n_answer -= row.stop_id is None  # what the last token emitted is unknown
     return {"n_tokens": n_tokens, "n_answer": n_answer}
@@ -455,7 +455,7 @@ def doctor(
         _verify(run_dir, as_json)
         return
     hub = list(look_at_hub(model))
-    quiet()
+    silence_transformers()
     findings = [
         *look_at_packages(),
         *look_at_machine((run_dir or Path.cwd()).absolute()),

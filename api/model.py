@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
-from beatrice.extract.backbone.names import COMMIT, AttentionLayers, lasting_name
+from beatrice.extract.backbone.names import COMMIT, AttentionLayers, absolute_name
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS
 from beatrice.extract.records import Answer, Example, Passage, Setting
 from beatrice.extras import naming_extra
@@ -92,7 +92,7 @@ class LanguageModel:
             opened, attention=attention_layers
         )
         is_named = isinstance(model, str | Path)
-        self.name: str = lasting_name(str(model)) if is_named else self.backbone.name
+        self.name: str = absolute_name(str(model)) if is_named else self.backbone.name
         if prompt is None:
             prompt = default_prompt(self.backbone)
         elif not isinstance(prompt, PromptConfig):
@@ -288,7 +288,7 @@ class LanguageModel:
                     f"questions[{first}] and questions[{number}] have the same id "
                     f"{request.example_id!r}; with read=True give each Example once"
                 )
-        from beatrice.extract.backbone.names import locked
+        from beatrice.extract.backbone.names import locked_folder
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import check_decoding, generate_and_read
 
@@ -308,7 +308,7 @@ class LanguageModel:
             reader = WrittenReader.of(reader, answers, signals)
         else:
             folder = Path(f"{written}.written")
-            with locked(folder):
+            with locked_folder(folder):
                 answers, reader = _answer_on_disk(
                     reader, requests, generation, config, folder
                 )
@@ -532,11 +532,11 @@ def _answer_on_disk(
 
 def _alone(store: str | Path | None) -> AbstractContextManager[None]:
     """Lock a folder for signals; other processes wait, and then find its contents."""
-    from beatrice.extract.backbone.names import locked
+    from beatrice.extract.backbone.names import locked_folder
 
     if store is None or "://" in str(store):
         return nullcontext()
-    return locked(Path(store))
+    return locked_folder(Path(store))
 
 
 def _open(
@@ -555,7 +555,7 @@ def _open(
         load_backbone,
     )
     from beatrice.extract.backbone.names import ModelDtype, default_dtype, model_path
-    from beatrice.extract.run.console import quietly
+    from beatrice.extract.run.console import transformers_silenced
 
     if not isinstance(model, str | Path):
         if not isinstance(model, torch.nn.Module):
@@ -586,7 +586,7 @@ def _open(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not isinstance(device, str | torch.device):
         raise argument_error("device", "a Torch device, such as cpu or cuda:0", device)
-    with quietly():
+    with transformers_silenced():
         return load_backbone(
             model_path(str(model)),
             dtype=cast(ModelDtype, dtype or default_dtype(str(device))),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from beatrice.extract.backbone.names import locked
+from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -500,7 +500,7 @@ def fit_own(
     note, work = Progress().note, folder.with_name(f"{folder.name}.work")
     language_model, began = LanguageModel(model, prompt=words), time.monotonic()
     read = read_given if is_labelled else answer_and_label
-    with locked(work):
+    with locked_folder(work):
         check_folder(folder)  # a process that held the lock may have written it
         parts = read(language_model, rows, work, note)
         _fit_and_save(parts, folder, began, untrustworthy, say)

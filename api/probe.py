@@ -14,7 +14,7 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.card import card
-from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes, lasting_name
+from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes, absolute_name
 from beatrice.extract.forks import ForkLock
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
@@ -412,12 +412,12 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     """Return a detector with its released model's name and the model's file hashes."""
-    from beatrice.extract.backbone.names import name_of_released
+    from beatrice.extract.backbone.names import released_name
 
     trained = detector.provenance
     if trained is None:
         return detector
-    model = name_of_released(trained.revision) or trained.model
+    model = released_name(trained.revision) or trained.model
     about: dict[str, Any] = {"model": model}
     is_of_run = trained.hashes == ModelHashes()
     if scorer is not None and is_of_run and _other_model(scorer) is None:
@@ -628,7 +628,7 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
     layer = None if trained is None else trained.layer
     # A run stores the path as typed, which is relative to the folder at that time.
     if trained is not None and trained.commit is None:
-        trained = dataclasses.replace(trained, model=lasting_name(trained.model))
+        trained = dataclasses.replace(trained, model=absolute_name(trained.model))
         detector = dataclasses.replace(detector, provenance=trained)
     opener = partial(_scorer_of_run, run.path, options)
     known = {"open_scorer": opener, "strict": options["strict"]}

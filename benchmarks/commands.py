@@ -51,13 +51,13 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
     Example: beatrice evaluate runs/demo --ablations
     """
     from beatrice.benchmarks.results.evaluate import EVALUATE
-    from beatrice.extract.run.stages import do
+    from beatrice.extract.run.stages import open_and_do
 
-    do(run_dir, EVALUATE)
+    open_and_do(run_dir, EVALUATE)
     if ablations:
         from beatrice.selection.ablation import ABLATE
 
-        do(run_dir, ABLATE)
+        open_and_do(run_dir, ABLATE)
     if (run_dir / "report.html").exists():
         line = shell_line("report", run_dir)
         Progress().note(f"report: to show the new rows, run `{line}`")
@@ -236,11 +236,11 @@ def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
 
 def _report(run_dir: Path, how: ReportOptions) -> None:
     from beatrice.benchmarks.results.report import REPORT, run_ledger, run_table
-    from beatrice.extract.run.stages import do, is_done
+    from beatrice.extract.run.stages import is_done, open_and_do
 
     # Printing from a current report needs no write access and no lock on the run.
     if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
-        do(run_dir, REPORT)
+        open_and_do(run_dir, REPORT)
     if how.print:
         with checking("--print"):
             click.echo(run_table(RunDir(run_dir), how.print))
@@ -407,8 +407,8 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     paths = [path for path in CHAIN[1:] if "controllers" not in path]
     stages = [pkgutil.resolve_name(path) for path in paths]
     with RunDir.open(run_dir) as run:
-        run.settle("train", {**GRID_PRESETS, "demo": GRID})
-        run.settle("select", {**SELECT_PRESETS, "demo": SELECT})
+        run.resolve_section("train", {**GRID_PRESETS, "demo": GRID})
+        run.resolve_section("select", {**SELECT_PRESETS, "demo": SELECT})
         for number, stage in enumerate(stages, start=1):
             progress.note(f"stage {number} of {len(stages)}: {stage.name}")
             with measured(run_dir, stage.name, run.stage_record):
@@ -487,5 +487,7 @@ def transfer(run_dir: Path, how: TransferOptions, retrieval: RetrievalOptions) -
 
     retrieval.write(run_dir, "transfer_retrieval")
     with RunDir.open(run_dir) as run:
-        config = run.settle(NAME, TRANSFER_PRESETS, change, is_replaceable=True)
+        config = run.resolve_section(
+            NAME, TRANSFER_PRESETS, change, is_replaceable=True
+        )
         transfer_run(run, config, Progress())

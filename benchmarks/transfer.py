@@ -71,7 +71,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
-from beatrice.extract.run.console import Progress, Update, part_of, shell_line
+from beatrice.extract.run.console import Progress, Update, shell_line, update_for_part
 from beatrice.extract.run.contents import (
     read_examples,
     require_both_settings,
@@ -544,7 +544,7 @@ def run_scene(
 
 def baselines_config(run: RunDir) -> BaselinesConfig:
     """Return which published detectors last judged a run, and with which models."""
-    return run.settle("baselines", BASELINES_PRESETS, is_recorded=False)
+    return run.resolve_section("baselines", BASELINES_PRESETS, is_recorded=False)
 
 
 def run_published(
@@ -607,7 +607,7 @@ def _transfer(
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
-        setting_update = part_of(update, index, len(SETTINGS))
+        setting_update = update_for_part(update, index, len(SETTINGS))
         published = run_published(run, scene, detectors, how, setting_update)
         rows += scene_rows(scene, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
@@ -668,7 +668,7 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     if not examples:
         raise ValueError(f"no question got passages: {next(iter(failed.values()))}")
     del retrieval  # free its index and encoder before the backbone is loaded
-    match = run.settle("label", LABEL_PRESETS, is_recorded=False)
+    match = run.resolve_section("label", LABEL_PRESETS, is_recorded=False)
     with open_inner(run) as inner:
         write_questions(inner, run, examples, progress.note)
         run_stage(ANSWER, inner, progress)

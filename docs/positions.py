@@ -14,7 +14,7 @@ from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.run.contents import read_answers, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.signals.extract import ExtractConfig
-from beatrice.extract.signals.sequence import batches_of, first_read
+from beatrice.extract.signals.sequence import batches_of, first_read_token
 
 
 def share(lengths, n_waiting, tokens_per_batch, **options):
@@ -37,7 +37,7 @@ def main(run):
         answers = read_answers(run, setting)
         prompts = [len(a.prompt_ids) for a in answers]
         lengths = [len(a.prompt_ids) + len(a.token_ids) for a in answers]
-        firsts = [first_read(a.context_span[0]) for a in answers]
+        firsts = [first_read_token(a.context_span[0]) for a in answers]
         behind = [n - first for n, first in zip(lengths, firsts, strict=True)]
         n_begun = max(firsts)
         shares = (

@@ -30,10 +30,10 @@ from beatrice.extract.generate.options import (
 from beatrice.extract.generate.prompts import TokenizerOnly
 from beatrice.extract.label.labels import ConsensusConfig, Match, Vote
 from beatrice.extract.records import Answer, AnswerSpan, Split
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, silence_transformers
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import JsonLines
-from beatrice.extract.run.stages import do, do_share, forecast_stage, run_stage
+from beatrice.extract.run.stages import do_share, forecast_stage, open_and_do, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
@@ -229,7 +229,7 @@ def _open_backbone(
     """Open the run's backbone, here or on a server, and its tokenizer."""
     from beatrice.extract.signals.parity import require_readable
 
-    quiet()
+    silence_transformers()
     from beatrice.extract.generate import answers
 
     model, stop_ids = answers.load_tokenizer_only(run, require_readable)
@@ -283,7 +283,7 @@ def answer(
         if work.dry_run:
             click.echo(forecast_stage(run_dir, stage))
         else:
-            do(run_dir, stage, share=work.share)
+            open_and_do(run_dir, stage, share=work.share)
         return
     check_alone("answer --server", work.share)
     with (
@@ -380,7 +380,7 @@ def _do_asking(
         check_model_option(model, option)
     else:
         check_alone(f"{line} --server", work.share)
-    quiet()
+    silence_transformers()
 
     def open_in(run: RunDir) -> Any:
         return open_generator(model, backend, _paid_tokens(run, verb))

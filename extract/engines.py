@@ -36,7 +36,7 @@ from beatrice.extract.signals.extract import (
     check_room,
     extract,
 )
-from beatrice.extract.signals.sequence import Reader, TokenSequence, first_read
+from beatrice.extract.signals.sequence import Reader, TokenSequence, first_read_token
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -62,7 +62,7 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.signals.written import save_batch, waiting_config
 
     engine = open_local(run, config)
-    config_of_store = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    config_of_store = run.resolve_section("extract", EXTRACT_PRESETS, is_recorded=False)
     reader = SignalReader.for_config(cast("Backbone", engine.model), config_of_store)
     features = run.features(settings_of(run)[0]).parent
     if (reason := check_decoding(reader)) is not None:
@@ -75,7 +75,9 @@ def open_reading(run: RunDir, config: AnswerConfig) -> Engine:
             # The waiting signals are deleted only once all are in the store.
             {run.written: waiting_config(config_of_store), features: config_of_store},
             reader.shapes,
-            n_tokens=sum(len(p.ids) - first_read(p.context_span[0]) for p in prompts),
+            n_tokens=sum(
+                len(p.ids) - first_read_token(p.context_span[0]) for p in prompts
+            ),
             n_answer=0,  # not known yet
             advice="answer with --no-read, or make the run with --hidden-layers or "
             "--set hidden_spans=answer",

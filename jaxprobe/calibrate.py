@@ -433,7 +433,7 @@ N_FOLDS = 5  # folds of `fold_calibrators`
 
 def select_config(run: RunDir) -> SelectConfig:
     """Return how a run's heads are trained and selected, with the run's seed."""
-    return run.settle("select", SELECT_PRESETS).seeded(run.seed)
+    return run.resolve_section("select", SELECT_PRESETS).seeded(run.seed)
 
 
 def run_branches(run: RunDir) -> tuple[HeadName, ...]:
@@ -464,7 +464,7 @@ def run_pool(run: RunDir, setting: Setting) -> Pool:
 
 def run_bootstrap(run: RunDir) -> BootstrapConfig:
     """Return the configuration of a run's intervals, with the run's seed."""
-    return run.settle("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
+    return run.resolve_section("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
 
 
 def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
@@ -473,7 +473,7 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
     where = rows.where("validation")
     scores = _fused(run, branch).scores.mean(axis=0)[where]
     questions = rows.ids[where]
-    fit = FIT_MAP[run.settle("calibrate", CALIBRATE_PRESETS).maps]
+    fit = FIT_MAP[run.resolve_section("calibrate", CALIBRATE_PRESETS).maps]
     folds = folds_of(questions, N_FOLDS)
     return cross_fit(fit, scores, rows.labels[where], questions, folds, N_FOLDS)
 

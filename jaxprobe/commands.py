@@ -119,7 +119,7 @@ def train(
     Example: srun -n 8 beatrice train runs/paper
     """
     from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.stages import do
+    from beatrice.extract.run.stages import open_and_do
     from beatrice.jaxprobe.train import TRAIN
 
     def change(config: GridConfig) -> GridConfig:
@@ -128,7 +128,7 @@ def train(
             return config
         return dataclasses.replace(config, device_memory=device.device_memory)
 
-    do(run_dir, TRAIN, change=change, share=work.share)
+    open_and_do(run_dir, TRAIN, change=change, share=work.share)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.process import Share, own_gpu, return_freed_memory
+from beatrice.extract.run.process import Share, gpu_of_process, return_freed_memory
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
@@ -134,7 +134,7 @@ def encoder_folders(run: RunDir) -> list[Path]:
 
 def grid_config(run: RunDir) -> GridConfig:
     """Return how a run's encoders are trained, with the run's seed."""
-    return run.settle("train", GRID_PRESETS).seeded(run.seed)
+    return run.resolve_section("train", GRID_PRESETS).seeded(run.seed)
 
 
 def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
@@ -629,7 +629,7 @@ def _train_setting(
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
     """Train a share of the members; return how many of other shares are missing."""
-    gpu = None if run.share.is_whole else own_gpu()
+    gpu = None if run.share.is_whole else gpu_of_process()
     if gpu is not None:  # before JAX looks for GPUs
         jax.config.update("jax_cuda_visible_devices", str(gpu))
     set_compiler(run.preset)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.run.console import Progress, printable, quiet
+from beatrice.extract.run.console import Progress, printable, silence_transformers
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FOLDER,
@@ -86,7 +86,7 @@ class RetrievalOptions(EncoderSettings):
         if not given(self):
             return
         from beatrice.extract.run.directory import RunDir
-        from beatrice.pgir.controllers.stage import settle_retrieval
+        from beatrice.pgir.controllers.stage import record_retrieval
         from beatrice.pgir.retrievers import KINDS, RetrievalConfig, check_retrieval
 
         chosen = RetrievalConfig(
@@ -103,7 +103,7 @@ class RetrievalOptions(EncoderSettings):
         with checking(flag) if flag else contextlib.nullcontext():
             check_retrieval(chosen)
         with RunDir.open(run_dir) as run:
-            settle_retrieval(run, chosen, section)
+            record_retrieval(run, chosen, section)
 
 
 def _absolute(path: Path | str | None) -> str | None:
@@ -170,7 +170,7 @@ class CorpusOptions(EncoderSettings):
             return None
         from beatrice.pgir.index import TextEncoder, read_encoder_config
 
-        quiet()
+        silence_transformers()
         return TextEncoder(read_encoder_config(self.encoder, **self.settings()))
 
 

@@ -18,8 +18,8 @@ from beatrice.extract.generate.prompts import (
     build_prompt,
     check_text,
     control_tokens,
+    encode_after,
     encode_any,
-    encode_behind,
     encode_text,
     special_texts,
     token_span,
@@ -414,7 +414,7 @@ def _answer_tokens(
         if given.uses_template:  # begin as the run's own answers do
             blank = blank_before_answer(tokenizer, prompt, chat=template.chat)
             text = blank + text.strip()
-        encoded = encode_behind(tokenizer, prompt, text)
+        encoded = encode_after(tokenizer, prompt, text)
         edges = itertools.pairwise([0, *(stop for _, stop in encoded.offsets)])
         return encoded.ids, tuple(text[a:b] for a, b in edges), stop
     ids = tuple(given.answer_ids)

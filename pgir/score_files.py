@@ -22,9 +22,9 @@ import numpy as np
 
 from beatrice.extract.datasets.fields import (
     Record,
+    as_listed,
     passage_field,
     read_passages,
-    unfolded,
 )
 from beatrice.extract.datasets.readers import read_lm_eval, recognise_record
 from beatrice.extract.datasets.rows import read_raw, recognise
@@ -142,7 +142,7 @@ def record_context(record: Record) -> tuple[str | None, list[Passage]]:
         field = passage_field(record)
     if field is None:
         return None, []
-    value = unfolded(record[field], field)
+    value = as_listed(record[field], field)
     items = value if isinstance(value, list) else [value]
     passages = (
         read_passages(items, field)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from beatrice.extract.backbone.loading import Backbone, load_backbone
-from beatrice.extract.backbone.names import BackboneConfig, model_path, own_device
+from beatrice.extract.backbone.names import BackboneConfig, model_path, torch_device
 from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
-from beatrice.extract.generate.local import overlong, stop_ids
+from beatrice.extract.generate.local import stop_ids, why_overlong
 from beatrice.extract.generate.prompts import (
     ANSWER_PRESETS,
     GenerationConfig,
@@ -130,7 +130,9 @@ class Scorer(AnswerScorer):
         read_manifest(path)  # raises if it is no run
         run = RunDir(path)
         detector = Detector.load(run.require(run.detector))
-        generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
+        generation = run.resolve_section(
+            "answer", ANSWER_PRESETS, is_recorded=False
+        ).generation
         trained = detector.provenance
         assert trained is not None  # a run's detector names its model
         if model is None or isinstance(model, (str, Path)):
@@ -220,7 +222,7 @@ class Scorer(AnswerScorer):
         self, questions: QuestionBatch, requests: Sequence[Request]
     ) -> dict[int, str]:
         n_new = self._sampling(questions).max_new_tokens
-        return overlong(self.probed.backbone, requests, n_new)
+        return why_overlong(self.probed.backbone, requests, n_new)
 
     def stream_question(
         self, questions: QuestionBatch, every: int | None
@@ -516,10 +518,10 @@ def _device(device: Any, config: BackboneConfig) -> str:
             raise argument_error(
                 "device", "a Torch device, such as 'cpu' or 'cuda:0'", device
             )
-        return own_device(str(device), torch.cuda.device_count())
+        return torch_device(str(device), torch.cuda.device_count())
     if config.device == "cuda" and not torch.cuda.is_available():
         return "cpu"
-    return own_device(config.device, torch.cuda.device_count())
+    return torch_device(config.device, torch.cuda.device_count())
 
 
 def _dtype(dtype: Any) -> Any:

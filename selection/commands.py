@@ -29,10 +29,10 @@ def sweep(run_dir: Path) -> None:
 
     Example: beatrice sweep runs/demo
     """
-    from beatrice.extract.run.stages import do
+    from beatrice.extract.run.stages import open_and_do
     from beatrice.selection.sweep import SWEEP
 
-    do(run_dir, SWEEP)
+    open_and_do(run_dir, SWEEP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,16 @@ def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
 
     Example: beatrice select runs/demo --set fusion=mean
     """
-    from beatrice.extract.run.stages import do
+    from beatrice.extract.run.stages import open_and_do
     from beatrice.selection.greedy import OPTIMISM, SELECT
 
-    do(run_dir, SELECT, change=sizes.change)
+    open_and_do(run_dir, SELECT, change=sizes.change)
     if also.optimism:
-        do(run_dir, OPTIMISM)
+        open_and_do(run_dir, OPTIMISM)
     if also.exhaustive:
         from beatrice.selection.exhaustive import EXHAUSTIVE
 
-        do(run_dir, EXHAUSTIVE)
+        open_and_do(run_dir, EXHAUSTIVE)
 
 
 @click.command()

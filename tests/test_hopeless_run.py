@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.answers import is_hedge, shares_of, summarize_answers
+from beatrice.extract.generate.answers import answer_shares, is_hedge, summarize_answers
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import AnswerConfig, GenerationConfig
@@ -76,7 +76,7 @@ def test_cut_answers_and_hedges_are_counted_and_only_all_empty_ones_refused():
     answers = [an_answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
     (line,) = summarize_answers(answers, 7, PromptConfig())
     assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
-    assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
+    assert answer_shares(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
     with pytest.raises(ValueError, match="all 3 answers are empty"):
         summarize_answers([an_answer(text="")] * 3, 10, PromptConfig())
 

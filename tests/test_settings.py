@@ -93,14 +93,16 @@ def options(**flags):
 @pytest.mark.parametrize("option", ["mixed", "streamed", "linear_first"])
 def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
-    result = run.settle("train", GRID_PRESETS, chosen)
+    result = run.resolve_section("train", GRID_PRESETS, chosen)
     assert result == chosen(GRID_PRESETS["smoke"]) != GRID_PRESETS["smoke"]
-    assert run.settle("train", GRID_PRESETS, options()) == result  # no option given
-    assert run.settle("train", GRID_PRESETS, chosen) == result
+    assert (
+        run.resolve_section("train", GRID_PRESETS, options()) == result
+    )  # no option given
+    assert run.resolve_section("train", GRID_PRESETS, chosen) == result
     assert grid_config(run) == result.seeded(7)
     both = options(mixed=True, streamed=True, linear_first=True)
     with pytest.raises(ValueError, match="you asked for .*train.(encoder|stream)"):
-        run.settle("train", GRID_PRESETS, both)
+        run.resolve_section("train", GRID_PRESETS, both)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_a_training_option_is_refused_once_a_run_is_settled_without_it(
 ):
     assert grid_config(run).encoder.matmul_dtype != "bfloat16"
     with pytest.raises(ValueError, match=refusal):
-        run.settle("train", GRID_PRESETS, options(**{option: True}))
+        run.resolve_section("train", GRID_PRESETS, options(**{option: True}))
 
 
 @pytest.mark.parametrize(
@@ -182,30 +184,36 @@ def test_sizes_of_a_stage_may_change_until_its_outputs_exist(run):
         return config.resized(width=4)
 
     assert grid_config(run).encoder.hidden == 8
-    assert TRAIN.settle(run, change).encoder.hidden == 4  # recorded, nothing trained
+    assert (
+        TRAIN.resolve_section(run, change).encoder.hidden == 4
+    )  # recorded, nothing trained
     assert grid_config(run).encoder.hidden == 4
     run.examples.write_text("")
     run.encoders("closed_book").mkdir(parents=True)
-    assert TRAIN.settle(run, change) == TRAIN.settle(run)
+    assert TRAIN.resolve_section(run, change) == TRAIN.resolve_section(run)
     refusal = r"hidden=4; you asked for .*hidden=6.*, or delete .*encoders/closed_book"
     with pytest.raises(ValueError, match=refusal):
-        TRAIN.settle(run, lambda config: config.resized(width=6))
+        TRAIN.resolve_section(run, lambda config: config.resized(width=6))
     with pytest.raises(ValueError, match="n_seeds must be .* at least 1") as refused:
-        TRAIN.settle(run, lambda config: config.resized(seeds=0))
+        TRAIN.resolve_section(run, lambda config: config.resized(seeds=0))
     assert "delete" not in str(refused.value)
     # No result depends on the memory that training is planned for.
-    planned = TRAIN.settle(run, lambda c: dataclasses.replace(c, device_memory=9))
+    planned = TRAIN.resolve_section(
+        run, lambda c: dataclasses.replace(c, device_memory=9)
+    )
     assert planned.device_memory == 9
 
 
 def test_sizes_of_heads_may_change_until_heads_exist(run):
     for n in (3, 5):
-        settled = SELECT.settle(run, lambda config, n=n: config.resized(epochs=n))
+        settled = SELECT.resolve_section(
+            run, lambda config, n=n: config.resized(epochs=n)
+        )
         assert settled.train.max_epochs == n
     assert OPTIMISM.identity(settled) != OPTIMISM.identity(settled.resized(epochs=3))
     run.selection.mkdir()
     with pytest.raises(ValueError, match="max_epochs=7.*, or delete .*selection"):
-        SELECT.settle(run, lambda config: config.resized(epochs=7))
+        SELECT.resolve_section(run, lambda config: config.resized(epochs=7))
 
 
 def test_the_runs_seed_replaces_the_protocols_seed(run):

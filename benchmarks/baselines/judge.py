@@ -48,7 +48,7 @@ from beatrice.extract.records import (
     Setting,
     read_records,
 )
-from beatrice.extract.run.console import Progress, Update, part_of, shell_line
+from beatrice.extract.run.console import Progress, Update, shell_line, update_for_part
 from beatrice.extract.run.contents import (
     question_files,
     read_answers,
@@ -699,7 +699,7 @@ def _baselines(
     settings = settings_of(run)
     for index, setting in enumerate(settings):
         inputs = run_inputs(run, setting, config, relations)
-        setting_update = part_of(update, index, len(settings))
+        setting_update = update_for_part(update, index, len(settings))
         scores = _scores(run, inputs, known, names, identities, setting_update)
         for detector, x in scores.items():
             if x.reason:

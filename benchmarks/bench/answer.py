@@ -62,7 +62,7 @@ from beatrice.extract.generate.templates import (
     PromptTemplate,
 )
 from beatrice.extract.records import SETTINGS, Passage, Setting
-from beatrice.extract.run.console import quiet
+from beatrice.extract.run.console import silence_transformers
 from beatrice.extract.run.process import return_freed_memory
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.decode import (
@@ -226,7 +226,7 @@ class AnswerBench:
     @classmethod
     def of(cls, model: str, dtype: ModelDtype, setting: Setting) -> "AnswerBench":
         """Load a model by name, with its prompts for a setting."""
-        quiet()
+        silence_transformers()
         backbone = load_backbone(model_path(model), dtype=dtype)
         return cls(backbone, requests_of(backbone.tokenizer, model, setting))
 

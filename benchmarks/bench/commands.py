@@ -18,8 +18,8 @@ from beatrice.extract.run.console import table_head, table_row
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.process import (
     begin_peak,
-    held_bytes,
     peak_bytes,
+    resident_bytes,
     trim_freed_memory,
 )
 
@@ -220,6 +220,6 @@ def peak_above(run: Callable[[], object], device: str) -> float | None:
     trim_freed_memory()
     if not begin_peak():
         return None
-    n_before = held_bytes()
+    n_before = resident_bytes()
     run()
     return (peak_bytes() - n_before) / MIB

@@ -47,7 +47,7 @@ from beatrice.benchmarks.bench.commands import (
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
 from beatrice.extract.generate.local import generate
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, silence_transformers
 from beatrice.extract.run.process import keep_freed_memory
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.extract.signals.extract import (
@@ -613,7 +613,7 @@ def extract(model: str | None, dtype: ModelDtype, rounds: int, as_json: bool) ->
             f"--model-dtype {dtype} needs --model; without it, weights are float32 on "
             "a CPU and bfloat16 on a GPU"
         )
-    quiet()
+    silence_transformers()
     torch.set_num_threads(N_THREADS)
     if model is not None:
         printer = RowPrinter(as_json)

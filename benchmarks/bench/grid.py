@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 from beatrice.benchmarks.real import GRID
 from beatrice.extract.run.process import (
     begin_peak,
-    held_bytes,
     n_cores,
     peak_bytes,
+    resident_bytes,
 )
 from beatrice.jaxprobe.config import (
     GRID_PRESETS,
@@ -183,7 +183,7 @@ class GridTrainer:
         self.workload = workload
         self.members = tuple(members)
         self.at_once = at_once
-        self._n_held = held_bytes()
+        self._n_held = resident_bytes()
 
     def save_weights(self, folder: Path) -> None:
         """Write every member's initial weights to its `weights_file`."""

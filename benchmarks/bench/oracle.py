@@ -60,7 +60,12 @@ from beatrice.benchmarks.bench.tiny_models import (
     make_sequence,
 )
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.run.console import Progress, quiet, table_head, table_row
+from beatrice.extract.run.console import (
+    Progress,
+    silence_transformers,
+    table_head,
+    table_row,
+)
 from beatrice.extract.run.verbs import AS_JSON, did_you_mean
 from beatrice.extract.signals import parity
 from beatrice.extract.signals.attention import CACHE
@@ -473,7 +478,7 @@ def oracle(as_json: bool) -> None:
 
     Example: beatrice bench oracle
     """
-    quiet()
+    silence_transformers()
     rows, every, printer = [], list(architectures()), RowPrinter(as_json)
     broken = []
     with Progress().stage("oracle") as update:
@@ -708,7 +713,7 @@ def survey(types: tuple[str, ...], as_json: bool) -> None:
 
     Example: beatrice bench survey llama gpt_oss
     """
-    quiet()
+    silence_transformers()
     printer = RowPrinter(as_json)
     rows = survey_types(types, printer)
     for line in summary(rows):
@@ -784,7 +789,7 @@ def written(types: tuple[str, ...], as_json: bool) -> None:
 
     Example: beatrice bench written llama gpt_oss
     """
-    quiet()
+    silence_transformers()
     printer = RowPrinter(as_json)
     for name in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         printer.row(measure_written(name))

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import stablehlo
 from beatrice.benchmarks.bench import grid
 from beatrice.benchmarks.bench.commands import Row, RowPrinter
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, silence_transformers
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import AS_JSON, option, options
 from beatrice.extract.store.spec import Dtype, StoreConfig
@@ -381,7 +381,7 @@ def plan(device: Name, planned_for: PlanOptions, as_json: bool) -> None:
 
     Example: beatrice bench plan --device h100
     """
-    quiet()
+    silence_transformers()
     on = DEVICES[device]
     n_bytes = planned_for.device_memory
     memory = n_bytes or on.memory

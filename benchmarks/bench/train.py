@@ -50,14 +50,14 @@ from beatrice.benchmarks.bench.grid import (
     weights_file,
 )
 from beatrice.benchmarks.bench.torch_encoder import Stack, TorchData
-from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, silence_transformers
 from beatrice.extract.run.process import (
     Share,
     begin_peak,
-    held_bytes,
     keep_freed_memory,
     n_cores,
     peak_bytes,
+    resident_bytes,
 )
 from beatrice.extract.run.verbs import AS_JSON
 from beatrice.jaxprobe.config import set_compiler
@@ -82,7 +82,7 @@ class TorchTrainer:
         self.members = members
         self.folder = folder
         self.kind = kind
-        self._n_held = held_bytes()
+        self._n_held = resident_bytes()
 
     def _start(
         self, workload: Workload, members: Sequence[Member], *, is_compiled: bool
@@ -391,7 +391,7 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
 
     Example: beatrice bench train --widths gemma
     """
-    quiet()
+    silence_transformers()
     set_compiler(preset_of(widths))  # the methods' processes inherit it
     work, where = WIDTHS[widths](steps), machine()  # load before this run
     rows = measure(work, n_rounds=rounds, note=Progress().note)

@@ -33,8 +33,8 @@ from beatrice.benchmarks.results.shown import (
     Token,
 )
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.answers import answer_config, shares_of
-from beatrice.extract.generate.prompts import LeftOut
+from beatrice.extract.generate.answers import answer_config, answer_shares
+from beatrice.extract.generate.prompts import UnaskedQuestion
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting, read_records
 from beatrice.extract.run.console import Progress, Update, shell_line
 from beatrice.extract.run.contents import (
@@ -201,17 +201,19 @@ def _backbone_row(
 def answer_rows(
     examples: Sequence[Example], answers: Sequence[Answer]
 ) -> list[ResultRow]:
-    """Return the `shares_of` all answers as rows, by set, split and setting."""
+    """Return the `answer_shares` of all answers as rows, by set, split and setting."""
     groups = _by_set(examples, (((a.example_id, a.setting), a) for a in answers))
     return [
         _backbone_row("answers", set_key, metric=metric, value=value, n=len(group))
         for set_key, group in groups.items()
-        for metric, value in shares_of(group).items()
+        for metric, value in answer_shares(group).items()
     ]
 
 
 def prompt_rows(
-    examples: Sequence[Example], answers: Sequence[Answer], left_out: Iterable[LeftOut]
+    examples: Sequence[Example],
+    answers: Sequence[Answer],
+    left_out: Iterable[UnaskedQuestion],
 ) -> list[ResultRow]:
     """Return the shares of prompts with dropped passages, by set, split and setting.
 
@@ -541,7 +543,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     result += answer_rows(examples, answers)
     if answer_config(run).prompt.overlong != "refuse":
         path = run.left_out_file
-        left_out = read_records(path, LeftOut) if path.exists() else ()
+        left_out = read_records(path, UnaskedQuestion) if path.exists() else ()
         result += prompt_rows(examples, answers, left_out)
     write_json_atomic(run.path / "reliability.json", msgspec.to_builtins(curves))
     write_json_atomic(run.path / "shown.json", msgspec.to_builtins(shown))

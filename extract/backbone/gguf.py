@@ -55,7 +55,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from beatrice.extract.backbone.names import MOST_LAYERS, locked
+from beatrice.extract.backbone.names import MOST_LAYERS, locked_folder
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     replaced_folder,
@@ -179,7 +179,7 @@ _USE_ANOTHER = "use the model's safetensors"
 
 
 @contextlib.contextmanager
-def reading(
+def damage_errors(
     path: Path, what: str, remedy: str = "fetch the file again"
 ) -> Iterator[None]:
     """Turn any library error over a damaged or unknown file into one sentence."""
@@ -195,7 +195,7 @@ def reading(
 def read_header(path: Path) -> Header:
     """Read a GGUF file except its weights; takes a second for 262,144 tokens."""
     content = np.memmap(path, mode="r", dtype=np.uint8)
-    with reading(path, "its header is damaged"):
+    with damage_errors(path, "its header is damaged"):
         return _parsed(path, content)
 
 
@@ -247,7 +247,7 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
 def config_of(header: Header) -> Any:
     """Return the model's config."""
     what = f"Transformers reads no causal model from GGUF of {header.architecture!r}"
-    with reading(header.path, what, _USE_ANOTHER):
+    with damage_errors(header.path, what, _USE_ANOTHER):
         values = header.config_values
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         # No key of a file marks the largest Gemma 2 and 3 (llama-model.cpp).
@@ -316,20 +316,20 @@ def tokenizer_of(header: Header, config: Any) -> Any:
     if kind.__name__ == "MistralCommonBackend":  # reads files that are not in a GGUF
         kind = TokenizersBackend
     with (
-        reading(header.path, "its tokenizer cannot be used", _USE_ANOTHER),
+        damage_errors(header.path, "its tokenizer cannot be used", _USE_ANOTHER),
         tempfile.TemporaryDirectory(prefix="beatrice-") as folder,
     ):
         # In its own folder: a template or tokenizer next to the file is not the file's.
         (Path(folder) / "model.gguf").symlink_to(header.path.resolve())
         tokenizer: Any = kind.from_pretrained(folder, gguf_file="model.gguf")
         if header.values["tokenizer.ggml.model"] == "gpt2":
-            _set_words(header, tokenizer)
+            _set_word_splitting(header, tokenizer)
         elif header.values.get("tokenizer.ggml.add_space_prefix") is False:
             _remove_first_space(header, tokenizer.backend_tokenizer)
     return tokenizer
 
 
-def _set_words(header: Header, tokenizer: Any) -> None:
+def _set_word_splitting(header: Header, tokenizer: Any) -> None:
     """Make a byte-level tokenizer split texts, and begin them, as llama.cpp does."""
     values, backend = header.values, tokenizer.backend_tokenizer
     pre = values.get("tokenizer.ggml.pre", _UNNAMED.get(header.architecture))
@@ -409,7 +409,7 @@ def dequantized(
     return values.reshape(entry.shape)
 
 
-class _Processed:
+class _ProcessorRoute:
     """Transformers' older route: the gguf package's names, and a tensor processor."""
 
     targets: dict[str, str | None]  # by name in the file; None: not in the model
@@ -444,7 +444,7 @@ class _Processed:
         return self._joined.pop(str(self.targets[name])).numpy() if is_last else None
 
 
-class _Converted:
+class _ConverterRoute:
     """The newer route (Qwen3.5, LFM2): renamings, and operations on some tensors."""
 
     targets: dict[str, str | None]
@@ -478,11 +478,11 @@ class Weights:
     def __init__(self, header: Header, config: Any) -> None:
         """Match names, without reading any weight."""
         self._header = header
-        with reading(header.path, "its tensors cannot be matched", _USE_ANOTHER):
+        with damage_errors(header.path, "its tensors cannot be matched", _USE_ANOTHER):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
             is_new = is_gguf_arch_supported(header.architecture)
-            route = _Converted if is_new else _Processed
+            route = _ConverterRoute if is_new else _ProcessorRoute
             self._route = route(header, config, model)
             shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
         unread = [name for name, t in self._route.targets.items() if t is None]
@@ -512,7 +512,7 @@ class Weights:
         with ThreadPoolExecutor(2) as threads:
             for name, target in self._targets.items():
                 n_missing[target] -= 1
-                with reading(path, f"{name!r} cannot be dequantised"):
+                with damage_errors(path, f"{name!r} cannot be dequantised"):
                     entry = self._header.tensors[name]
                     values = dequantized(content, entry, threads.map)
                     values = self._route.convert(name, values, n_missing[target] == 0)
@@ -605,7 +605,7 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-def unpacked(name: str) -> str:
+def loadable_path(name: str) -> str:
     """Return what Transformers loads for a name, unpacking a GGUF file if needed.
 
     One process unpacks at a time; the others wait and then read what it wrote.
@@ -618,7 +618,7 @@ def unpacked(name: str) -> str:
         return str(folder)
     header = read_header(path)
     weights = Weights(header, config_of(header))
-    with locked(folder.parent):
+    with locked_folder(folder.parent):
         if not _is_intact(folder):
             _unpack(weights, header, folder)
     return str(folder)
@@ -635,11 +635,11 @@ def _unpack(weights: Weights, header: Header, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def outlined(name: str) -> Iterator[str]:
+def outline_folder(name: str) -> Iterator[str]:
     """Yield a folder with config and tokenizer; no weight of a GGUF file is read."""
     path = Path(os.path.expanduser(name))
     if not path.is_file():
-        yield unpacked(name)
+        yield loadable_path(name)
     elif (folder := _model_folder(path)).is_dir():
         yield str(folder)
     else:

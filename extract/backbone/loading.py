@@ -43,15 +43,15 @@ from beatrice.extract.backbone.names import (
     check_name,
     check_weights,
     entries_of,
-    given_name,
-    own_device,
+    name_of_path,
+    torch_device,
     unreachable_hub,
 )
 from beatrice.extract.records import Answer
-from beatrice.extract.run.console import quiet, quietly
+from beatrice.extract.run.console import silence_transformers, transformers_silenced
 from beatrice.extract.run.files import (
+    cached_result,
     read_json,
-    remembered,
     sha256_json,
     sha256_of_model,
     software,
@@ -142,7 +142,7 @@ def _message_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _checkpoint_errors(name: str) -> Iterator[None]:
     """Turn any exception of a library into a one-sentence error about a checkpoint."""
     try:
         yield
@@ -176,7 +176,7 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
     packing = config.get("quantization_config")
     if packing is None:
         return
-    with _loading(name):
+    with _checkpoint_errors(name):
         is_supported = AutoHfQuantizer.supports_quant_method(packing)
     if not is_supported:
         raise ValueError(
@@ -204,7 +204,7 @@ def _check_depth(name: str, config: Any) -> None:
             )
 
 
-def _packing(quantization: Any) -> Any:
+def _unpacking_config(quantization: Any) -> Any:
     """Return a quantisation config that unpacks gpt-oss's four-bit weights, else None.
 
     Multiplying them packed needs kernels that are fetched from the Hub. Unpacked, they
@@ -215,14 +215,14 @@ def _packing(quantization: Any) -> Any:
 
 
 def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:
-    """Check a checkpoint's configs; return their commit and the weights' `_packing`.
+    """Check a checkpoint's configs; return their commit and `_unpacking_config`.
 
     All files are then loaded from that commit, even if the repository changes in the
     meantime. If `commit` is None, the head of the repository's main branch is used.
     """
     # For half a minute, Transformers keeps trying a Hub that does not answer.
     is_silent = not Path(name).exists() and unreachable_hub() is not None
-    with _loading(name):
+    with _checkpoint_errors(name):
         here: dict[str, Any] = {"local_files_only": is_silent}
         file = str(cached_file(name, CONFIG_NAME, revision=commit, **here))
         commit = extract_commit_hash(file, None)
@@ -240,7 +240,7 @@ def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, An
     _check_depth(name, config)
     check_weights(f"backbone {name!r}", Path(file).parent, config)
     _check_quantization(name, config)
-    return commit, _packing(config.get("quantization_config"))
+    return commit, _unpacking_config(config.get("quantization_config"))
 
 
 def _load_tokenizer(name: str, commit: str | None) -> Any:
@@ -291,7 +291,7 @@ def load_checkpoint(
     """Load model and tokenizer from a directory or Hub id; also return its commit."""
     commit, packing = _check_configs(name, commit)
     options = {} if packing is None else {"quantization_config": packing}
-    with _loading(name), quietly():
+    with _checkpoint_errors(name), transformers_silenced():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -321,12 +321,12 @@ class Outline:
 
 def load_outline(name: str) -> Outline:
     """Load a checkpoint without its weights, which takes seconds whatever its size."""
-    from beatrice.extract.backbone.gguf import outlined  # not needed for scoring
+    from beatrice.extract.backbone.gguf import outline_folder  # not needed for scoring
 
     check_name(name)
-    with outlined(name) as source:
+    with outline_folder(name) as source:
         commit, packing = _check_configs(source)
-        with _loading(source):
+        with _checkpoint_errors(source):
             config = AutoConfig.from_pretrained(
                 source, revision=commit, trust_remote_code=False
             )
@@ -343,7 +343,7 @@ def load_outline(name: str) -> Outline:
 def check_quantization_support(name: str, outline: Outline) -> None:
     """Check that this machine can load a checkpoint's quantised weights."""
     if outline.quantization is not None:
-        with _loading(name):
+        with _checkpoint_errors(name):
             AutoHfQuantizer.from_config(outline.quantization).validate_environment()
 
 
@@ -410,7 +410,7 @@ class Backbone:
             "about": about,
             **software(),
         }
-        return remembered(what, key, find)
+        return cached_result(what, key, find)
 
     @functools.cached_property
     def hashes(self) -> ModelHashes:
@@ -510,7 +510,7 @@ class Backbone:
             max_length=window_of(config),
             layout=layout,
             is_of_files=is_of_files,
-            mark=_mark_of(bare),
+            mark=_weights_version(bare),
         )
 
     def is_of_revision(self, revision: str) -> bool:
@@ -535,14 +535,14 @@ class Backbone:
 
     def require_unchanged(self) -> None:
         """Check that the weights are unchanged, or signals would mix two models."""
-        if _mark_of(self.model) != self.mark:
+        if _weights_version(self.model) != self.mark:
             raise ValueError(
                 f"the weights of {self.name!r} have changed, or another adapter is "
                 "active, since its LanguageModel was made; make another one"
             )
 
 
-def _mark_of(model: Any) -> tuple[Any, ...]:
+def _weights_version(model: Any) -> tuple[Any, ...]:
     """Return a value that changes with weights in memory, without reading them.
 
     It consists of their addresses and version counters, and the state of adapters.
@@ -704,15 +704,15 @@ def load_backbone(
         keep_freed_memory()
     source = name
     if local.is_file():  # a GGUF file, which few need
-        from beatrice.extract.backbone.gguf import unpacked
+        from beatrice.extract.backbone.gguf import loadable_path
 
-        source = unpacked(name)
+        source = loadable_path(name)
     model, tokenizer, commit = load_checkpoint(source, getattr(torch, dtype), revision)
     revision = _hash_files(local) if local.exists() else commit
     return Backbone.from_model(
         model.to(device).eval().requires_grad_(False),
         tokenizer,
-        name=given_name(name),
+        name=name_of_path(name),
         revision=revision,
         is_of_files=True,
     )
@@ -759,8 +759,8 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
 
 def open_backbone(config: BackboneConfig) -> Backbone:
     """Load a run's backbone with the run's number of threads."""
-    quiet()
+    silence_transformers()
     torch.set_num_threads(config.n_threads)
-    device = own_device(config.device, torch.cuda.device_count())
+    device = torch_device(config.device, torch.cuda.device_count())
     backbone = load_backbone(config.path, dtype=config.dtype, device=device)
     return dataclasses.replace(backbone, attention=config.attention_layers)

@@ -150,14 +150,14 @@ def model_path(name: str) -> str:
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
-def lasting_name(name: str) -> str:
+def absolute_name(name: str) -> str:
     """Return a name that is valid in any working directory: paths become absolute."""
     path = Path(os.path.expanduser(name))
     is_path = path.exists() and name not in (EMBEDDED, *MODELS)
     return os.path.abspath(path) if is_path else name
 
 
-def to_be_fetched(name: str) -> str | None:
+def download_needed(name: str) -> str | None:
     """Describe what `model_path` would download for a name; None for nothing."""
     model = MODELS.get(name)
     if model is None or not _missing(model, user_cache("models")):
@@ -165,7 +165,7 @@ def to_be_fetched(name: str) -> str | None:
     return f"{model.title}, about {bytes_in_words(model.n_bytes)}"
 
 
-def given_name(path: str) -> str:
+def name_of_path(path: str) -> str:
     """Return the name that `model_path` resolves to a path, or else the path."""
     folder = user_cache("models")
     names = {str(folder / model.path): name for name, model in MODELS.items()}
@@ -194,7 +194,7 @@ def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def own_device(
+def torch_device(
     device: str, n_visible: int, environ: Mapping[str, str] = os.environ
 ) -> str:
     """Return the Torch name of a device; plain `cuda` becomes this process's own GPU.
@@ -355,13 +355,13 @@ MODELS = {"gemma": GEMMA, "gemma3-270m": GEMMA, "smollm2": SMOLLM2}
 ENCODERS = {"minilm": MINILM}
 
 
-def name_of_released(revision: str) -> str | None:
+def released_name(revision: str) -> str | None:
     """Return the name of the model whose file has this SHA-256, or None."""
     return {m.files[0].sha256: name for name, m in MODELS.items()}.get(revision)
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Create a folder and hold its lock, if its disk supports locks; others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "wb", opener=open_unlinked) as stream:
@@ -381,7 +381,7 @@ def fetch_model(
     """
     path = folder / model.path
     if _missing(model, folder):
-        with locked(folder):
+        with locked_folder(folder):
             if missing := _missing(model, folder):
                 wanted = dict.fromkeys(r for file in missing for r, _ in file.pieces)
                 size = bytes_in_words(model.n_bytes)

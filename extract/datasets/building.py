@@ -91,7 +91,7 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
     return dataclasses.replace(config, contexts=contexts, unmarked=unmarked)
 
 
-def _use_of(row: Loaded, source: Source, config: BuildConfig) -> str:
+def _counted_name(row: Loaded, source: Source, config: BuildConfig) -> str:
     """Return the name under which a question of a file is counted.
 
     If its set's context was chosen because the first questions had no marked passage, a
@@ -134,7 +134,7 @@ def _read_pool(
                 )
             refusals.append(row)
             continue
-        counts[(use := _use_of(row, source, config))] += 1
+        counts[(use := _counted_name(row, source, config))] += 1
         if use != "usable":
             continue
         question, name = row.question, str(row.question.id)

@@ -41,7 +41,7 @@ from beatrice.extract.records import NAME_IN_WORDS, is_safe_name, text_key
 from beatrice.extract.run.console import Progress, Update, printable
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import MANIFEST, NewRun, RunDir
-from beatrice.extract.run.stages import current_inputs, once, run_stage
+from beatrice.extract.run.stages import current_inputs, do_once, run_stage
 from beatrice.extract.run.verbs import (
     AS_JSON,
     FILE,
@@ -102,7 +102,7 @@ def make_data_run(
             name = f"{dataset} {role}"  # one file or several
             inputs[name] = " ".join(filter(None, (inputs.get(name), digest)))
         outputs = [run.examples, run.passages, run.splits_file]
-        once(run, "data", inputs, outputs, progress, work)
+        do_once(run, "data", inputs, outputs, progress, work)
         return building.check_folder(run.path)
 
 

@@ -109,7 +109,7 @@ def identity(record: Record, *keys: str) -> str | None:
 _MOST_LITERAL = 1 << 20  # characters; each costs Python's parser hundreds of bytes
 
 
-def unfold(value: Any, name: str) -> Any:
+def parse_nested(value: Any, name: str) -> Any:
     """Return the value in a text that begins like a list or an object.
 
     It may be JSON, or a Python literal as in DPR's files and copies of PopQA. Any other
@@ -189,7 +189,7 @@ def field_answers(value: Any, name: str) -> tuple[str, ...]:
             "the bars separate answers, so save the list as JSON"
         )
     may_be_list = is_plural or _OPENS_A_LIST.match(text)
-    return answers(unfold(value, name) if may_be_list else value, name)
+    return answers(parse_nested(value, name) if may_be_list else value, name)
 
 
 def has_answers(record: Record) -> bool:
@@ -216,7 +216,7 @@ def is_titled(value: Any) -> bool:
 
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
     """Return pairs from a list of pairs or objects, or from an object of two lists."""
-    value = unfold(value, name)
+    value = parse_nested(value, name)
     if isinstance(value, dict):
         key = next((key for key in second if key in value), second[0])
         titles, others = value.get("title"), value.get(key)
@@ -299,23 +299,23 @@ def read_passages(
     the cell of a table. White space alone is not a passage. `is_supporting` holds for
     all passages; if None, the file's own marks count.
     """
-    items = enumerate(expect(unfolded(value, name), list, name))
+    items = enumerate(expect(as_listed(value, name), list, name))
     return tuple(_passage(item, f"{name}[{i}]", is_supporting) for i, item in items)
 
 
-def unfolded(value: Any, name: str) -> Any:
+def as_listed(value: Any, name: str) -> Any:
     """Return the list written in a text, or a list of the text; keep other values."""
     if not isinstance(value, str):
         return value
     if _IN_JSON.match(value):
-        return unfold(value, name)
+        return parse_nested(value, name)
     return [value] if value.strip() else []
 
 
 def passage_field(record: Record) -> str | None:
     """Return the name of the field in which a record has passages, or None."""
     for name in _HOLDERS:
-        value = unfolded(record.get(name), name)
+        value = as_listed(record.get(name), name)
         first = value[0] if isinstance(value, list) and value else None
         has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
         if has_text or isinstance(first, str):

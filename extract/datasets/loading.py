@@ -26,7 +26,7 @@ from beatrice.extract.datasets.fields import (
     is_foreign,
 )
 from beatrice.extract.datasets.readers import (
-    attach,
+    attach_pages,
     choose_format,
     find_evidence,
     recognise_record,
@@ -105,7 +105,7 @@ class DatasetFile:
                 name = row.question.meta.get("filter") if is_log else None
                 log_filter = log_filter or name
                 if name in (None, log_filter):
-                    row = _first_of_id(row, numbers)
+                    row = _refuse_repeated_id(row, numbers)
                 else:  # a log with two filters has each question twice
                     reason = (
                         f"repeats a question through the filter {name!r}: only the "
@@ -132,7 +132,7 @@ class DatasetFile:
             if not (question.passages or question.documents):
                 check_no_passages(value)
             if question.documents or layout.dataset == "triviaqa":
-                question = attach(question, self.evidence)
+                question = attach_pages(question, self.evidence)
             question = self._completed(question)
             check_id(question.example_id)
         except ValueError as error:
@@ -168,7 +168,7 @@ class DatasetFile:
         return dataclasses.replace(question, **changes)
 
 
-def _first_of_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
+def _refuse_repeated_id(row: Loaded, numbers: dict[int, int]) -> Loaded | Refusal:
     """Refuse a record whose id an earlier one has; adds its id to `numbers`."""
     question = row.question
     short = hash((question.dataset, question.id))  # the id takes too much memory

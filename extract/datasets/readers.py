@@ -77,7 +77,7 @@ def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
         yield Passage(title=title, text=body, is_supporting=holds_gold)
 
 
-def attach(question: Question, folder: Path | None) -> Question:
+def attach_pages(question: Question, folder: Path | None) -> Question:
     """Return a question of TriviaQA with the passages of its pages in a folder.
 
     Whole pages that came with the record (hub rows) are cut up the same way. Missing
@@ -110,7 +110,7 @@ def _golds(record: Record, field: str, *names: str) -> tuple[str, ...]:
     the last are used only if there is nothing else.
     """
     answer = fields.required(record, field, object, why=_BLIND)
-    answer = fields.expect(fields.unfold(answer, field), dict, field)
+    answer = fields.expect(fields.parse_nested(answer, field), dict, field)
     value, *lists, normalised = names
     texts = [fields.expect(answer.get(value) or "", str, f"{field}.{value}")]
     for name in (*lists, normalised):
@@ -151,9 +151,9 @@ def read_official(record: Record) -> Question:
     )
 
 
-def _columns(holder: Any, body: str) -> Iterator[Passage]:
+def _pages_of(holder: Any, body: str) -> Iterator[Passage]:
     """Yield the pages in a list of objects or in an object of lists."""
-    pages = fields.unfold(holder, body)
+    pages = fields.parse_nested(holder, body)
     if isinstance(pages, dict):
         lists = [pages.get(name) for name in ("title", body)]
         lists = [x if isinstance(x, list) else [] for x in lists]
@@ -174,8 +174,8 @@ def read_hub(record: Record) -> Question:
         id=fields.text(record, "question_id"),
         dataset="triviaqa",
         passages=(
-            *_columns(record.get("entity_pages"), "wiki_context"),
-            *_columns(record.get("search_results"), "search_context"),
+            *_pages_of(record.get("entity_pages"), "wiki_context"),
+            *_pages_of(record.get("search_results"), "search_context"),
         ),
     )
 
@@ -315,14 +315,14 @@ _BLANK = re.compile(
 )
 
 
-def _closed_up(golds: Iterable[str]) -> tuple[str, ...]:
+def _with_original_wording(golds: Iterable[str]) -> tuple[str, ...]:
     """Return golds, and for joined tokens also the wording of the original page."""
     pairs = ((gold, _BLANK.sub("", gold)) for gold in golds)
     return fields.distinct(itertools.chain(*pairs))
 
 
 def _joined_answers(record: Record) -> tuple[str, ...]:
-    return _closed_up(fields.any_answers(record))
+    return _with_original_wording(fields.any_answers(record))
 
 
 # The scores that mark a positive from the annotated page.
@@ -331,12 +331,12 @@ _GOLD_SCORES = (1000, "1000", "1000.0")
 
 def _listed_answers(record: Record) -> tuple[str, ...]:
     value = fields.text(record, fields.HEADERLESS[1])
-    golds = fields.unfold(value, fields.HEADERLESS[1])
+    golds = fields.parse_nested(value, fields.HEADERLESS[1])
     if not isinstance(golds, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
-    return _closed_up(fields.answers(golds, "answers"))
+    return _with_original_wording(fields.answers(golds, "answers"))
 
 
 def _with_negatives(record: Record, key: str, *others: str) -> tuple[Passage, ...]:
@@ -442,7 +442,7 @@ def read_simplified(record: Record) -> Question:
             f"no long answer in any of {len(notes)} annotations: there is neither a "
             "gold passage nor an answer"
         )
-    golds = _closed_up(short)
+    golds = _with_original_wording(short)
     if not golds:
         raise ValueError("a long answer but no short one: there is no answer to match")
     title = _words(tokens, 0, 64).split(" - wikipedia")[0].split(" - Wikipedia")[0]
@@ -461,7 +461,7 @@ def read_simplified(record: Record) -> Question:
 _COLUMNS = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
 
 
-def _plain(value: Any, name: str) -> str | int | float | None:
+def _json_cell(value: Any, name: str) -> str | int | float | None:
     """Return a cell as a JSON value; Parquet has decimals, pandas NaN for missing."""
     if isinstance(value, decimal.Decimal):
         value = float(value) if value % 1 else int(value)
@@ -482,7 +482,7 @@ _read_popqa = reader(
         fields.required(r, "possible_answers", object), "possible_answers"
     ),
     passages=any_passages,
-    meta=lambda r: {key: _plain(r[key], key) for key in _COLUMNS if key in r},
+    meta=lambda r: {key: _json_cell(r[key], key) for key in _COLUMNS if key in r},
 )
 
 

@@ -56,7 +56,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import Forecast, Stage, run_stage
-from beatrice.extract.signals.sequence import first_read
+from beatrice.extract.signals.sequence import first_read_token
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Outline
@@ -107,12 +107,12 @@ def _counts_of(answers: Sequence[Answer]) -> dict[str, int]:
     }
 
 
-def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
+def answer_shares(answers: Sequence[Answer]) -> dict[str, float]:
     """Return the shares of cut answers, of empty ones, and of hedges or refusals."""
     return {name: n / len(answers) for name, n in _counts_of(answers).items()}
 
 
-def _against_cuts(prompt: PromptConfig, limit: int) -> str:
+def _options_against_cuts(prompt: PromptConfig, limit: int) -> str:
     """Return the options that avoid cut answers in the next run."""
     options = [f"--max-new-tokens above {limit}"]
     if prompt.template != "few-shot":
@@ -144,7 +144,7 @@ def summarize_answers(
             lines[-1] += (
                 ". Cut answers are incomplete, and mostly labelled wrong: the model "
                 "explains, or never stops. Make another run with "
-                f"{_against_cuts(prompt, limit)}"
+                f"{_options_against_cuts(prompt, limit)}"
             )
     return lines
 
@@ -190,7 +190,7 @@ def prompts_of(requests: Sequence[Request]) -> list[GeneratorPrompt]:
         GeneratorPrompt(
             text=request.prompt.text,
             ids=request.prompt.ids,
-            n_common=first_read(request.prompt.context_span[0]),
+            n_common=first_read_token(request.prompt.context_span[0]),
             name=request.example_id,
         )
         for request in requests
@@ -298,7 +298,7 @@ def _mean(seconds: Sequence[float | None]) -> float | None:
 
 def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
     """Return how a run's questions are put, recording it unless this is a dry run."""
-    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)
+    return run.resolve_section("answer", ANSWER_PRESETS, is_recorded=is_recorded)
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -384,14 +384,14 @@ def load_tokenizer_only(
     """Load a run's tokenizer and stop tokens, without the backbone's weights."""
     from transformers import GenerationConfig as Defaults
 
-    from beatrice.extract.backbone.gguf import unpacked
+    from beatrice.extract.backbone.gguf import loadable_path
     from beatrice.extract.backbone.loading import load_outline, window_of
 
     config = run.section("backbone", BackboneConfig)
     outline = load_outline(config.path)
     check(config.model, outline)
     try:
-        defaults = Defaults.from_pretrained(unpacked(config.path))
+        defaults = Defaults.from_pretrained(loadable_path(config.path))
     except OSError:  # there is no such file, so the config has the defaults
         defaults = outline.model.generation_config
     model = TokenizerOnly(

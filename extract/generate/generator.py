@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_json
 from beatrice.extract.run.process import Share
-from beatrice.extract.run.stages import Forecast, current_inputs, once
+from beatrice.extract.run.stages import Forecast, current_inputs, do_once
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 MAX_SAMPLES = 1000  # per question; the baselines draw ten, and memory holds all of them
@@ -427,7 +427,7 @@ class TextStage(Generic[Product]):
         return reply_files(self.run.replies(self.role), self.run.parts(self.role))
 
     def do(self, progress: Progress) -> int | None:
-        """Do the stage, or this process's share of it; returns what `once` returns."""
+        """Do the stage, or a share of it; return the result of `do_once`."""
 
         def work(update: Update) -> int | None:
             journal = Journal.open(self._files(), self.run.share)
@@ -444,7 +444,7 @@ class TextStage(Generic[Product]):
             return None
 
         inputs = current_inputs(self.run, self.name, self.reads) | self.settings
-        return once(self.run, self.name, inputs, self.outputs, progress, work)
+        return do_once(self.run, self.name, inputs, self.outputs, progress, work)
 
     def forecast(self) -> str:
         """Return in words how many texts are missing, without retries."""

@@ -93,13 +93,13 @@ def filled_layers(cache: DynamicCache) -> list[Any]:
     return [layer for layer in layers if layer.keys is not None]
 
 
-def is_whole(cache: DynamicCache, n_tokens: int) -> bool:
+def is_complete_cache(cache: DynamicCache, n_tokens: int) -> bool:
     """Return whether a cache holds `n_tokens` tokens, none lost to a sliding window."""
     filled = filled_layers(cache)
     return bool(filled) and all(x.keys.shape[-2] == n_tokens for x in filled)
 
 
-def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
+def prefix_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
     """Return the keys and values of ids `[1, n_tokens]`, a beginning of several texts.
 
     None as for `empty_cache`, or if a sliding window is shorter than the beginning.
@@ -107,10 +107,10 @@ def begun_cache(layout: Layout, ids: torch.Tensor) -> DynamicCache | None:
     if (cache := empty_cache(layout)) is None:
         return None
     run_decoder(layout, ids, cache=cache)
-    return cache if is_whole(cache, ids.shape[1]) else None
+    return cache if is_complete_cache(cache, ids.shape[1]) else None
 
 
-def continued_by(cache: DynamicCache, n_rows: int) -> DynamicCache:
+def cache_for_rows(cache: DynamicCache, n_rows: int) -> DynamicCache:
     """Return a copy of a beginning's cache for the rows of a batch to append to."""
     cache = copy.copy(cache)
     cache.layers = [copy.copy(layer) for layer in cache.layers]
@@ -131,15 +131,15 @@ def shared_states(
     Each row is laid out as if it were computed by itself with its padding on the left;
     a row shorter than `width` lacks the last tokens of the beginning, computed with the
     rest of the row. At most `n_most` tokens of the beginning are used. Returns None if
-    the prompts have too little in common to be worth it, or if `begun_cache` does: then
-    every row is computed from its beginning.
+    the prompts have too little in common to be worth it, or if `prefix_cache` does.
+    Then every row is computed from its beginning.
     """
     n = n_shared(prompts)
     n = n if n_most is None else min(n, n_most)
     if len(prompts) < 2 or n < FEWEST_SHARED:
         return None
     ids = torch.tensor([list(prompts[0][:n])], device=layout.head.weight.device)
-    if (cache := begun_cache(layout, ids)) is None:
+    if (cache := prefix_cache(layout, ids)) is None:
         return None
     n_padding = torch.tensor([[width - len(prompt)] for prompt in prompts])
     columns = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
@@ -149,7 +149,7 @@ def shared_states(
     return cache
 
 
-def begun_states(
+def starting_states(
     layout: Layout,
     prompts: Sequence[Sequence[int]],
     ids: torch.Tensor,
@@ -492,7 +492,7 @@ class TransformersGenerator:
         edges = (width, width + n_new + (watch is not None and watch.runs_last))
         layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
         if n_common is None:
-            cache = begun_states(layout, prompts, ids, mask, self._run)
+            cache = starting_states(layout, prompts, ids, mask, self._run)
         else:
             cache = shared_states(layout, prompts, width, n_common)
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
@@ -594,7 +594,7 @@ class TransformersGenerator:
 _FEWER = "fewer or shorter passages"
 
 
-def overlong(
+def why_overlong(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> dict[int, str]:
     """Return why prompts with `n_new` more tokens exceed the model's window.
@@ -615,7 +615,7 @@ def check_requests_fit(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> None:
     """Check that every prompt with `n_new` more tokens fits the model's window."""
-    for i, reason in overlong(backbone, requests, n_new).items():
+    for i, reason in why_overlong(backbone, requests, n_new).items():
         raise ValueError(f"question {requests[i].example_id!r} {reason}")
 
 

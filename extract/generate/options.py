@@ -19,7 +19,7 @@ from beatrice.extract.backbone.names import (
     model_path,
 )
 from beatrice.extract.generate.prompts import ANSWER_PRESETS, AnswerConfig
-from beatrice.extract.run.console import quiet
+from beatrice.extract.run.console import silence_transformers
 from beatrice.extract.run.directory import NewRun, Preset
 from beatrice.extract.run.verbs import option
 
@@ -163,7 +163,7 @@ def check_backbone(
     from beatrice.extract.backbone.loading import load_outline
     from beatrice.extract.signals.parity import require_readable
 
-    quiet()
+    silence_transformers()
     outline = load_outline(str(path))
     require_readable(config.model, outline)
     n_layers = outline.config.num_hidden_layers

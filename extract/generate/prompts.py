@@ -185,7 +185,7 @@ class Rendered:
 
 
 @contextlib.contextmanager
-def _within(seconds: int) -> Iterator[None]:
+def _time_limit(seconds: int) -> Iterator[None]:
     """Raise TimeoutError after a time; only in the main thread, which gets signals."""
 
     def stop(*_: Any) -> None:
@@ -208,7 +208,7 @@ def _render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, is_open: bool
 ) -> str:
     """Return messages in the chat template, ready for a reply if `is_open`."""
-    with _within(seconds=10):  # far more than any sound template needs
+    with _time_limit(seconds=10):  # far more than any sound template needs
         template = tokenizer.get_chat_template()
         if "strftime_now" in template:
             template = _STRFTIME + template
@@ -394,7 +394,7 @@ def blank_before_answer(tokenizer: Any, prompt: Prompt, *, chat: bool) -> str:
     return "" if _NO_BLANK_BEHIND.search(prompt.text[-2:]) else " "
 
 
-def encode_behind(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
+def encode_after(tokenizer: Any, prompt: Prompt, text: str) -> Encoded:
     """Return the ids of a text after a prompt, as the model would write them.
 
     Some tokenizers begin every text with a blank, which an answer must not have twice.
@@ -567,7 +567,7 @@ class TokenizerOnly:
     name: str = "the model"
 
 
-class LeftOut(Record, frozen=True):
+class UnaskedQuestion(Record, frozen=True):
     """A question that is not asked in one setting because none of its passages fits."""
 
     example_id: str
@@ -582,7 +582,7 @@ class Requests:
     """The answers to be generated, and the questions that are left out."""
 
     requests: list[Request]
-    left_out: list[LeftOut]
+    left_out: list[UnaskedQuestion]
 
     @property
     def note(self) -> str | None:
@@ -651,7 +651,7 @@ def make_requests(
             dropped = tuple(range(n_passages, len(passages)))
             result.requests.append(Request(*key, prompt, dropped))
         elif may_cut and passages:
-            result.left_out.append(LeftOut(*key, n_tokens, int(room)))
+            result.left_out.append(UnaskedQuestion(*key, n_tokens, int(room)))
         else:
             too_long.append((n_tokens, bool(passages), name))
     if too_long:

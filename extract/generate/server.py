@@ -269,7 +269,7 @@ async def _check_encoding(response: Any) -> None:
 
 
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
-    """Return a client, for requests that `within` ends at their deadline.
+    """Return a client, for requests that `reply_before_deadline` ends in time.
 
     Raises ValueError if the key in the environment cannot be sent in a header.
     """
@@ -287,7 +287,7 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
     )
 
 
-async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
+async def reply_before_deadline(seconds: float, request: Awaitable[Reply]) -> Reply:
     """Return a request's reply; raises if it is late, or not JSON."""
     try:
         return await asyncio.wait_for(request, seconds)
@@ -430,7 +430,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         client = self._client.chat if prompt.is_chat else self._client
         try:
             request = client.completions.create(**self._fields(prompt, config))
-            response = await within(self._server.timeout, request)
+            response = await reply_before_deadline(self._server.timeout, request)
             reply = _read(response, prompt, self._stop_ids)
             reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:

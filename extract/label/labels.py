@@ -274,7 +274,7 @@ def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
             yield where, from_json(Label if is_label else JudgedAnswer, line, where)
 
 
-def _judges(row: JudgedAnswer | Label, answer: Answer) -> bool:
+def _is_about(row: JudgedAnswer | Label, answer: Answer) -> bool:
     """Return whether a line about the answer's question is about this answer."""
     if isinstance(row, Label):
         is_same = row.answer_sha in (None, answer_sha(answer.text))
@@ -313,7 +313,7 @@ def import_labels(
         else:
             key = (None, text_key(row.question).hex())
         to_question = by_question.get(key, [])
-        judged = [answer for answer in to_question if _judges(row, answer)]
+        judged = [answer for answer in to_question if _is_about(row, answer)]
         n_other_question += not to_question
         n_other_answer += bool(to_question) and not judged
         if isinstance(row, Label) and None in (row.answer_sha, row.question_key):

@@ -77,10 +77,10 @@ from beatrice.extract.run.files import (
 from beatrice.extract.run.rows import label_rule
 from beatrice.extract.run.stages import (
     Stage,
+    change_settings,
     current_inputs,
-    once,
+    do_once,
     run_stage,
-    settle_again,
 )
 
 COLUMNS = tuple(
@@ -521,7 +521,7 @@ def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
     """Label the run's answers by comparison with golds; None keeps the run's rule."""
     if match is not None:
         current_inputs(run, "label")  # fails if the user has changed the labels
-        settle_again(run, LABEL, lambda _: LabelConfig(match=match))
+        change_settings(run, LABEL, lambda _: LabelConfig(match=match))
     run_stage(LABEL, run, progress)
 
 
@@ -566,7 +566,7 @@ def _write_labels(run: RunDir, labels: Sequence[Label], progress: Progress) -> N
             return
 
 
-def _reads(run: RunDir) -> list[Path]:
+def _label_inputs(run: RunDir) -> list[Path]:
     """Return the files that every way of labelling reads."""
     return [*question_files(run), run.answers]
 
@@ -609,7 +609,7 @@ def judge_stage(
         run=run,
         name="label",
         role="judge",
-        reads=_reads(run),
+        reads=_label_inputs(run),
         settings={"judge": sha256_json(identity), "rule": rule},
         outputs=[run.labels, summary],
         make=make,
@@ -708,14 +708,14 @@ def _label_by(
     progress: Progress,
 ) -> None:
     """Write the labels of a user's judge or file, unless they are already there."""
-    inputs = {**current_inputs(run, "label", _reads(run)), **identity}
+    inputs = {**current_inputs(run, "label", _label_inputs(run)), **identity}
     # Made before the stage starts over, since the judge or the file may fail.
     labels = [] if run.stage_done("label", inputs) else make()
 
     def work(update: Update) -> None:
         _write_labels(run, labels, progress)
 
-    once(run, "label", inputs, [run.labels], progress, work)
+    do_once(run, "label", inputs, [run.labels], progress, work)
 
 
 def _labelled(run: RunDir) -> list[LabelledAnswer]:
@@ -759,7 +759,7 @@ def compare_annotations(run: RunDir, path: Path) -> HumanAgreement:
 
 LABEL = Stage(
     name="label",
-    inputs=_reads,
+    inputs=_label_inputs,
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,

@@ -23,9 +23,9 @@ from beatrice.extract.backbone.layout import LayerPass, Layout
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,
-    continued_by,
+    cache_for_rows,
     empty_cache,
-    is_whole,
+    is_complete_cache,
     n_shared,
 )
 from beatrice.extract.records import Answer
@@ -108,7 +108,7 @@ def begin(
     n_tokens = n_shared(sequences) if asks and len(sequences) > 1 else 0
     if n_tokens < n_behind + FEWEST_SHARED:
         return behind
-    cache = empty_cache(layout) if behind is None else continued_by(behind.cache, 1)
+    cache = empty_cache(layout) if behind is None else cache_for_rows(behind.cache, 1)
     if cache is None:
         return behind
     device = layout.head.weight.device
@@ -117,7 +117,7 @@ def begin(
     reading = CallReading(n_tokens, layers_read, 0, see=lambda _, call: call)
     on_layer = keep if is_seen else None
     final = run_decoder(layout, ids, on_layer=on_layer, reading=reading, cache=cache)
-    is_plain = is_whole(cache, n_tokens) and all(
+    is_plain = is_complete_cache(cache, n_tokens) and all(
         item.softcap is None
         and item.sinks is None
         and (item.mask is None or item.mask.dtype == torch.bool)
@@ -145,7 +145,7 @@ def final_states(
     run = functools.partial(run_decoder, layout, on_layer=on_layer, reading=reading)
     if begun is None:
         return run(ids)
-    cache = continued_by(begun.cache, len(ids))
+    cache = cache_for_rows(begun.cache, len(ids))
     return begun.before(run(ids[:, begun.n_tokens :], cache=cache))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.generate.local import continued_by
+from beatrice.extract.generate.local import cache_for_rows
 from beatrice.extract.generate.prompts import PromptModel, build_prompt, encode_text
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.readings.batch import (
@@ -189,7 +189,7 @@ def end_states(
             if (picked := pick(layer_pass)) is not None:
                 seen.append(picked[at])
 
-        cache = None if begun is None else continued_by(begun.cache, len(rows))
+        cache = None if begun is None else cache_for_rows(begun.cache, len(rows))
         rest = ids[:, n_begun:]  # what follows the beginning
         final = run_decoder(backbone.layout, rest, on_layer=on_layer, cache=cache)
         return (seen[0] if seen else final[at]).cpu()

@@ -78,7 +78,7 @@ def shell_line(verb: str, path: Path, *words: str) -> str:
 Update = Callable[[int, int], None]  # (done, total)
 
 
-def part_of(update: Update, index: int, n_parts: int) -> Update:
+def update_for_part(update: Update, index: int, n_parts: int) -> Update:
     """Return an update for one of `n_parts` parts of a stage, of equal weight."""
     return lambda done, total: update(index * total + done, n_parts * total)
 
@@ -192,7 +192,7 @@ def table_head(names: Sequence[str]) -> str:
     return f"{table_row(names)}\n{table_row(['---'] * len(names))}"
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Silence Transformers for good, in a process that runs a verb."""
     from transformers.utils import logging
 
@@ -222,12 +222,12 @@ def lean_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def transformers_silenced() -> Iterator[None]:
     """Silence Transformers and its progress bars in this block, for library calls."""
     from transformers.utils import logging
 
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    quiet()
+    silence_transformers()
     try:
         yield
     finally:

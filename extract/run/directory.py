@@ -446,7 +446,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             )
         return decode_section(value, kind, f"{self.manifest}, section {name!r}")
 
-    def settle(
+    def resolve_section(
         self,
         name: str,
         presets: Mapping[Preset, Section],

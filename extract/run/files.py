@@ -637,7 +637,7 @@ def user_cache(name: str) -> Path:
     return Path(home) / "beatrice" / name
 
 
-def remembered(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> Any:
+def cached_result(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> Any:
     """Return the result remembered under a key, or compute it with `find` and store it.
 
     `what` begins the name of the file, such as "parity"; `key` holds all that the
@@ -673,7 +673,7 @@ def sha256_of_model(path: Path) -> str:
         "bytes": at.st_size,
         "times": [at.st_mtime_ns, at.st_ctime_ns],
     }
-    return remembered("sha256", key, lambda: sha256_file(path))
+    return cached_result("sha256", key, lambda: sha256_file(path))
 
 
 @cache

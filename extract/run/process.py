@@ -124,7 +124,7 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
-def own_gpu(
+def gpu_of_process(
     environ: Mapping[str, str] = os.environ, cards: Path = _CARDS
 ) -> int | None:
     """Return the index of this process's GPU among those visible, or None for all.
@@ -162,7 +162,7 @@ def peak_bytes() -> int:
     return proc_bytes(_STATUS, "VmHWM") or since_the_start
 
 
-def held_bytes() -> int:
+def resident_bytes() -> int:
     """Return the bytes resident at present, or the peak so far if unknown."""
     return proc_bytes(_STATUS, "VmRSS") or peak_bytes()
 

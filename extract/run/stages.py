@@ -100,7 +100,7 @@ class Stage:
     # Returns what is left to do, given its settings; None if it has no `--dry-run`.
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
-    def settle(
+    def resolve_section(
         self,
         run: RunDir,
         change: Change | None = None,
@@ -108,12 +108,12 @@ class Stage:
         is_replaceable: bool = False,
         is_recorded: bool = True,
     ) -> Any:
-        """Return the stage's settings in a run, see `RunDir.settle`."""
+        """Return the stage's settings in a run, see `RunDir.resolve_section`."""
         if not self.presets:
             return None
         outputs = [p for p in self.outputs(run) if p.exists()] if self.is_open else []
         try:
-            return run.settle(
+            return run.resolve_section(
                 self.section or self.name,
                 self.presets,
                 change,
@@ -169,7 +169,7 @@ def side_by_side(
             raise
 
 
-def once(
+def do_once(
     run: RunDir,
     name: str,
     inputs: Mapping[str, str],
@@ -236,7 +236,7 @@ def do_share(
 ) -> None:
     """Do a stage alone, or a share of it, and join all `parts` if none is missing.
 
-    `work` gets an open run, does the share `run.share` by `once` or `run_stage`, and
+    `work` gets an open run, does the share `run.share` by `do_once` or `run_stage`, and
     returns their result. After a share, if no part is missing, it is called again with
     the run to itself. Raises `InUse` if a process that works alone, or workers of
     another stage, hold the run for more than `patience` seconds: nobody joins then.
@@ -277,7 +277,7 @@ def do_share(
 def current_inputs(
     run: RunDir, name: str, paths: Iterable[Path] = ()
 ) -> dict[str, str]:
-    """Return the identities of what a stage reads, for `once`.
+    """Return the identities of what a stage reads, for `do_once`.
 
     Raises ValueError if any of it is out of date or was edited by hand, or if an output
     of the stage was. Stages that it reads from have to be done again first; otherwise
@@ -322,35 +322,35 @@ def _identities(stage: Stage, run: RunDir, settings: Any) -> dict[str, str]:
 def run_stage(
     stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
 ) -> int | None:
-    """Do a stage, or this process's share of it, unless it is done; see `once`.
+    """Do a stage, or this process's share of it, unless it is done; see `do_once`.
 
     `change` applies the user's choices to the stage's settings. Raises ValueError if
     the run has settled on other settings, or lacks an input.
     """
     inputs = current_inputs(run, stage.name, stage.inputs(run))
-    settings = stage.settle(run, change)
+    settings = stage.resolve_section(run, change)
 
     def work(update: Update) -> int | None:
         return stage.work(run, settings, update, progress)
 
     inputs |= _identities(stage, run, settings)
     outputs = stage.outputs(run)
-    n_missing = once(run, stage.name, inputs, outputs, progress, work, stage.verb)
+    n_missing = do_once(run, stage.name, inputs, outputs, progress, work, stage.verb)
     if run.share.is_whole:
         for path in stage.leftovers(run):
             shutil.rmtree(path, ignore_errors=True)
     return n_missing
 
 
-def settle_again(run: RunDir, stage: Stage, change: Change) -> None:
+def change_settings(run: RunDir, stage: Stage, change: Change) -> None:
     """Change a stage's settings, at any time; the stage is then done again."""
-    before = stage.settle(run, is_recorded=False)
+    before = stage.resolve_section(run, is_recorded=False)
     if change(before) != before:
         run.reopen_stage(stage.name)
-        stage.settle(run, change, is_replaceable=True)
+        stage.resolve_section(run, change, is_replaceable=True)
 
 
-def do(
+def open_and_do(
     run_dir: Path,
     stage: Stage,
     *,
@@ -372,7 +372,7 @@ def is_done(run_dir: Path, stage: Stage) -> bool:
     Writes nothing and takes no lock. Raises ValueError as `run_stage` does.
     """
     run = RunDir(run_dir)
-    settings = stage.settle(run, is_recorded=False)
+    settings = stage.resolve_section(run, is_recorded=False)
     inputs = current_inputs(run, stage.name, stage.inputs(run))
     inputs |= _identities(stage, run, settings)
     return run.stage_done(stage.name, inputs)
@@ -382,8 +382,8 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
     """Return in words what a stage with a forecast would need; write nothing."""
     assert stage.forecast is not None
     run = RunDir(run_dir)
-    before = stage.settle(run, is_recorded=False)
-    settings = stage.settle(run, change, is_recorded=False)
+    before = stage.resolve_section(run, is_recorded=False)
+    settings = stage.resolve_section(run, change, is_recorded=False)
     inputs = run.hash_inputs(*stage.inputs(run))
     inputs |= _identities(stage, run, settings)
     if run.stage_done(stage.name, inputs) and settings == before:

@@ -24,7 +24,7 @@ from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import PRESETS, Preset, RunDir
 from beatrice.extract.run.process import Share, find_share
-from beatrice.extract.run.stages import Change, Stage, run_stage, settle_again
+from beatrice.extract.run.stages import Change, Stage, change_settings, run_stage
 
 Command = Callable[..., Any]
 
@@ -313,7 +313,7 @@ class RunOptions:
 def do_again_if_changed(run_dir: Path, stage: Stage, change: Change) -> None:
     """Do a stage whose settings may change at any time, again if they do."""
     with RunDir.open(run_dir) as run:
-        settle_again(run, stage, change)
+        change_settings(run, stage, change)
         run_stage(stage, run, Progress())
 
 

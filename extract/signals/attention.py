@@ -386,7 +386,7 @@ class _CustomAttention(TorchFunctionMode):
         return output
 
 
-def attend_alone(
+def call_attention_module(
     mixer: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -40,7 +40,7 @@ from beatrice.extract.signals.batch import raising_does_not_fit
 from beatrice.extract.signals.parity import probe_ids, probe_lengths
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
-from beatrice.extract.signals.sequence import first_read, sequence_of
+from beatrice.extract.signals.sequence import first_read_token, sequence_of
 from beatrice.extract.signals.span_sums import (
     Attention,
     AttentionCall,
@@ -94,7 +94,7 @@ class DecodeReading(AttentionReading):
         n_rows, n_columns = len(prompts), self._width + n_new
         self._n_room = self._width + min(n_new, _N_ROOM)  # columns with room
         self._pads = [self._width - len(prompt.ids) for prompt in prompts]
-        self._firsts = [first_read(prompt.context_span[0]) for prompt in prompts]
+        self._firsts = [first_read_token(prompt.context_span[0]) for prompt in prompts]
         # The first column that holds a token to be read.
         self.n_unread = min(map(sum, zip(self._pads, self._firsts, strict=True)))
         self._answer = self._width - (answer_span == "emitting")

@@ -44,7 +44,7 @@ from beatrice.extract.signals.sequence import (
     Reader,
     TokenSequence,
     batches_of,
-    first_read,
+    first_read_token,
     sequence_of,
 )
 from beatrice.extract.signals.written import WrittenReader, WrittenSignals, sequence_key
@@ -185,7 +185,9 @@ def plan_extraction(
         raise ValueError("expected answers to read, found none")
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
     spans = np.stack([item.spans for item in sequences]).astype(np.int64)
-    firsts = np.array([first_read(start) for start in spans[:, 0, 0]], dtype=np.int64)
+    firsts = np.array(
+        [first_read_token(start) for start in spans[:, 0, 0]], dtype=np.int64
+    )
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
     families = stored_families(reader.shapes, config)
     n_read = int((lengths - firsts).sum())
@@ -408,7 +410,7 @@ EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
 
 def extract_config(run: RunDir) -> ExtractConfig:
     """Return how a run's answers are read, and which signals are kept."""
-    return run.settle("extract", EXTRACT_PRESETS)
+    return run.resolve_section("extract", EXTRACT_PRESETS)
 
 
 def record_storage(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
@@ -426,7 +428,9 @@ def record_storage(run: RunDir, changes: Mapping[str, Any]) -> ExtractConfig:
             f"{wanted.describe()}; repeat the first choice, or delete "
             f"{folders[0].parent} to extract again"
         )
-    return run.settle("extract", EXTRACT_PRESETS, lambda _: wanted, is_replaceable=True)
+    return run.resolve_section(
+        "extract", EXTRACT_PRESETS, lambda _: wanted, is_replaceable=True
+    )
 
 
 def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
@@ -545,7 +549,7 @@ def _n_read(sequences: Iterable[TokenSequence]) -> dict[str, int]:
     """Count the tokens that are read, and those among them in answer spans."""
     n_tokens = n_answer = 0
     for s in sequences:
-        n_tokens += len(s.ids) - first_read(s.spans[0, 0])
+        n_tokens += len(s.ids) - first_read_token(s.spans[0, 0])
         n_answer += s.spans[2, 1] - s.spans[2, 0]
     return {"n_tokens": int(n_tokens), "n_answer": int(n_answer)}
 

@@ -39,7 +39,11 @@ from transformers import AutoModelForCausalLM
 from beatrice.extract.backbone.layout import LayerPass, evaluating
 from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
 from beatrice.extract.signals import probability, residual
-from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
+from beatrice.extract.signals.attention import (
+    SpanReading,
+    call_attention_module,
+    run_decoder,
+)
 from beatrice.extract.signals.batch import budget_for
 from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.probability import Head
@@ -317,7 +321,7 @@ class _Probe:
             mixer = copy.deepcopy(layout.layers[index].mixer)
             mixer._apply(_widened)  # `float()` would spoil complex rotations
             args, kwargs = map(_widened, unread[index])
-            expected = attend_alone(mixer, args, kwargs, None)
+            expected = call_attention_module(mixer, args, kwargs, None)
             # Each attention function needs its own form of the mask.
             if "attention_mask" in kwargs:
                 mask = _widened(read[index][1]["attention_mask"])
@@ -325,7 +329,7 @@ class _Probe:
             reading = self.attention_reading(self.ids, self.lengths)
             reading.attends_on_gpus = True
             _check_close(
-                attend_alone(mixer, args, kwargs, reading),
+                call_attention_module(mixer, args, kwargs, reading),
                 expected,
                 _LOGIT_TOLERANCE[rounding],
                 f"the outputs of layer {index}'s attention by itself and as it is read",

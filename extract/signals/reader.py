@@ -17,9 +17,9 @@ from beatrice.extract.backbone.loading import Backbone, layer_values
 from beatrice.extract.backbone.names import fingerprint_of
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,
-    begun_cache,
-    continued_by,
+    cache_for_rows,
     n_shared,
+    prefix_cache,
 )
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import SpanReading, run_decoder
@@ -32,7 +32,7 @@ from beatrice.extract.signals.batch import (
     pad_batch,
 )
 from beatrice.extract.signals.parity import check_parity
-from beatrice.extract.signals.sequence import TokenSequence, first_read
+from beatrice.extract.signals.sequence import TokenSequence, first_read_token
 from beatrice.extract.store.spec import (
     ReadingPath,
     Spans,
@@ -46,7 +46,9 @@ from beatrice.extract.store.spec import (
 class AnswerSignals:
     """The four families of one example, with a row per token from `first_token` on."""
 
-    first_token: int  # the token of the first row, see `signals.sequence.first_read`
+    first_token: (
+        int  # the token of the first row, see `signals.sequence.first_read_token`
+    )
     # `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states; only rows
     # of the answer span if the reader keeps no others.
     hidden: np.ndarray
@@ -122,7 +124,7 @@ class SignalReader:
         `hidden_layers` lists the entries of the resid axis `[n_layers + 1]` to keep: 0
         is the embedding, l the un-normed output of layer l; None keeps all. Hidden
         states are read for the tokens of `hidden_spans`, other families for all tokens
-        from `first_read` on. A `budget` of None is chosen by device.
+        from `first_read_token` on. A `budget` of None is chosen by device.
         """
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans: Spans = hidden_spans
@@ -215,7 +217,7 @@ class SignalReader:
     def _start(self, sequences: list[TokenSequence]) -> PendingSignals:
         self.backbone.check_length(max(len(sequence.ids) for sequence in sequences))
         device, layout = self.backbone.device, self.backbone.layout
-        starts = [first_read(sequence.spans[0, 0]) for sequence in sequences]
+        starts = [first_read_token(sequence.spans[0, 0]) for sequence in sequences]
         n_begun, cache = self._begin(sequences, min(starts))
         sequences = [sequence.behind(n_begun) for sequence in sequences]
         lengths = [len(sequence.ids) for sequence in sequences]
@@ -268,7 +270,7 @@ class SignalReader:
         beginning = sequences[0].ids[:n]
         if not np.array_equal(self._begun[0], beginning):
             ids = torch.from_numpy(beginning.copy())[None].to(self.backbone.device)
-            self._begun = beginning, begun_cache(layout, ids)
+            self._begun = beginning, prefix_cache(layout, ids)
         if (cache := self._begun[1]) is None:
             return 0, None
-        return n, continued_by(cache, len(sequences))
+        return n, cache_for_rows(cache, len(sequences))

@@ -73,7 +73,7 @@ class Reader(Protocol):
         """Begin to read a batch; the next may begin before this one's result is taken.
 
         Its `result()` gives an object per sequence with `[n_rows, …]` by family: rows
-        of the last `n_rows` tokens; those before `first_read` may be missing.
+        of the last `n_rows` tokens; those before `first_read_token` may be missing.
         """
 
 
@@ -112,7 +112,7 @@ def sequence_of(
     )
 
 
-def first_read(context_start: int) -> int:
+def first_read_token(context_start: int) -> int:
     """Return the first token whose signals are read, given where the context starts.
 
     Tokens before the context, even an empty one, belong to no span and are not used:
@@ -170,6 +170,6 @@ def reading_batches(
     sequences: Sequence[TokenSequence], tokens_per_batch: int
 ) -> list[list[int]]:
     """Group sequences by `batches_of`, not counting worked examples that all share."""
-    n_begun = min((first_read(item.spans[0, 0]) for item in sequences), default=0)
+    n_begun = min((first_read_token(item.spans[0, 0]) for item in sequences), default=0)
     lengths = [len(item.ids) - n_begun for item in sequences]
     return batches_of(lengths, tokens_per_batch, n_beside=n_begun)

@@ -138,7 +138,7 @@ class WrittenSignals(Mapping[str, WaitingSignals]):
         opened = functools.lru_cache(maxsize=64)(_open)
         for path in sorted(folder.glob("*.safetensors")):
             _, about = opened(path)
-            if _holds(about, fingerprint, config):
+            if _has_needed_signals(about, fingerprint, config):
                 last = about
                 places |= {k: (path, i) for i, k in enumerate(about["keys"])}
         if not places:
@@ -220,7 +220,7 @@ def _damage(path: Path, cause: object) -> str:
     )
 
 
-def _holds(
+def _has_needed_signals(
     about: Mapping[str, Any], fingerprint: Mapping[str, Any], config: StoreConfig
 ) -> bool:
     """Return whether a file's signals have all that is needed of each answer."""

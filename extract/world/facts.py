@@ -477,7 +477,7 @@ def make_claims(
     return claims
 
 
-def state(claim: Claim, wording: int) -> Passage:
+def claim_as_passage(claim: Claim, wording: int) -> Passage:
     """Return the claim as a passage in one of its three wordings."""
     text = statements(claim.relation, claim.subject, claim.object)[wording]
     return Passage(title=claim.subject, text=text, is_supporting=claim.is_supporting)
@@ -623,8 +623,8 @@ def _examples(
             split=split,
             question=word_question(rng, query, rephrased=dataset == "rephrased"),
             golds=accepted_answers(query),
-            passages=tuple(map(state, claims, wordings)),
-            rewritten=tuple(map(state, claims, others)) if in_domain else (),
+            passages=tuple(map(claim_as_passage, claims, wordings)),
+            rewritten=tuple(map(claim_as_passage, claims, others)) if in_domain else (),
             meta={
                 "n_hops": len(query.steps),
                 "exposures": round(query.exposures, 3),

@@ -37,10 +37,10 @@ from beatrice.extract.world.facts import (
     Query,
     TwoHop,
     World,
+    claim_as_passage,
     function_words,
     make_claims,
     short_form,
-    state,
     statements,
     stream,
     word_question,
@@ -90,7 +90,7 @@ def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> 
 
 
 def _context(rng: random.Random, claims: list[Claim]) -> Piece:
-    texts = [state(claim, rng.randrange(3)).text for claim in claims]
+    texts = [claim_as_passage(claim, rng.randrange(3)).text for claim in claims]
     return ("Context: " + " ".join(texts) + " ", False)
 
 

@@ -460,16 +460,18 @@ Searches = Literal["retrieval", "transfer_retrieval"]
 
 def retrieval_config(run: RunDir, section: Searches = "retrieval") -> RetrievalConfig:
     """Return a run's choice of retrieval; BM25 over its own passages by default."""
-    common = run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
+    common = run.resolve_section("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
     presets = dict.fromkeys(RETRIEVAL_PRESETS, common)
-    return run.settle(section, presets, is_recorded=False)
+    return run.resolve_section(section, presets, is_recorded=False)
 
 
-def settle_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
+def record_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
     """Record where a run searches; `control` is reopened if its search changes."""
     if section == "retrieval" and config != retrieval_config(run):
         run.reopen_stage("control")
-    run.settle(section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True)
+    run.resolve_section(
+        section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True
+    )
 
 
 def retrieval_of(
@@ -546,7 +548,7 @@ def _open_session(
         encoder=functools.cache(lambda: question_encoder(questions, checkpoint)),
         n_draws=config.n_draws,
         stores=lambda: {setting: open_rows(run, setting) for setting in SETTINGS},
-        maps=run.settle("calibrate", CALIBRATE_PRESETS).maps,
+        maps=run.resolve_section("calibrate", CALIBRATE_PRESETS).maps,
         queries=config.queries,
         config=ControllerConfig(
             max_budget=config.max_budget, max_generations=config.max_generations

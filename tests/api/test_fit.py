@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import beatrice
-from beatrice.extract.backbone.names import locked
+from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
@@ -781,7 +781,7 @@ def test_a_second_fit_waits_for_the_first_and_then_finds_its_probe(tmp_path):
         except ValueError as error:
             errors.append(str(error))
 
-    with locked(tmp_path / "probe.work"):
+    with locked_folder(tmp_path / "probe.work"):
         other = threading.Thread(target=fit)
         other.start()
         other.join(0.2)

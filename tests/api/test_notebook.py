@@ -31,7 +31,7 @@ from beatrice.extract.backbone.names import (
     WEIGHTS,
     ModelHashes,
     fetch_model,
-    locked,
+    locked_folder,
 )
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
@@ -179,7 +179,7 @@ def test_reading_into_a_folder_waits_until_its_lock_is_free(model, tmp_path):
     reading = threading.Thread(
         target=lambda: read.append(model.read(answers, store=store))
     )
-    with locked(store):
+    with locked_folder(store):
         reading.start()
         reading.join(3)
         assert reading.is_alive() and not (store / "index.json").exists()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import beatrice
-from beatrice.extract.backbone.names import locked
+from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.generate.templates import PromptConfig, Shot
 from beatrice.extract.records import Answer
 from beatrice.extract.run.contents import read_examples
@@ -151,7 +151,7 @@ def test_labelled_answers_that_were_read_are_not_read_again(tmp_path):
     n_passes = len(passes)
     read_given(model, rows, tmp_path, print)
     assert 0 < n_passes == len(passes)
-    with locked(tmp_path):
+    with locked_folder(tmp_path):
         clear_work(tmp_path)  # a saved probe does not need it
     assert not tmp_path.exists()
 

@@ -563,7 +563,7 @@ def test_closed_book_answers_are_reused_and_changed_questions_answered_again(tmp
 def test_transfer_answers_nothing_if_a_detectors_code_is_not_named(smoke_run, tmp_path):
     run = RunDir(shutil.copytree(smoke_run, tmp_path / "run"))
     only = BaselinesConfig(only=("foreign:x",))
-    BASELINES.settle(run, lambda _: only, is_replaceable=True)
+    BASELINES.resolve_section(run, lambda _: only, is_replaceable=True)
     done = beatrice("transfer", run.path, code=1)
     assert_error_sentence(done, "give --only foreign:x to allow it")
     done = beatrice("transfer", run.path, "--only", "other:y", code=2)

@@ -18,7 +18,7 @@ from beatrice.extract.backbone.loading import (
     require_known_tokens,
 )
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.datasets.fields import unfold
+from beatrice.extract.datasets.fields import parse_nested
 from beatrice.extract.generate.options import check_backbone
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import write_lines
@@ -97,9 +97,9 @@ def test_a_file_of_a_stage_that_holds_something_else_is_named(tmp_path, content)
 
 
 def test_a_literal_that_would_fill_the_memory_is_not_parsed():
-    assert unfold("[" + "'a', " * 9 + "]", "golds") == ["a"] * 9
+    assert parse_nested("[" + "'a', " * 9 + "]", "golds") == ["a"] * 9
     with pytest.raises(ValueError, match="'golds': expected a list as JSON"):
-        unfold("[" + "'a', " * 300_000 + "]", "golds")
+        parse_nested("[" + "'a', " * 300_000 + "]", "golds")
 
 
 def test_a_full_disk_is_reported_in_a_sentence_with_advice(tmp_path):

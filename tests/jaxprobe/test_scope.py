@@ -8,7 +8,7 @@ from scipy.stats import beta, norm
 
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_checksums
-from beatrice.extract.run.stages import settle_again
+from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.checkpoint import CONFIG
@@ -307,11 +307,11 @@ def test_a_detector_saved_in_format_8_certifies_nothing(
 def test_another_precision_calibrates_again_and_the_same_one_does_not(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke", seed=0)) as run:
         run.mark_stage("calibrate", {}, 0.0)
-        settle_again(run, CALIBRATE, lambda _: CalibrateConfig())
+        change_settings(run, CALIBRATE, lambda _: CalibrateConfig())
         assert run.stage_done("calibrate")
-        settle_again(run, CALIBRATE, lambda _: CalibrateConfig(precision=0.8))
+        change_settings(run, CALIBRATE, lambda _: CalibrateConfig(precision=0.8))
         assert not run.stage_done("calibrate")
-        assert run.settle("calibrate", CALIBRATE_PRESETS).precision == 0.8
+        assert run.resolve_section("calibrate", CALIBRATE_PRESETS).precision == 0.8
     for no_share in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="expected a share in"):
             CalibrateConfig(precision=no_share)

@@ -22,13 +22,13 @@ from beatrice.extract.generate.templates import TEMPLATES, PromptConfig
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.stages import settle_again
+from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.scope import Evidence, Validation, certified
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     ControlConfig,
-    settle_retrieval,
+    record_retrieval,
 )
 from beatrice.pgir.controllers.waves import (
     JUDGES,
@@ -342,7 +342,7 @@ def test_a_gate_needs_a_policy_from_control_or_a_threshold(tmp_path):
 
 def test_a_threshold_from_control_applies_only_to_its_own_detector(tmp_path, backbone):
     run, detector = make_run(tmp_path / "run"), make_detector(backbone)
-    run.settle("answer", ANSWER_PRESETS)
+    run.resolve_section("answer", ANSWER_PRESETS)
     detector.save(run.detector)
     run.control.mkdir()
     (run.control / "control.json").write_text(json.dumps({"tau": 0.6}))
@@ -686,10 +686,10 @@ def test_code_that_a_run_names_runs_only_if_the_command_line_names_it_too(
     with RunDir.open(shutil.copytree(smoke_run, working_folder / "run")) as run:
         if kind == "retriever":
             config = RetrievalConfig(retriever="planted:run")
-            settle_retrieval(run, config, "retrieval")
+            record_retrieval(run, config, "retrieval")
         else:
             config = ControlConfig(rivals=("judge:planted:run",))
-            settle_again(run, CONTROL, lambda _: config)
+            change_settings(run, CONTROL, lambda _: config)
     stderr = beatrice("control", run.path, code=1).stderr
     assert f"`beatrice control {run.path} --{kind} planted:run`" in stderr
     # A finished stage stays finished without that code.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from beatrice.extract.records import Passage
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
-from beatrice.extract.run.stages import settle_again
+from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.calibrate import N_FOLDS
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
@@ -276,14 +276,14 @@ def test_a_cross_fitted_probability_ignores_the_labels_of_its_own_fold(
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
     change = ControlOptions(max_generations=4.63).change
     with RunDir.open(tmp_path / "run", NewRun(preset="paper")) as run:
-        assert CONTROL.settle(run, change).max_generations == 4.63
+        assert CONTROL.resolve_section(run, change).max_generations == 4.63
         section = json.loads((run.path / "manifest.json").read_text())["sections"]
         assert section["control"]["max_generations"] == 4.63
-        assert CONTROL.settle(run).max_generations == 4.63
+        assert CONTROL.resolve_section(run).max_generations == 4.63
         other = ControlOptions(cross_fit=True).change
-        settle_again(run, CONTROL, other)  # the policy may be searched for again
+        change_settings(run, CONTROL, other)  # the policy may be searched for again
         settled = ControlConfig(max_generations=4.63, cross_fit=True)
-        assert CONTROL.settle(run) == settled
+        assert CONTROL.resolve_section(run) == settled
 
 
 def test_bm25_ranks_the_passage_with_the_rare_word_first():

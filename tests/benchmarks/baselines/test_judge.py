@@ -112,7 +112,7 @@ def test_a_runs_detector_is_loaded_only_if_the_command_line_names_it(here, smoke
     done = beatrice("baselines", run.path, "--only", "saplma_last")
     assert "foreign:x is left out" in done.stderr
     only = BaselinesConfig(only=("foreign:x",))
-    BASELINES.settle(run, lambda _: only, is_replaceable=True)
+    BASELINES.resolve_section(run, lambda _: only, is_replaceable=True)
     for verb in ("baselines", "demo"):
         preset = () if verb == "baselines" else ("--preset", "smoke")
         stderr = beatrice(verb, run.path, *preset, code=1).stderr

@@ -40,7 +40,7 @@ from beatrice.benchmarks.results.evaluate import (
 )
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
 from beatrice.benchmarks.results.tables import find, results_of
-from beatrice.extract.generate.prompts import LeftOut
+from beatrice.extract.generate.prompts import UnaskedQuestion
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
@@ -293,8 +293,8 @@ def test_the_chosen_layer_is_compared_with_the_first_and_last_kept():
 def test_cut_prompts_and_questions_that_were_not_asked_are_counted():
     examples = [an_example(id=f"q{i}", dataset="ab"[i % 2]) for i in range(6)]
     answers = [an_answer(example_id=f"q{i}", dropped=(1,) * (i == 0)) for i in range(4)]
-    out = [LeftOut(f"q{i}", "closed_book", "original", 9, 8) for i in (4, 5)]
-    out.append(LeftOut("q0", "with_context", "original", 9, 8))
+    out = [UnaskedQuestion(f"q{i}", "closed_book", "original", 9, 8) for i in (4, 5)]
+    out.append(UnaskedQuestion("q0", "with_context", "original", 9, 8))
     rows = prompt_rows(examples, answers, out)
     assert [(r.setting, r.dataset, r.value, r.n, r.n_failed) for r in rows] == [
         ("closed_book", "a", 0.5, 2, 1),

@@ -28,9 +28,9 @@ from beatrice.extract.backbone.gguf import (
     _write_weights,
     config_of,
     generation_of,
+    loadable_path,
     read_header,
     tokenizer_of,
-    unpacked,
 )
 from beatrice.extract.backbone.loading import load_backbone, load_outline
 from beatrice.extract.run.files import user_cache
@@ -223,7 +223,9 @@ def test_half_precision_takes_half_the_disk_space(tmp_path, cache):
     sizes = {}
     for kind in ("F32", "F16", "BF16", "Q8_0"):
         path = write_gguf(tmp_path / f"{kind}.gguf", tiny("llama"), kind=kind)
-        sizes[kind] = (Path(unpacked(str(path))) / "model.safetensors").stat().st_size
+        sizes[kind] = (
+            (Path(loadable_path(str(path))) / "model.safetensors").stat().st_size
+        )
     assert sizes["F16"] < 0.51 * sizes["F32"] > sizes["BF16"]
     assert sizes["Q8_0"] == sizes["F32"]
 
@@ -322,12 +324,12 @@ def test_a_token_that_ends_messages_before_the_answer_does_not_end_answers(bytew
 
 
 def test_a_file_is_unpacked_once_and_again_only_when_damaged(llama_file):
-    weights = Path(unpacked(str(llama_file))) / "model.safetensors"
+    weights = Path(loadable_path(str(llama_file))) / "model.safetensors"
     first = weights.stat().st_mtime_ns, weights.read_bytes()
-    assert unpacked(str(llama_file)) == str(weights.parent)
+    assert loadable_path(str(llama_file)) == str(weights.parent)
     assert weights.stat().st_mtime_ns == first[0]
     weights.write_bytes(first[1][:-1] + b"?")
-    unpacked(str(llama_file))
+    loadable_path(str(llama_file))
     assert weights.read_bytes() == first[1]
 
 
@@ -516,8 +518,8 @@ def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path, llama_file):
 
 
 def test_two_processes_can_unpack_the_same_file_at_once(llama_file, cache):
-    code = "from beatrice.extract.backbone.gguf import unpacked; import sys; "
-    code += "print(unpacked(sys.argv[1]))"
+    code = "from beatrice.extract.backbone.gguf import loadable_path; import sys; "
+    code += "print(loadable_path(sys.argv[1]))"
     words = [sys.executable, "-c", code, str(llama_file)]
     both = [
         subprocess.Popen(words, stdout=-1, stderr=-1, text=True, cwd=ROOT)

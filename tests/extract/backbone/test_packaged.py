@@ -14,8 +14,8 @@ from beatrice.extract.backbone.names import (
     PackagedFile,
     PackagedModel,
     fetch_model,
-    given_name,
     model_path,
+    name_of_path,
 )
 from beatrice.extract.run.files import user_cache
 
@@ -141,8 +141,8 @@ def test_every_requirement_is_pinned_and_every_checksum_complete():
 
 
 def test_a_released_model_goes_by_its_short_name_and_any_other_by_its_path():
-    assert given_name(model_path("embedded")) == "embedded"
+    assert name_of_path(model_path("embedded")) == "embedded"
     for name in ("smollm2", "gemma3-270m"):
-        assert given_name(str(user_cache("models") / MODELS[name].path)) == name
-    assert given_name("/a/model.gguf") == "/a/model.gguf"
-    assert given_name("owner/model") == "owner/model"
+        assert name_of_path(str(user_cache("models") / MODELS[name].path)) == name
+    assert name_of_path("/a/model.gguf") == "/a/model.gguf"
+    assert name_of_path("owner/model") == "owner/model"

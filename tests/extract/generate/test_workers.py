@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from beatrice.extract.backbone.names import own_device
+from beatrice.extract.backbone.names import torch_device
 from beatrice.extract.run.directory import RunDir
 from tests.extract.signals.test_written import SMALL_BATCHES
 from tests.extract.small_run import beatrice, make_run, questions
@@ -203,7 +203,7 @@ def test_work_that_cannot_be_shared_is_refused_to_several_processes(run_path, li
     ],
 )
 def test_each_process_has_a_gpu_of_its_own(device, n_visible, environ, expected):
-    assert own_device(device, n_visible, environ) == expected
+    assert torch_device(device, n_visible, environ) == expected
 
 
 @pytest.mark.slow

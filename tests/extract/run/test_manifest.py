@@ -91,38 +91,40 @@ def test_settings_that_follow_from_a_preset_are_not_listed_as_different(tmp_path
 
 
 def test_settled_options_stay_and_other_values_are_refused_by_name(run):
-    settled = run.settle("train", PRESETS, changed(stop=3))
+    settled = run.resolve_section("train", PRESETS, changed(stop=3))
     assert settled == dataclasses.replace(PRESETS["smoke"], stop=3)
     assert run.section("train", Settings) == settled
     before = run.manifest.read_bytes()
-    assert run.settle("train", PRESETS) == settled  # no options given
-    assert run.settle("train", PRESETS, lambda saved: saved) == settled
-    assert run.settle("train", PRESETS, changed(stop=3)) == settled
+    assert run.resolve_section("train", PRESETS) == settled  # no options given
+    assert run.resolve_section("train", PRESETS, lambda saved: saved) == settled
+    assert run.resolve_section("train", PRESETS, changed(stop=3)) == settled
     other = changed(precision="bfloat16", widths=Widths(layers=(4,), rate=0.5))
     words = f"{run.path} holds a run with train.widths.rate=0.1, train.precision="
     words += "'float32'; you asked for train.widths.rate=0.5, train.precision="
     with pytest.raises(ValueError, match=f"^{words}'bfloat16'; {CHOOSE}$"):
-        run.settle("train", PRESETS, other)
+        run.resolve_section("train", PRESETS, other)
     assert run.manifest.read_bytes() == before
 
 
 def test_settled_options_outlive_changed_defaults_of_a_preset(run):
-    settled = run.settle("train", PRESETS)
+    settled = run.resolve_section("train", PRESETS)
     later = {**PRESETS, "smoke": Settings(n_seeds=9)}
-    assert run.settle("train", later) == settled
-    assert run.settle("select", later) == later["smoke"]  # control: not settled yet
+    assert run.resolve_section("train", later) == settled
+    assert (
+        run.resolve_section("select", later) == later["smoke"]
+    )  # control: not recorded yet
 
 
 def test_a_dry_run_settles_nothing(run):
     before = run.manifest.read_bytes()
-    result = run.settle("train", PRESETS, changed(stop=3), is_recorded=False)
+    result = run.resolve_section("train", PRESETS, changed(stop=3), is_recorded=False)
     assert result.stop == 3
     assert run.manifest.read_bytes() == before
     with pytest.raises(ValueError, match="no settings of train yet; run `beatrice tr"):
         run.section("train", Settings)
-    run.settle("train", PRESETS)
+    run.resolve_section("train", PRESETS)
     with pytest.raises(ValueError, match="train.stop=3"):  # the real run would refuse
-        run.settle("train", PRESETS, changed(stop=3), is_recorded=False)
+        run.resolve_section("train", PRESETS, changed(stop=3), is_recorded=False)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,12 @@ def test_a_dry_run_settles_nothing(run):
     ],
 )
 def test_a_section_that_cannot_be_read_is_refused_with_the_reason(run, change, reason):
-    run.settle("train", PRESETS)
+    run.resolve_section("train", PRESETS)
     manifest = read_manifest(run.path)
     change(manifest["sections"]["train"])
     run.manifest.write_text(json.dumps(seal(manifest)))
     words = re.escape(f"{run.manifest}, section 'train': {reason}")
-    for read, value in ((run.section, Settings), (run.settle, PRESETS)):
+    for read, value in ((run.section, Settings), (run.resolve_section, PRESETS)):
         with pytest.raises(ValueError, match=f"^{words}.*start a new run directory$"):
             read("train", value)
 
@@ -205,24 +207,24 @@ BY_HAND = "its own SHA-256 does not match; restore it"
 def test_a_manifest_edited_by_hand_or_with_wrong_types_is_refused(
     run, change, is_sealed, words
 ):
-    run.settle("train", PRESETS)
+    run.resolve_section("train", PRESETS)
     path = run.manifest
     manifest = read_manifest(run.path) if is_sealed else json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(seal(manifest) if is_sealed else manifest))
     with pytest.raises(ValueError, match=words):
-        run.settle("train", PRESETS)
+        run.resolve_section("train", PRESETS)
 
 
 def test_workers_that_settle_simultaneously_write_the_same_bytes(run):
     barrier = threading.Barrier(2)
 
-    def settle(settings):
-        barrier.wait()  # both have found nothing settled
+    def record(settings):
+        barrier.wait()  # both have found nothing recorded
         return dataclasses.replace(settings, stop=3)
 
     def work(_):
-        settled = RunDir(run.path).settle("train", PRESETS, settle)
+        settled = RunDir(run.path).resolve_section("train", PRESETS, record)
         return settled, run.manifest.read_bytes()
 
     with ThreadPoolExecutor(2) as pool:

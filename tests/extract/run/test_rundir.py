@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.extract.backbone.names import WEIGHTS, locked
+from beatrice.extract.backbone.names import WEIGHTS, locked_folder
 from beatrice.extract.records import Record, to_json
 from beatrice.extract.run.directory import (
     InUse,
@@ -26,8 +26,8 @@ from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     JsonLines,
+    cached_result,
     lock_file,
-    remembered,
     replaced_folder,
     sha256_file,
     sha256_of_model,
@@ -207,7 +207,10 @@ def test_symbolic_links_in_a_run_are_refused_and_their_targets_left_alone(tmp_pa
     lock, folder_lock, calls, rows = names
     with pytest.raises(ValueError, match=f"{lock} is a link"):
         RunDir.open(run)
-    with pytest.raises(ValueError, match=f"{folder_lock} is a link"), locked(run):
+    with (
+        pytest.raises(ValueError, match=f"{folder_lock} is a link"),
+        locked_folder(run),
+    ):
         pass
     with pytest.raises(ValueError, match=f"{calls} is a link"):
         CallJournal(calls, "")
@@ -491,21 +494,21 @@ def remembered_folder(tmp_path, monkeypatch):
 
 def test_a_result_is_remembered_only_under_its_own_kind_and_key(remembered_folder):
     find = iter(range(9)).__next__
-    assert remembered("check", {"a": 1}, find) == 0
-    assert remembered("check", {"a": 1}, find) == 0
-    assert remembered("check", {"a": 2}, find) == 1
-    assert remembered("other", {"a": 1}, find) == 2
+    assert cached_result("check", {"a": 1}, find) == 0
+    assert cached_result("check", {"a": 1}, find) == 0
+    assert cached_result("check", {"a": 2}, find) == 1
+    assert cached_result("other", {"a": 1}, find) == 2
     for path in remembered_folder.iterdir():  # an edited file is computed again
         path.write_text(path.read_text().replace('"value": 0', '"value": 7'))
-    assert remembered("check", {"a": 1}, find) == 3
+    assert cached_result("check", {"a": 1}, find) == 3
 
 
 def test_neither_an_error_nor_a_result_of_none_is_remembered(remembered_folder):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            remembered("check", {}, lambda: 1 / 0)
-        assert remembered("check", {}, lambda: None) is None
-    assert remembered("check", {}, lambda: 5) == 5
+            cached_result("check", {}, lambda: 1 / 0)
+        assert cached_result("check", {}, lambda: None) is None
+    assert cached_result("check", {}, lambda: 5) == 5
 
 
 def test_the_digest_of_a_models_file_is_remembered_until_the_file_changes(

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from beatrice.extract.backbone.names import own_device
+from beatrice.extract.backbone.names import torch_device
 from beatrice.extract.run.process import (
     Share,
     find_share,
+    gpu_of_process,
     keep_freed_memory,
-    own_gpu,
     return_freed_memory,
 )
 from tests.process import run_python
@@ -93,7 +93,7 @@ def test_incomplete_launcher_variables_and_wrong_numbers_are_refused(given, mess
     ],
 )
 def test_a_launchers_workers_have_a_gpu_each(environ, expected, tmp_path):
-    assert own_gpu(environ, tmp_path / "no driver") == expected
+    assert gpu_of_process(environ, tmp_path / "no driver") == expected
 
 
 @pytest.mark.parametrize("n_cards", [1, 2, 4])
@@ -102,13 +102,13 @@ def test_jax_and_torch_assign_gpus_alike_for_any_number_of_gpus(n_cards, tmp_pat
         (tmp_path / f"0000:0{card}:00.0").mkdir()
     for number in range(5):
         environ = {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": str(number)}
-        gpu = own_gpu(environ, tmp_path)
-        assert own_device("cuda", n_cards, environ) == f"cuda:{gpu}"
+        gpu = gpu_of_process(environ, tmp_path)
+        assert torch_device("cuda", n_cards, environ) == f"cuda:{gpu}"
 
 
 def test_a_local_rank_that_is_not_a_number_is_named():
     with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
-        own_gpu(TORCHRUN | {"LOCAL_RANK": "first"})
+        gpu_of_process(TORCHRUN | {"LOCAL_RANK": "first"})
 
 
 @pytest.mark.parametrize("cost", [None, lambda item: item])
@@ -172,15 +172,15 @@ def test_an_old_glibc_gets_the_limit_that_it_accepts_or_none(most):
 # 16 MiB below one in use; prints how much of it is still resident.
 LEARN = """
 import sys
-from beatrice.extract.run.process import held_bytes, return_freed_memory
+from beatrice.extract.run.process import resident_bytes, return_freed_memory
 
 if sys.argv[1] == "return":
     assert return_freed_memory({})
 b"x" * (24 << 20)
-before = held_bytes()
+before = resident_bytes()
 block, above = b"x" * (16 << 20), b"x" * 9999
 del block
-print(held_bytes() - before)
+print(resident_bytes() - before)
 """
 
 

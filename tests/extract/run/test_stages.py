@@ -13,11 +13,11 @@ from beatrice.extract.run.process import Share
 from beatrice.extract.run.stages import (
     Forecast,
     Stage,
-    do,
+    do_once,
     do_share,
     forecast_stage,
     is_done,
-    once,
+    open_and_do,
     run_stage,
     side_by_side,
 )
@@ -163,9 +163,9 @@ def test_a_forecast_does_and_settles_nothing_and_needs_no_lock(run):
     assert run.manifest.read_bytes() == before
     assert not (run.path / "out").exists()
     with pytest.raises(InUse):
-        do(run.path, stage)
+        open_and_do(run.path, stage)
     run.close()
-    do(run.path, stage)
+    open_and_do(run.path, stage)
     output = forecast_stage(run.path, stage)
     assert "already done, nothing is left to forecast" in output
 
@@ -216,7 +216,7 @@ def test_outputs_that_are_out_of_date_or_unfinished_are_not_read(run, capsys):
 
 def test_a_record_holds_how_many_seconds_a_stage_took(run):
     began = time.monotonic()
-    once(run, "wait", {}, [], Progress(), lambda update: time.sleep(0.2))
+    do_once(run, "wait", {}, [], Progress(), lambda update: time.sleep(0.2))
     elapsed = time.monotonic() - began
     assert 0.2 <= run.stage_record("wait").seconds <= elapsed + 0.05
 
@@ -231,7 +231,7 @@ def test_a_worker_that_cannot_join_the_parts_fails_unless_they_are_joined(run):
     with RunDir.open(run.path, share=Share(0, 2)):  # a worker of another stage
         with pytest.raises(InUse, match="all there, but not joined.* in one process"):
             join()
-        once(run, "sweep", {}, [], Progress(), lambda update: None)
+        do_once(run, "sweep", {}, [], Progress(), lambda update: None)
         join()
     join()
 

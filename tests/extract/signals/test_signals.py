@@ -26,7 +26,7 @@ from beatrice.extract.signals.parity import narrow_twin
 from beatrice.extract.signals.probability import Head
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.residual import StreamReading
-from beatrice.extract.signals.sequence import first_read
+from beatrice.extract.signals.sequence import first_read_token
 from tests.extract.signals.readers import assert_same_signals, representatives
 
 FIELDS = oracle.SIGNALS
@@ -281,7 +281,7 @@ def test_rows_after_worked_examples_are_those_of_the_oracle(name, n_spared):
     twin = oracle.copy_with_attention(reader.backbone.model, "eager")
     batch = mixed_batch()[:n_spared]
     for sequence, item in zip(batch, reader.read(batch), strict=True):
-        first = first_read(sequence.spans[0, 0])
+        first = first_read_token(sequence.spans[0, 0])
         assert item.first_token == first
         for family, expected in oracle.oracle_signals(twin, sequence).items():
             rows = getattr(item, family)
