@@ -417,7 +417,7 @@ def _write_page(
 
 
 @contextlib.contextmanager
-def _held(out: Path | None) -> Iterator[None]:
+def _locked_results(out: Path | None) -> Iterator[None]:
     """Create a results file, and lock it against other processes."""
     if out is None:
         yield
@@ -446,7 +446,7 @@ def _score_file(
     from beatrice.pgir.score_files import PageRows, Tally, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), PageRows()
-    with _held(how.out), progress.stage("score") as update:
+    with _locked_results(how.out), progress.stage("score") as update:
         lines = JsonLines.open(how.out) if how.out else None
         if lines and lines.truncated:
             progress.note(lines.truncated)

@@ -51,7 +51,12 @@ from beatrice.jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from beatrice.jaxprobe.rows import StoreRows, check_whole, training_set, without_number
+from beatrice.jaxprobe.rows import (
+    StoreRows,
+    check_groups_unsplit,
+    first_id,
+    training_set,
+)
 from beatrice.jaxprobe.tokens import stored_dtypes
 from beatrice.jaxprobe.train import (
     LINEAR_ONLY,
@@ -290,7 +295,7 @@ def _train(
     return grid, outputs
 
 
-def _of(
+def _for_setting(
     values: Any, name: str, setting: Setting, passes: Mapping[Setting, Signals]
 ) -> Any:
     """Return one setting's part of an argument that may be a mapping by setting."""
@@ -331,7 +336,7 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
     `known` are the question ids of both settings.
     """
     if groups is None:
-        return np.array([without_number(name, known) for name in signals.ids])
+        return np.array([first_id(name, known) for name in signals.ids])
     return as_groups(groups, len(signals))
 
 
@@ -346,32 +351,37 @@ def _rows_of(
                 f"{n_answers} answers; leave copies out, since all rows weigh the same"
             )
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
-        s: _as_labels(_of(labels, "labels", s, passes), x) for s, x in passes.items()
+        s: _as_labels(_for_setting(labels, "labels", s, passes), x)
+        for s, x in passes.items()
     }
     known = {name for x in passes.values() for name in x.ids}
     names: dict[Setting, np.ndarray] = {
-        s: _as_groups(_of(groups, "groups", s, passes), x, known)
+        s: _as_groups(_for_setting(groups, "groups", s, passes), x, known)
         for s, x in passes.items()
     }
     chosen: dict[Setting, np.ndarray]
     if splits is None:
         chosen = drawn_splits(names, truth, seed)
         ids = {s: np.array(x.ids) for s, x in passes.items()}
-        check_whole(*(np.concatenate([x[s] for s in passes]) for x in (ids, chosen)))
+        check_groups_unsplit(
+            *(np.concatenate([x[s] for s in passes]) for x in (ids, chosen))
+        )
     else:
         parts = ("train", "validation", "test", "")
         chosen = {
-            s: as_splits(_of(splits, "splits", s, passes), len(x), parts)
+            s: as_splits(_for_setting(splits, "splits", s, passes), len(x), parts)
             for s, x in passes.items()
         }
-        check_whole(*(np.concatenate([x[s] for s in passes]) for x in (names, chosen)))
+        check_groups_unsplit(
+            *(np.concatenate([x[s] for s in passes]) for x in (names, chosen))
+        )
     return {
         setting: StoreRows(
             setting=setting,
-            ids=_among_stored(names[setting], signals),
-            splits=_among_stored(chosen[setting], signals),
-            labels=_among_stored(truth[setting][0], signals),
-            is_labelled=_among_stored(truth[setting][1], signals),
+            ids=_over_all_stored(names[setting], signals),
+            splits=_over_all_stored(chosen[setting], signals),
+            labels=_over_all_stored(truth[setting][0], signals),
+            is_labelled=_over_all_stored(truth[setting][1], signals),
             datasets=np.full(len(signals.store.spec.keys), "fitted"),
             variants=np.array([key[-1] for key in signals.store.spec.keys]),
         )
@@ -379,7 +389,7 @@ def _rows_of(
     }
 
 
-def _among_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
+def _over_all_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
     """Spread `[n]` values over all answers of a store; the others get empty values."""
     stored = np.zeros(len(signals.store.spec.keys), values.dtype)
     stored[signals.indices] = values

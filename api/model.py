@@ -417,7 +417,7 @@ class LanguageModel:
         from beatrice.signals import Signals, place_of
 
         about = self._about(answers, generation)
-        with _alone(store), place_of(store) as url:
+        with _locked_signals_folder(store), place_of(store) as url:
             # Keep the stored name if the model has moved: the revision identifies it.
             with suppress(ValueError, KeyError):
                 about |= {"name": open_store(url).spec.fingerprint["name"]}
@@ -530,7 +530,7 @@ def _answer_on_disk(
     return ordered, WrittenReader(written, written, lambda: reader)
 
 
-def _alone(store: str | Path | None) -> AbstractContextManager[None]:
+def _locked_signals_folder(store: str | Path | None) -> AbstractContextManager[None]:
     """Lock a folder for signals; other processes wait, and then find its contents."""
     from beatrice.extract.backbone.names import locked_folder
 

@@ -155,7 +155,7 @@ def split_answers(labels: np.ndarray, questions: Sequence[str]) -> np.ndarray:
     return splits[group]
 
 
-def in_parts(parts: Parts, note: Callable[[str], None]) -> Parts:
+def split_settings(parts: Parts, note: Callable[[str], None]) -> Parts:
     """Split the answers of all settings, and leave out a setting that has too few.
 
     A question has the same split in both settings, because one head may read both.
@@ -241,11 +241,11 @@ def answer_and_label(
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
     for setting, part in asked.items() if is_new else ():
         ahead = partial(answered, setting=setting, is_ahead=True)
-        first = _forecast(ahead, part, setting, note)
+        first = _with_forecast(ahead, part, setting, note)
         if len(first.labels) > 1 and len(set(first.labels)) == 1:
             note(_class_advice(first, part, setting))
     parts: Parts = {x: answered(part, x) for x, part in asked.items()}
-    return in_parts(parts, note)
+    return split_settings(parts, note)
 
 
 def without_worked_examples(
@@ -305,7 +305,7 @@ def _shown(questions: Sequence[Example], setting: Setting) -> list[Sequence[Pass
     return [q.passages if setting == "with_context" else () for q in questions]
 
 
-def _forecast(
+def _with_forecast(
     work: Callable[[Sequence[Any]], Any],
     items: Sequence[Any],
     setting: Setting,
@@ -367,12 +367,12 @@ def read_given(
         texts, contexts = [x.question for x in given], [x.context for x in given]
         here = list(itertools.compress(answers, is_here))
         parts[setting] = LabelledSignals(texts, contexts, here, None, np.array(labels))
-    parts = in_parts(parts, note)  # before reading, which takes longer
+    parts = split_settings(parts, note)  # before reading, which takes longer
     for setting, part in parts.items():
         about = [[*x.key, *x.prompt_ids, *x.token_ids] for x in part.answers]
         store = work / _store_name(model, about)
         if not store.exists():
-            _forecast(model.read, part.answers, setting, note)
+            _with_forecast(model.read, part.answers, setting, note)
         signals = model.read(part.answers, store=store)
         parts[setting] = part._replace(signals=signals)
     return parts

@@ -25,7 +25,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
-from beatrice.pgir.arguments import argument_error, one_each
+from beatrice.pgir.arguments import argument_error, as_list_of_length
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -147,7 +147,7 @@ class Signals:
             }
         setting: Setting = "with_context" if has_context else "closed_book"
         n = len(n_tokens)
-        names = range(n) if ids is None else one_each(ids, "ids", "names", n)
+        names = range(n) if ids is None else as_list_of_length(ids, "ids", "names", n)
         spec = StoreSpec(
             families={
                 name: Family(shape=x.shape[1:], by_layer=name in by_layer)

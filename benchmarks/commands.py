@@ -396,8 +396,8 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
         GRID,
         SELECT,
         costs_in_words,
-        measured,
         read_costs,
+        recorded_cost,
     )
     from beatrice.benchmarks.results.report import summary
     from beatrice.extract.run.stages import run_stage
@@ -411,7 +411,7 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
         run.resolve_section("select", {**SELECT_PRESETS, "demo": SELECT})
         for number, stage in enumerate(stages, start=1):
             progress.note(f"stage {number} of {len(stages)}: {stage.name}")
-            with measured(run_dir, stage.name, run.stage_record):
+            with recorded_cost(run_dir, stage.name, run.stage_record):
                 run_stage(stage, run, progress)
         costs = costs_in_words(read_costs(run_dir / COSTS))
     progress.note(costs)

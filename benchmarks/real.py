@@ -160,7 +160,7 @@ def read_costs(path: Path) -> dict[str, StageCost]:
 
 
 @contextlib.contextmanager
-def measured(
+def recorded_cost(
     folder: Path, stage: str, record_of: Callable[[str], object]
 ) -> Iterator[None]:
     """Record what a stage costs; its old costs stay if it had nothing to do."""

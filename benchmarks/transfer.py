@@ -33,7 +33,7 @@ from beatrice.benchmarks.baselines.judge import (
     read_again,
     run_identities,
     run_inputs,
-    score_or_say,
+    score_or_explain,
     unmet,
 )
 from beatrice.benchmarks.baselines.plain import (
@@ -394,7 +394,7 @@ def published_scores(
     n_own = len(scene.trained.rows.ids)
     scored = []
     for detector in detectors:
-        judged = score_or_say(detector, inputs)[0].scored(detector.name)
+        judged = score_or_explain(detector, inputs)[0].scored(detector.name)
         scored.append(judged.take(np.arange(n_own, len(inputs.rows.ids))))
         tick()
     return scored
@@ -441,7 +441,7 @@ def _count_missing(
     return [msgspec.structs.replace(row, n_failed=n_failed(row)) for row in result]
 
 
-def scene_rows(
+def scenario_rows(
     scene: Scenario,
     scores: Mapping[Subject, np.ndarray],
     questions: Sequence[Example],
@@ -525,7 +525,7 @@ def write_questions(
     write_text_atomic(inner.examples, content)
 
 
-def run_scene(
+def run_scenario(
     run: RunDir,
     inner: RunDir,
     setting: Setting,
@@ -602,14 +602,14 @@ def _transfer(
             detectors.append(rival)
     relations = open_relations(run, how, detectors, progress)
     for index, setting in enumerate(SETTINGS):
-        scene = run_scene(run, _inner(run), setting, how, relations)
+        scene = run_scenario(run, _inner(run), setting, how, relations)
         encoders, _ = checkpoint.restore(run.encoders(setting))
         scores = selected_scores(scene, detector)
         scores |= encoder_scores(scene, encoders, grid_config(run))
         scores |= rival_scores(scene)
         setting_update = update_for_part(update, index, len(SETTINGS))
         published = run_published(run, scene, detectors, how, setting_update)
-        rows += scene_rows(scene, scores, questions, intervals, published)
+        rows += scenario_rows(scene, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
     # No note if only the retrieved answers have judges: a deliberate, costly choice.
     if rule != of_run and (rule in RULES.values() or of_run not in RULES.values()):

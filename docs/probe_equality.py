@@ -23,7 +23,7 @@ def write(run, folder, n):
     from beatrice.extract.store.store import open_store
     from beatrice.jaxprobe.calibrate import branch_setting, run_selection
     from beatrice.jaxprobe.families import span_lengths, widths_of
-    from beatrice.jaxprobe.rows import partners
+    from beatrice.jaxprobe.rows import closed_book_rows
     from beatrice.jaxprobe.tokens import read_features
 
     opened, probe = RunDir(run), beatrice.load(run)
@@ -41,7 +41,7 @@ def write(run, folder, n):
         for name in detector.passes_of(head):
             rows = where
             if name != setting:
-                rows = partners(ids[setting], ids[name])[where]
+                rows = closed_book_rows(ids[setting], ids[name])[where]
             spans = detector.banks[name].spans
             widths = widths_of(span_lengths(stores[name].spec.spans[rows], spans))
             features = read_features(stores[name], probe.layer, rows, widths, spans)

@@ -77,7 +77,7 @@ from beatrice.jaxprobe.fusion import (
 )
 from beatrice.jaxprobe.grid import TrainedMembers, grid_members
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
-from beatrice.jaxprobe.rows import StoreRows, partner_ids, partners
+from beatrice.jaxprobe.rows import StoreRows, closed_book_ids, closed_book_rows
 from beatrice.jaxprobe.scope import (
     Evidence,
     Validation,
@@ -131,12 +131,12 @@ def pool_of(
     if setting == "with_context" and "closed_book" in outputs:
         questions = questions or {s: x.ids for s, x in rows.items()}
         closed_book = questions["closed_book"]
-        ids = partner_ids(questions[setting], closed_book)
+        ids = closed_book_ids(questions[setting], closed_book)
         # Rows without a split or a label may lack a closed-book answer.
         is_needed = (setting_rows.splits != "") & setting_rows.is_labelled
         is_read = is_needed | np.isin(ids, closed_book)
         where = np.zeros(len(ids), np.int64)
-        where[is_read] = partners(ids[is_read], closed_book)
+        where[is_read] = closed_book_rows(ids[is_read], closed_book)
         closed_book_outputs = _take(outputs["closed_book"], where)
         if not is_read.all():
             logits, pooled = map(np.array, closed_book_outputs)
@@ -172,7 +172,7 @@ def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
     return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
 
 
-def reads(
+def encoders_read(
     branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
 ) -> tuple[tuple[Setting, str], ...]:
     """Return the (pass, subset name) of each position in a branch's pool.
@@ -187,7 +187,7 @@ def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
     """Return pool positions as printed: [HP] for with context, (HA) for closed-book."""
     return [
         f"({name})" if where == "closed_book" else f"[{name}]"
-        for where, name in reads(branch, members)
+        for where, name in encoders_read(branch, members)
     ]
 
 
@@ -240,7 +240,7 @@ class FusedHead(NamedTuple):
     """The heads of a selected set, with their scores of every row of their setting.
 
     Attributes:
-      members: pool positions, see `jaxprobe.calibrate.reads`.
+      members: pool positions, see `jaxprobe.calibrate.encoders_read`.
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       scores: `[n_seeds, n_rows]` uncalibrated probabilities.
@@ -290,7 +290,7 @@ def calibrated_head(
     calibrator = FIT_MAP[kind](scores, labels, questions)
     validation = Validation.of_answers(scores, calibrator(scores), labels, questions)
     return SettingHead(
-        reads=reads(branch, fused.members, grid.dims.subset_names),
+        reads=encoders_read(branch, fused.members, grid.dims.subset_names),
         config=fused.config,
         params=fused.params,
         calibrator=calibrator,
@@ -386,7 +386,9 @@ def score_store(
     for name in passes:
         store, bank = stores[name], detector.banks[name]
         _check_families(bank.dims, store)
-        rows[name] = where if name == setting else partners(ids[where], _ids(store))
+        rows[name] = (
+            where if name == setting else closed_book_rows(ids[where], _ids(store))
+        )
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
     indices, scores = [], []
     every = np.concatenate(list(lengths.values()), axis=1)

@@ -89,7 +89,7 @@ class _Measured:
 
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
         """Return the row of the mean over seeds, then those of each seed."""
-        fields = _less(fields, self.n_left_out)
+        fields = _with_more_failures(fields, self.n_left_out)
         if self.draws is None:
             return [ResultRow(**fields, value=None, reason=self.reason)]
         low, high = interval_of(self.draws)
@@ -104,7 +104,7 @@ class _Measured:
         ]
 
 
-def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
+def _with_more_failures(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
     """Return a result row's fields with more of its rows counted as failed."""
     n, n_failed = fields["n"] - n_left_out, fields["n_failed"] + n_left_out
     return {**fields, "n": n, "n_failed": n_failed}
@@ -189,7 +189,7 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
 
 
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
-    fields = _less(fields, ours.n_left_out)
+    fields = _with_more_failures(fields, ours.n_left_out)
     if ours.draws is None or rival.draws is None:
         # The rival's reason first: a rival without scores leaves ours without rows.
         return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)

@@ -76,7 +76,7 @@ def fit_linear(
 Scale = tuple[np.ndarray, np.ndarray]
 
 
-def block_scale(train: np.ndarray) -> Scale:
+def feature_scale(train: np.ndarray) -> Scale:
     """Return what to subtract from a block of features, and what to divide by.
 
     On the training rows each scaled feature has mean 0 and variance 1 / width, so that
@@ -97,7 +97,7 @@ def block_scale(train: np.ndarray) -> Scale:
     return mean.astype(train.dtype), scale.astype(train.dtype)
 
 
-def score_blocks(
+def fit_and_score(
     blocks: Sequence[np.ndarray],
     labels: np.ndarray,
     train: np.ndarray,
@@ -105,13 +105,13 @@ def score_blocks(
 ) -> tuple[np.ndarray, float]:
     """Fit on rows `train`, choose the penalty on rows `valid`, and score all rows.
 
-    Blocks `[n_rows, n_features]` are scaled one by one (see `block_scale`) and
+    Blocks `[n_rows, n_features]` are scaled one by one (see `feature_scale`) and
     concatenated. Returns log-odds `[n_rows]` and the inverse penalty.
     """
     features = np.concatenate(blocks, axis=1)
     edges = np.cumsum([block.shape[1] for block in blocks])
     for block in np.split(features, edges[:-1], axis=1):  # views: scaled in place
-        mean, scale = block_scale(block[train])
+        mean, scale = feature_scale(block[train])
         block -= mean
         block /= scale
     fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
@@ -220,7 +220,7 @@ def fit_linear_parts(
       questions: `[n_train]`; rows of one question share a fold.
       subsets: numbers of the subsets.
     """
-    scales = [block_scale(family) for family in train.families]
+    scales = [feature_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
     folds = _folds(train.labels, questions)
     widths = [len(mean) for mean, _ in scales]
@@ -277,7 +277,7 @@ def fit_ridge(
     least. Returns the linear part, and logits `[n_train]`, each from a regression that
     has not seen the row's question.
     """
-    scales = [block_scale(family) for family in train.families]
+    scales = [feature_scale(family) for family in train.families]
     x, labels = np.concatenate(_scaled(train.families, scales), axis=1), train.labels
     folds = _folds(labels, questions)
     _, question = np.unique(questions, return_inverse=True)

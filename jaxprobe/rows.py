@@ -130,7 +130,7 @@ def rows_of(
     )
 
 
-def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
+def check_groups_unsplit(groups: np.ndarray, splits: np.ndarray) -> None:
     """Check that no group is in two splits, and so both trained on and tested.
 
     Each answer has the name of its group, such as a question, and its split, which is
@@ -146,7 +146,7 @@ def check_whole(groups: np.ndarray, splits: np.ndarray) -> None:
             )
 
 
-def without_number(example_id: str, known: Collection[str]) -> str:
+def first_id(example_id: str, known: Collection[str]) -> str:
     """Return the id under which a question was first asked.
 
     A repeated question has the first id, which is in `known`, plus a number.
@@ -155,7 +155,7 @@ def without_number(example_id: str, known: Collection[str]) -> str:
     return first if first in known and number.isdigit() else example_id
 
 
-def partner_ids(
+def closed_book_ids(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
     """Return the id of each question's closed-book answer, or its own if there is none.
@@ -165,19 +165,17 @@ def partner_ids(
     known, answered = {*ids, *closed_book}, {*closed_book}
     first: dict[str, str] = {}
     for example_id in closed_book:
-        first.setdefault(without_number(example_id, known), example_id)
-    names = (
-        x if x in answered else first.get(without_number(x, known), x) for x in ids
-    )
+        first.setdefault(first_id(example_id, known), example_id)
+    names = (x if x in answered else first.get(first_id(x, known), x) for x in ids)
     return np.array([*names], str)
 
 
-def partners(
+def closed_book_rows(
     ids: Sequence[str] | np.ndarray, closed_book: Sequence[str] | np.ndarray
 ) -> np.ndarray:
     """Return each row's closed-book row of the same question, `[n_rows]`."""
     index = {example_id: i for i, example_id in enumerate(closed_book)}
-    ids = partner_ids(ids, closed_book)
+    ids = closed_book_ids(ids, closed_book)
     if missing := [example_id for example_id in ids if example_id not in index]:
         raise ValueError(
             f"question {str(missing[0])!r} has no closed-book answer; answer it "

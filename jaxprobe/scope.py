@@ -66,7 +66,7 @@ def share_outside(
     return n_outside / np.maximum(n_values, 1)
 
 
-def _some(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _sampled_rows(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return evenly spaced rows of about `MOST_TOKENS` tokens at most; at least one."""
     mean = max(1.0, float(lengths[rows].mean()))
     n = max(1, min(len(rows), int(MOST_TOKENS / mean)))
@@ -86,7 +86,7 @@ def fit_scope(
     all validation answers, about as many tokens at a time. `lengths` `[n_rows]` are the
     numbers of tokens read. There must be at least one row of each split.
     """
-    features = read(_some(train, lengths))
+    features = read(_sampled_rows(train, lengths))
     low, high = np.zeros((2, dims.total), np.float32)
     for first in range(0, dims.total, _CHANNELS_AT_ONCE):
         channels = slice(first, first + _CHANNELS_AT_ONCE)

@@ -299,7 +299,7 @@ def read_features(
     # The row where each example's token 0 is or would be.
     starts = np.cumsum(lengths) - lengths - spec.first_rows[chosen]
     rows = {
-        name: _spread(ragged, starts, int(lengths.sum()))
+        name: _place_answer_rows(ragged, starts, int(lengths.sum()))
         if spec.families[name].spans == "answer"
         else ragged.values
         for name, ragged in families.items()
@@ -308,7 +308,7 @@ def read_features(
     return assemble(rows, starts, spec.spans[chosen], read, n_tokens)
 
 
-def _spread(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
+def _place_answer_rows(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
     """Put rows of answers at their tokens; no encoder reads the zeros elsewhere."""
     values, lengths = answers.values, answers.lengths
     spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)

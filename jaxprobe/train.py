@@ -404,13 +404,13 @@ def _members_of_share(
     return members_of_share(_members(config, subsets), share, cost)
 
 
-def _name(member: Member) -> str:
+def _cache_name(member: Member) -> str:
     """Return the name of a member's part in the cache."""
     return f"{member.subset}-{member.seed}"
 
 
 def _load(cache: Cache, member: Member) -> TrainedMembers | None:
-    arrays = cache.load(_name(member))
+    arrays = cache.load(_cache_name(member))
     if arrays is None:
         return None
     info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
@@ -427,7 +427,7 @@ def _save(cache: Cache, trained: TrainedMembers) -> None:
         )
         arrays: dict[str, Any] = flax.traverse_util.flatten_dict(params, sep="/")
         infos = {f"info.{name}": value for name, value in info._asdict().items()}
-        cache.save(_name(member), {**arrays, **infos})
+        cache.save(_cache_name(member), {**arrays, **infos})
 
 
 def _trained(
@@ -566,7 +566,7 @@ def _n_missing(run: RunDir, config: GridConfig, setting: Setting) -> int:
     if checkpoint.is_saved(run.encoders(setting), caches[0].key):
         return 0
     return sum(
-        len(cache.missing(map(_name, _members(config, subsets))))
+        len(cache.missing(map(_cache_name, _members(config, subsets))))
         for cache, subsets in zip(caches, _SUBSETS, strict=True)
     )
 

@@ -52,7 +52,7 @@ def as_list(values: Any, name: str, expected: str) -> list[Any]:
     return list(several)
 
 
-def one_each(
+def as_list_of_length(
     values: Any, name: str, kind: str, n: int, what: str = "answer"
 ) -> list[Any]:
     """Return a list with one entry for each of `n` answers, or what `what` names."""
@@ -67,7 +67,7 @@ def one_each(
 def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each answer is right, and whether that is known, `[n_answers]`."""
     kind = "True, False or None"
-    labels = one_each(values, "labels", kind, n_answers)
+    labels = as_list_of_length(values, "labels", kind, n_answers)
     for number, label in enumerate(labels):
         if not is_missing(label) and (np.ndim(label) or label not in (0, 1)):
             raise argument_error(f"labels[{number}]", kind, label)
@@ -80,7 +80,7 @@ def as_groups(values: Any, n_answers: int) -> np.ndarray:
 
     A float such as 1.0, as in a column that had gaps, is read as 1.
     """
-    names = one_each(values, "groups", "names", n_answers)
+    names = as_list_of_length(values, "groups", "names", n_answers)
     for number, name in enumerate(names):
         if is_missing(name):  # all missing names would form one group
             raise argument_error(f"groups[{number}]", "a name", name)
@@ -92,7 +92,7 @@ def as_groups(values: Any, n_answers: int) -> np.ndarray:
 def as_splits(values: Any, n_answers: int, known: Sequence[str]) -> np.ndarray:
     """Return the split of each answer, `[n_answers]`; "" leaves an answer out."""
     kind = ", ".join(map(repr, known))
-    names = [*map(str, one_each(values, "splits", kind, n_answers))]
+    names = [*map(str, as_list_of_length(values, "splits", kind, n_answers))]
     if odd := [name for name in names if name not in known]:
         raise ValueError(f"splits: expected {kind}, found {odd[0]!r}")
     return np.array(names)
@@ -109,7 +109,9 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
     """Return every question's passages (see `as_passages`); None gives none to any."""
     if values is None:
         return [()] * n_questions
-    contexts = one_each(values, "contexts", "passages", n_questions, "question")
+    contexts = as_list_of_length(
+        values, "contexts", "passages", n_questions, "question"
+    )
     shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
     for i, passages in enumerate(shown):
         if not passages:

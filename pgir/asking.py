@@ -175,7 +175,7 @@ class QuestionBatch:
         return "the question" if n == 1 else f"question {place + 1} of {n}"
 
 
-def _contexts_of_one(context: Any, name: str) -> list[Any] | None:
+def _contexts_of_question(context: Any, name: str) -> list[Any] | None:
     """Return the contexts of one question; None if it has no passage."""
     passages = as_passages(context, name)
     return [passages] if passages else None
@@ -327,7 +327,7 @@ class AnswerScorer(abc.ABC):
             contexts = context
         if is_single:
             name = "contexts" if context is None else "context"
-            contexts = _contexts_of_one(contexts, name)
+            contexts = _contexts_of_question(contexts, name)
             questions = None if questions is None else [questions]
         batch = QuestionBatch(
             texts=questions,
@@ -385,7 +385,7 @@ class AnswerScorer(abc.ABC):
         is_chat = question is None and messages
         batch = QuestionBatch(
             texts=None if is_chat else [as_text(question, "question")],
-            contexts=_contexts_of_one(context, "context"),
+            contexts=_contexts_of_question(context, "context"),
             messages=messages,
             max_new_tokens=max_new_tokens,
             stop=stop,

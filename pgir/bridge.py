@@ -317,8 +317,8 @@ class _StackedEncoders:
         weights = {
             path: x.flatten(0, 1) for path, x in _tensors(bank.params, device).items()
         }
-        self.linear = _below("linear/", weights)
-        network = _below("params/", weights)
+        self.linear = _weights_below("linear/", weights)
+        network = _weights_below("params/", weights)
         self.is_silent = not needs_pooled and not any(
             bool(network[f"mlp_out/{name}"].any()) for name in ("kernel", "bias")
         )
@@ -327,7 +327,7 @@ class _StackedEncoders:
             for path, x in network.items()
         }
         self.spans = [
-            _below(f"span_{s}/", self.network) for s in range(len(bank.spans))
+            _weights_below(f"span_{s}/", self.network) for s in range(len(bank.spans))
         ]
         subsets = [bank.dims.subset_index(name) for name in bank.names]
         masks = np.tile(bank.dims.subset_masks[subsets], (self.shape[0], 1))
@@ -499,7 +499,7 @@ def _tensors(tree: Mapping[str, Any], device: torch.device | str) -> Weights:
     }
 
 
-def _below(prefix: str, weights: Weights) -> Weights:
+def _weights_below(prefix: str, weights: Weights) -> Weights:
     """Return the weights whose paths begin with a prefix, by the rest of the path."""
     n = len(prefix)
     return {path[n:]: x for path, x in weights.items() if path.startswith(prefix)}

@@ -283,7 +283,7 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
                 f"{folder} has a corpus of other files; choose another folder"
             )
         return corpus
-    with held_alone(folder):
+    with exclusive_folder(folder):
         writer, reports = _write_passages(folder, files, hashes, note)
         with write_stream_atomic(folder / "lines.npy") as stream:
             np.save(stream, np.array(writer.lines, np.int64))
@@ -298,7 +298,7 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
 
 
 @contextlib.contextmanager
-def held_alone(folder: Path) -> Iterator[None]:
+def exclusive_folder(folder: Path) -> Iterator[None]:
     """Create and lock a folder (`InUse` for others); if left empty, remove it again."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"

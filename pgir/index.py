@@ -32,7 +32,7 @@ from beatrice.extract.run.files import (
     write_stream_atomic,
 )
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.pgir.corpus import Corpus, as_document, held_alone
+from beatrice.pgir.corpus import Corpus, as_document, exclusive_folder
 
 Pooling = Literal["mean", "cls"]
 Form = Literal["flat", "sq8", "ivf_pq"]
@@ -342,7 +342,7 @@ def build_vectors(
         return Vectors(folder)
     step, n = facts["rows_per_shard"], len(corpus)
     shards = {}
-    with held_alone(folder):
+    with exclusive_folder(folder):
         write_json_atomic(plan, seal(facts))
         for number, start in enumerate(range(0, n, step)):
             path, stop = folder / f"vectors-{number:05d}.npy", min(n, start + step)
@@ -395,7 +395,7 @@ def build_index(vectors: Vectors, form: Form) -> Path | None:
     if about.exists() and facts.items() <= read_sealed(about, _AGAIN).items():
         return path
     faiss = import_faiss()
-    with held_alone(folder):
+    with exclusive_folder(folder):
         about.unlink(missing_ok=True)
         recipe, metric = facts["recipe"], faiss.METRIC_INNER_PRODUCT
         index = faiss.index_factory(d_model, recipe, metric)

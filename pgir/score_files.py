@@ -82,7 +82,7 @@ def _text_of(messages: Iterable[Mapping[str, str]]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _of_log(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _row_of_log(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read a record of lm-eval: the first response as generated, with its prompt."""
     question = read_lm_eval(record, needs_golds=False)
     response: Any = record.get("resps") or record.get("filtered_resps")
@@ -116,7 +116,7 @@ def _shown_fields(document: Record, text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _of_flashrag(record: Record) -> dict[str, Any]:
+def _row_of_flashrag(record: Record) -> dict[str, Any]:
     """Read a record of FlashRAG: the prediction, its prompt, and what was retrieved."""
     output = record.get("output")
     output = {**record, **output} if isinstance(output, dict) else record
@@ -157,9 +157,9 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
     if known is not None and known.read is read_lm_eval:
-        return _of_log(record)
+        return _row_of_log(record)
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
-        return _of_flashrag(record), ()
+        return _row_of_flashrag(record), ()
     arguments = {name: record[name] for name in ARGUMENTS if name in record}
     field, arguments["context"] = record_context(record)
     known_fields = {*ARGUMENTS, "id", field}

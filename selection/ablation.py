@@ -25,9 +25,9 @@ from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import families
 from beatrice.jaxprobe.calibrate import (
     Pool,
+    encoders_read,
     pool_names,
     pool_of,
-    reads,
     run_bootstrap,
     run_selection,
 )
@@ -102,7 +102,7 @@ def own_scores(pool: PoolOutputs, members: Sequence[int]) -> np.ndarray:
 def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
     """Return the pool positions of the encoders that do not read a family."""
     letter = LETTERS[FAMILIES.index(family)]
-    pool = reads(setting, range(n_pool))
+    pool = encoders_read(setting, range(n_pool))
     return [i for i, (_, name) in enumerate(pool) if letter not in name]
 
 
@@ -177,7 +177,7 @@ class Ablation:
         """The encoders of each pass that any champion reads, as rows of SUBSETS."""
         read: dict[Setting, set[int]] = {setting: set() for setting in self.champions}
         for setting, members in self.champions.items():
-            for where, name in reads(setting, members):
+            for where, name in encoders_read(setting, members):
                 read[where].add(SUBSET_NAMES.index(name))
         return {setting: tuple(sorted(subsets)) for setting, subsets in read.items()}
 

@@ -29,7 +29,7 @@ from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import (
-    reads,
+    encoders_read,
     run_bootstrap,
     run_branches,
     run_selection,
@@ -133,7 +133,7 @@ def _searches(run: RunDir) -> dict[HeadName, Search]:
     for branch in run_branches(run):
         tree, summary = run_selection(run, branch)
         scores = {name: head["scores"] for name, head in tree.items()}
-        searches[branch] = Search(reads(branch, summary["members"]), scores)
+        searches[branch] = Search(encoders_read(branch, summary["members"]), scores)
     return searches
 
 

@@ -24,8 +24,8 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.calibrate import (
+    encoders_read,
     pool_names,
-    reads,
     run_bootstrap,
     run_pool,
     run_selection,
@@ -141,7 +141,7 @@ class Enumeration:
         return Ranking(sets, np.concatenate(aurocs))
 
 
-def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
+def n_with_trait(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
     """Return how many encoders with each trait a set contains, along the ranking.
 
     The ribbon in the paper's figure of all combinations: means over equal parts of the
@@ -160,7 +160,7 @@ def _folder(run: RunDir) -> Path:
     return run.path / "exhaustive"
 
 
-def _pieces(run: RunDir) -> Path:
+def _calls_folder(run: RunDir) -> Path:
     """Return the folder of finished calls, kept until the stage is complete."""
     return run.path / "exhaustive.pieces"
 
@@ -195,7 +195,7 @@ def _rank_rows(
 
 def traits(setting: Setting, n_pool: int) -> dict[tuple[str, Setting], np.ndarray]:
     """Return, by letter and pass, which encoders read that family, `[n_pool]` bool."""
-    pool = reads(setting, range(n_pool))
+    pool = encoders_read(setting, range(n_pool))
     passes: list[Setting] = [s for s in SETTINGS if any(w == s for w, _ in pool)]
     return {
         (letter, where): np.array([w == where and letter in n for w, n in pool])
@@ -231,13 +231,13 @@ def _enumerate(
 ) -> None:
     set_compiler(run.preset)
     for old in _folder(run).glob("*.pieces"):  # the old place of saved calls
-        shutil.copytree(old, _pieces(run) / old.stem, dirs_exist_ok=True)
+        shutil.copytree(old, _calls_folder(run) / old.stem, dirs_exist_ok=True)
         shutil.rmtree(old)
     config = config.seeded(run.seed)
     settings = settings_of(run)
     heads = {s: HeadTrainer(run_pool(run, s), config) for s in settings}
     searches = {
-        setting: Enumeration(trainer, _pieces(run) / setting)
+        setting: Enumeration(trainer, _calls_folder(run) / setting)
         for setting, trainer in heads.items()
     }
     n_heads = sum(search.n_heads(search.calls) for search in searches.values())
@@ -268,7 +268,7 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())
     families = traits(setting, int(ranking.sets.max()) + 1)
-    ribbon = carried(ranking, np.stack(list(families.values())), N_BINS)
+    ribbon = n_with_trait(ranking, np.stack(list(families.values())), N_BINS)
     best = ranking.sets[ranking.order[0]].tolist()
     return {
         "n_sets": len(ranking.sets),
@@ -290,7 +290,7 @@ EXHAUSTIVE = Stage(
     inputs=lambda run: [*row_files(run), run.selection, *encoder_folders(run)],
     outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,
-    leftovers=lambda run: [_pieces(run)],
+    leftovers=lambda run: [_calls_folder(run)],
     presets=SELECT_PRESETS,
     section="select",
 )

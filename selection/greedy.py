@@ -372,7 +372,9 @@ SELECT = Stage(
 )
 
 
-def halves(rows: StoreRows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_in_halves(
+    rows: StoreRows, number: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Split the labelled in-domain questions that no encoder was trained on.
 
     Returned are indices of the rows that a search may see and of those that it may not.
@@ -387,7 +389,7 @@ def halves(rows: StoreRows, number: int, seed: int) -> tuple[np.ndarray, np.ndar
     return where[is_seen[where]], where[~is_seen[where]]
 
 
-def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
+def pool_with_validation(pool: Pool, seen: np.ndarray) -> Pool:
     """Return the pool with `seen` as validation rows, of one shape for all splits."""
     rows = pool.rows
     where = np.concatenate([rows.where("validation"), rows.where("test")])
@@ -406,7 +408,7 @@ def gaps(
     `[1]` for each detector: the set found by the search, and the encoder of all
     families. NaN if a half has one class, or no encoder beats chance on the seen half.
     """
-    heads = HeadTrainer(searched_on(pool, seen), config)
+    heads = HeadTrainer(pool_with_validation(pool, seen), config)
     every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
 
     def gap(scored: np.ndarray) -> np.ndarray:
@@ -467,13 +469,15 @@ def _measure(
             name = f"{setting}.{number}"
             split = cache.load(name)
             if split is None:
-                split = gaps(pool, config, *halves(pool.rows, number, run.seed))
+                split = gaps(
+                    pool, config, *split_in_halves(pool.rows, number, run.seed)
+                )
                 cache.save(name, split)
             splits.append(split)
             tick()
         every = {n: np.concatenate([split[n] for split in splits]) for n in splits[0]}
         rows[setting] = _gap_rows(
-            every, pool.rows, len(halves(pool.rows, 0, run.seed)[1])
+            every, pool.rows, len(split_in_halves(pool.rows, 0, run.seed)[1])
         )
 
     settings = settings_of(run)

@@ -22,7 +22,7 @@ from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, FamilyDims
-from beatrice.jaxprobe.linear import Pooled, score_blocks
+from beatrice.jaxprobe.linear import Pooled, fit_and_score
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.selection.analysis import (
     EVERY_FAMILY,
@@ -273,14 +273,14 @@ def linear_scores(
     train: np.ndarray,
     valid: np.ndarray,
 ) -> np.ndarray:
-    """Return the log-odds `[n]` of a logistic regression (see `score_blocks`).
+    """Return the log-odds `[n]` of a logistic regression (see `fit_and_score`).
 
     All are NaN if training or validation rows have only one class. Blocks are scaled,
     so that five probabilities count as much as thousands of hidden states.
     """
     if any(len(set(labels[split].tolist())) < 2 for split in (train, valid)):
         return np.full(len(labels), np.nan)
-    return score_blocks(blocks, labels, train, valid)[0]
+    return fit_and_score(blocks, labels, train, valid)[0]
 
 
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -18,7 +18,7 @@ from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.config import PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
-from beatrice.jaxprobe.linear import block_scale
+from beatrice.jaxprobe.linear import feature_scale
 from beatrice.jaxprobe.train import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
 from beatrice.pgir.controllers import dragin
@@ -73,7 +73,7 @@ def owners():
 def fits():
     """Yield scales of constant features, groups of lengths, and a short training."""
     rows = np.full((50, 2), 0.1, np.float32)
-    yield [x.tolist() for x in block_scale(rows)]
+    yield [x.tolist() for x in feature_scale(rows)]
     lengths = np.random.default_rng(0).integers(1, 9, (300, 2))
     for n in (40, 70, 110, 230, 300):
         yield [group.tolist() for group in width_groups(lengths[:n], 32)]

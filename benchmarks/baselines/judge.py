@@ -73,7 +73,7 @@ from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler, set_library_compiler
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import StoreRows, check_whole, rows_of
+from beatrice.jaxprobe.rows import StoreRows, check_groups_unsplit, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
 from beatrice.pgir.arguments import as_groups, as_labels, as_list, as_splits
 
@@ -199,7 +199,7 @@ def score(
     return JudgedOutput(output, seconds, max(peaks), reason)
 
 
-def score_or_say(
+def score_or_explain(
     detector: Baseline, inputs: DetectorInput, readings: CachedReadings = NOTHING_READ
 ) -> tuple[JudgedOutput, bool]:
     """Return the result of `score` and True; if user code fails, why and False."""
@@ -358,7 +358,7 @@ def _grouped(rows: StoreRows, indices: np.ndarray, groups: Any) -> StoreRows:
         names = rows.ids.astype(object)
         names[indices] = as_groups(groups, len(indices))
         rows = dataclasses.replace(rows, ids=names.astype(str))
-    check_whole(rows.ids[rows.is_labelled], rows.splits[rows.is_labelled])
+    check_groups_unsplit(rows.ids[rows.is_labelled], rows.splits[rows.is_labelled])
     return rows
 
 
@@ -633,7 +633,7 @@ def _scores(
     readings = read_again(run, inputs, new, identities, tick)
     inputs = dataclasses.replace(inputs, readings=readings.values)
     for detector in new:
-        scores, is_valid = score_or_say(detector, inputs, readings)
+        scores, is_valid = score_or_explain(detector, inputs, readings)
         if is_valid:
             cache.save(detector, scores)
         cached[detector] = scores

@@ -14,7 +14,7 @@ from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
-from beatrice.jaxprobe.linear import fit_linear, score_blocks
+from beatrice.jaxprobe.linear import fit_and_score, fit_linear
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
 from beatrice.jaxprobe.rows import StoreRows
 
@@ -25,14 +25,14 @@ def linear_scores(
     """Fit a regression on a setting's training rows, and score all its rows.
 
     Args:
-      blocks: features `[n_rows, n_features]`, see `score_blocks`.
+      blocks: features `[n_rows, n_features]`, see `fit_and_score`.
       rows: splits and labels of the rows.
 
     Returns:
       `[1, n_rows]` log-odds, and the inverse penalty chosen on validation rows.
     """
     train, valid = rows.where("train"), rows.where("validation")
-    scores, penalty = score_blocks(blocks, rows.labels, train, valid)
+    scores, penalty = fit_and_score(blocks, rows.labels, train, valid)
     return scores[None], penalty
 
 

@@ -82,7 +82,7 @@ _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedForward:
     """Values recorded in one forward of the model."""
 
     logits: np.ndarray  # `[n_tokens, vocab_size]` float64
@@ -264,7 +264,7 @@ def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
+def run_model(model: PreTrainedModel, ids: np.ndarray) -> RecordedForward:
     """Run a copy made by `copy_with_attention` on one example.
 
     In float32, the logits are the model's own. Half-precision models round theirs, and
@@ -293,7 +293,7 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     if logits.dtype != torch.float32:
         logits = _exact_logits(model, ends[-1])
     maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
-    return Run(
+    return RecordedForward(
         logits=logits[0].double().numpy(),
         # The norm's last call: some models also norm their embedding with it.
         states=[state[0] for state in (*additions.layers, ends[-2])],
@@ -348,7 +348,9 @@ def attention_reading(
 
 
 @torch.no_grad()
-def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
+def resid_scalars(
+    model: PreTrainedModel, run: RecordedForward, targets: np.ndarray
+) -> np.ndarray:
     """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the final norm."""
     norm = copy.deepcopy(layers_and_norm(model)[1]).float()
     head = model.get_output_embeddings()
@@ -736,7 +738,7 @@ class Numbers:
 
 
 @torch.no_grad()
-def own_difference(backbone: Backbone) -> float | None:
+def cache_difference(backbone: Backbone) -> float | None:
     """Return how much a cache changes the last logits; None if the model takes none."""
     ids = parity.probe_ids(backbone, (_N_TOKENS, 2))[:1]
     expected = backbone.model(ids, use_cache=False).logits[:, -_N_STEPS:].float()
@@ -772,7 +774,7 @@ def measure_written(name: str) -> Row:
         reasons.append(check_decoding(reader) or "")
         with contextlib.suppress(ValueError):  # already in `reasons`
             numbers[label] = float(np.max([*decoding_differences(reader).values()]))
-        numbers[f"{label} of its own"] = own_difference(backbone)
+        numbers[f"{label} of its own"] = cache_difference(backbone)
     reason = next(filter(None, reasons), "")
     read = "again" if reason else "while writing"
     reason = reason.partition(": ")[2] or reason

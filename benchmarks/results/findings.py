@@ -171,7 +171,7 @@ def findings(
     return answered
 
 
-def measured(finding: PaperAnswer) -> str:
+def difference_text(finding: PaperAnswer) -> str:
     """Format the difference that decides an answer: its value, interval and p."""
     row = finding.row
     assert row is not None  # an answer has a row, see `decide`
@@ -216,7 +216,7 @@ def grid_lines(grid: AnswerGrid, answer: str = "{}:") -> list[tuple[str, ...]]:
 
     def cell(finding: PaperAnswer) -> str:
         words = answer.format(finding.answer)
-        return f"{words} {measured(finding)}" if finding.answer else "–"
+        return f"{words} {difference_text(finding)}" if finding.answer else "–"
 
     return [(text, *map(cell, cells)) for text, cells in grid.lines]
 

@@ -237,7 +237,9 @@ def _count(detector: str, metric: str, setting: str, value: float, n: int, **mor
     return ResultRow(value=value, n=n, **fields)
 
 
-def _as(row: ResultRow, metric: str, detector: str = "", **fields: Any) -> ResultRow:
+def _renamed_row(
+    row: ResultRow, metric: str, detector: str = "", **fields: Any
+) -> ResultRow:
     """Return a row's value and interval under another name."""
     gone = {"against": None, "against_families": None, "p_value": None, "span": None}
     if detector:
@@ -279,13 +281,13 @@ def _extremes(results: pandas.DataFrame) -> Iterable[ResultRow]:
     rows = _sorted(where(rights, family="H"))
     for name, row in zip(("least", "most"), (rows[:1], rows[-1:]), strict=True):
         fields = {"detector": f"{name}_of_hidden", "setting": "both", "family": "H"}
-        yield from (_as(x, "rights", **fields) for x in row)
+        yield from (_renamed_row(x, "rights", **fields) for x in row)
     spans = where(results, experiment="anatomy_spans", metric="auroc", **test)
     gone = where(spans, families=EVERY_FAMILY, span=("question", "context"))
     for row in _sorted(gone.loc[gone["against"].notna()])[:1]:
-        yield _as(row, "loss", "most_of_question_and_context", setting="both")
+        yield _renamed_row(row, "loss", "most_of_question_and_context", setting="both")
     for row in where(results, experiment="anatomy_backbones", metric="spearman")["row"]:
-        yield _as(row, "spearman")
+        yield _renamed_row(row, "spearman")
     at = {"metric": "auroc", "dataset": IN_DOMAIN, "split": "validation"}
     layers = where(results, experiment="anatomy_layers", seed="mean", **at)
     known = layers.loc[layers["value"].notna()]
@@ -313,10 +315,10 @@ def _near(results: pandas.DataFrame) -> Iterable[ResultRow]:
     groups = {setting: _sorted(where(rows, setting=setting)) for setting in SETTINGS}
     for setting, group in (groups | {"both": every}).items():
         if group:
-            yield _as(group[0], "near", "least_near", setting=setting)
-            yield _as(group[-1], "near", "most_near", setting=setting)
+            yield _renamed_row(group[0], "near", "least_near", setting=setting)
+            yield _renamed_row(group[-1], "near", "most_near", setting=setting)
     if len(every) > 1:
-        yield _as(every[1], "near", "least_but_one_near", setting="both")
+        yield _renamed_row(every[1], "near", "least_but_one_near", setting="both")
         # Eleven of the paper's twelve cases reach this share.
         n = sum((row.value or 0.0) >= 0.72 for row in every)
         yield _count("families", "near_at_72", "both", n, len(every))
@@ -327,14 +329,14 @@ def _gains(results: pandas.DataFrame) -> Iterable[ResultRow]:
     """Yield gains of probabilities with attention, on both backbones if known."""
     better = where(better_pairs(results), families="PA")
     here = where(better, experiment="anatomy_pairs")
-    yield from (_as(row, "gain") for row in here["row"])
+    yield from (_renamed_row(row, "gain") for row in here["row"])
     # In-domain sets only pooled, so that none counts twice.
     every = _sorted(in_domain_or_held_out(where(better, split=EVALUATED)))
     if not every:
         return
     middle = every[statistics.median_low(range(len(every)))]
     pooled = {"setting": "both", "dataset": IN_DOMAIN, "split": "test"}
-    yield _as(middle, "median_gain", **pooled)
+    yield _renamed_row(middle, "median_gain", **pooled)
     n = sum((row.value or 0.0) > 0 for row in every)
     name = {"detector": "encoder", "setting": "both", "families": "PA"}
     yield _count(metric="gains_above_zero", value=n, n=len(every), **name)

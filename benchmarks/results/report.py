@@ -17,7 +17,11 @@ from beatrice.benchmarks import STAGES
 from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.judge import costs_file, read_costs
 from beatrice.benchmarks.results import findings, rendering, rivals, tables
-from beatrice.benchmarks.results.findings import PaperAnswer, measured, questions_of
+from beatrice.benchmarks.results.findings import (
+    PaperAnswer,
+    difference_text,
+    questions_of,
+)
 from beatrice.benchmarks.results.names import (
     CHAMPION,
     COMPARED,
@@ -365,7 +369,7 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
     wordings, lines = questions_of(None), []
     for question, name in shared:
         a, b = (answers[question, name] for answers in both)
-        cells = [f"**{x.answer}** {measured(x)}" for x in (a, b)]
+        cells = [f"**{x.answer}** {difference_text(x)}" for x in (a, b)]
         same = "same" if a.answer == b.answer else "differs"
         on = f"{name}{apart}" if name == IN_DOMAIN else name
         lines.append([wordings[question].text, on, *cells, same])

@@ -293,7 +293,7 @@ def _test_auroc(
     return row and row.value
 
 
-def measured(
+def detectors_by_auroc(
     judged: Sequence[DetectorCost], results: pandas.DataFrame
 ) -> list[tuple[DetectorCost, float | None]]:
     """Return each detector with its AUROC on the in-domain test, best first."""
@@ -330,7 +330,7 @@ def cost_tables(
 ) -> Mapping[str, list[tuple[str, ...]]]:
     """Return the cells of every detector, by the printed name of the setting."""
     tables: dict[str, list[tuple[str, ...]]] = {}
-    for detector, auroc in measured(judged, results):
+    for detector, auroc in detectors_by_auroc(judged, results):
         heading = SETTING_LABELS[detector.setting]
         tables.setdefault(heading, []).append(_cells(detector, auroc))
     return dict(sorted(tables.items()))
@@ -399,7 +399,7 @@ def cost_pictures(
         ours, source = _selected_lines(results, setting, selection)
         known = [
             (detector, auroc)
-            for detector, auroc in measured(judged, results)
+            for detector, auroc in detectors_by_auroc(judged, results)
             if detector.setting == setting and auroc is not None
         ]
         for name, axis, field in _COSTS:

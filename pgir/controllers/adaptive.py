@@ -206,7 +206,7 @@ def silver_labels(right: Mapping[Strategy, np.ndarray]) -> list[Strategy | None]
     return [next(itertools.compress(order, row), None) for row in rows]
 
 
-def biased(
+def bias_labels(
     examples: Sequence[Example], n_of_each: int = N_BIAS
 ) -> list[tuple[Example, Strategy]]:
     """Return the first questions of each known set with the label of the set."""
@@ -253,7 +253,7 @@ def run_adaptive(session: Session) -> None:
     right["C"] = right_of(training, again)
     pairs = zip(training, silver_labels(right), strict=True)
     labelled = [(example, label) for example, label in pairs if label]
-    labelled += biased(session.unanswered)
+    labelled += bias_labels(session.unanswered)
     if not labelled:  # no answer was ever right: retrieve once, which is cheap
         labelled = [(example, SINGLE_HOP) for example in training]
     encoder = session.encoder()

@@ -692,7 +692,7 @@ def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
     return identity
 
 
-def _outside(run: RunDir) -> dict[str, str | NotNamed]:
+def _search_identity(run: RunDir) -> dict[str, str | NotNamed]:
     """Return the identity of where the run searches."""
     identity = partial(retrieval_identity, retrieval_config(run), run.passages)
     return {"retrieval": identity_or_error(identity)}
@@ -704,6 +704,6 @@ CONTROL = Stage(
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     identity=_identity,
-    outside=_outside,
+    outside=_search_identity,
     presets=CONTROL_PRESETS,
 )

@@ -40,7 +40,7 @@ from beatrice.extract.run.files import user_cache
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.store import open_kvstore, open_store, read_family
 from beatrice.jaxprobe.detector import Provenance
-from beatrice.jaxprobe.rows import partners
+from beatrice.jaxprobe.rows import closed_book_rows
 from beatrice.model import as_examples
 from beatrice.pgir.warnings import differences
 from tests.pgir.small import PASSAGE, QUESTION
@@ -566,7 +566,7 @@ def test_answers_to_a_question_are_matched_whatever_their_source_and_order(model
     assert [a.example_id for a in written] == [a.example_id for a in apart[0]]
     for with_context, without in (apart, (mixed[:8], mixed[8:])):
         ids = [[a.example_id for a in answers] for answers in (with_context, without)]
-        where = partners(*ids)
+        where = closed_book_rows(*ids)
         assert [questions[i] for i in where] == [q for q, *_ in contexts]
         assert not {*ids[0][::2]} & {*ids[0][1::2]}  # else a store would hold only half
 

@@ -18,9 +18,9 @@ from beatrice.own_model import (
     _store_name,
     answer_and_label,
     clear_work,
-    in_parts,
     read_given,
     split_answers,
+    split_settings,
     without_worked_examples,
 )
 from beatrice.pgir.given import AnswerToScore
@@ -56,14 +56,16 @@ def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
     two = answered(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
     expected = "160 right and 240 wrong answers from memory to 2 questions"
     with pytest.raises(ValueError, match=expected):
-        in_parts({"closed_book": two}, print)
+        split_settings({"closed_book": two}, print)
     names, notes = [str(i) for i in range(200)], []
     enough = answered(np.arange(200) % 2 == 0, names)
     both = {"closed_book": enough, "with_context": answered([True] * 200, names)}
-    parts = in_parts(both, notes.append)
+    parts = split_settings(both, notes.append)
     assert list(parts) == ["closed_book"] and len(notes) == 1
     assert "200 right and 0 wrong answers with passages" in notes[0]
-    parts = in_parts({"closed_book": enough, "with_context": enough}, notes.append)
+    parts = split_settings(
+        {"closed_book": enough, "with_context": enough}, notes.append
+    )
     assert (parts["closed_book"].splits == parts["with_context"].splits).all()
     assert len(notes) == 1
 
@@ -84,7 +86,7 @@ def test_a_setting_needs_enough_questions_not_just_enough_answers():
         "with_context": answered(labels, names),
     }
     notes = []
-    assert list(in_parts(both, notes.append)) == ["closed_book"]
+    assert list(split_settings(both, notes.append)) == ["closed_book"]
     assert "160 right and 160 wrong answers with passages to 16 questions" in notes[0]
 
 

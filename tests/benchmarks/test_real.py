@@ -39,8 +39,8 @@ from beatrice.benchmarks.real import (
     costs_in_words,
     cpu_dtype,
     find_questions,
-    measured,
     read_costs,
+    recorded_cost,
 )
 from beatrice.benchmarks.results.evaluate import run_detectors
 from beatrice.benchmarks.results.names import (
@@ -63,8 +63,8 @@ from beatrice.benchmarks.transfer import (
     open_inner,
     published_scores,
     rival_scores,
-    run_scene,
-    scene_rows,
+    run_scenario,
+    scenario_rows,
     selected_scores,
     with_passages,
 )
@@ -217,13 +217,13 @@ def test_weights_are_bfloat16_if_the_processor_multiplies_it(tmp_path, line, dty
 def test_a_restarted_stage_counts_two_starts_and_a_done_one_no_more(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
         stage = run.path, "answer", run.stage_record
-        with pytest.raises(KeyboardInterrupt), measured(*stage):
+        with pytest.raises(KeyboardInterrupt), recorded_cost(*stage):
             raise KeyboardInterrupt
-        with measured(*stage):
+        with recorded_cost(*stage):
             run.mark_stage("answer", {}, 1.0, [])
         first = read_costs(run.path / COSTS)["answer"]
         assert first.n_starts == 2 and first.peak_bytes > 1 << 20
-        with measured(*stage):
+        with recorded_cost(*stage):
             pass  # done already
         assert read_costs(run.path / COSTS)["answer"] == first
         assert "last start" in costs_in_words(read_costs(run.path / COSTS))
@@ -426,7 +426,7 @@ def test_encoders_score_retrieved_answers_as_each_does_by_itself():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_on_their_own_rows_detectors_score_as_in_evaluate(smoke_run, setting):
     run = RunDir(smoke_run)
-    scene = run_scene(run, run, setting)
+    scene = run_scenario(run, run, setting)
     detectors = run_detectors(run, scene.trained)[0]
     known = {detector.subject: detector.scores for detector in detectors}
     result = rival_scores(scene)
@@ -444,7 +444,7 @@ def test_on_their_own_rows_published_detectors_score_as_in_baselines(
     smoke_run, setting
 ):
     run = RunDir(smoke_run)
-    scene = run_scene(run, run, setting)
+    scene = run_scenario(run, run, setting)
     every = chosen_detectors(BaselinesConfig())
     expected = [x for x in every if setting in x.settings]
     result = published_scores(scene, expected)
@@ -460,7 +460,7 @@ def test_on_their_own_rows_published_detectors_score_as_in_baselines(
 
 def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_run):
     run = RunDir(smoke_run)
-    scene = run_scene(run, run, "closed_book")
+    scene = run_scenario(run, run, "closed_book")
     rows = scene.trained.rows
     drawn = [(index,) for index in range(len(rows.ids))]
     inputs = dataclasses.replace(scene.trained, samples=drawn)
@@ -500,7 +500,7 @@ def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
     scores[CHAMPION] = labels + rng.normal(size=(2, 90))
     new = DetectorInput(store=None, rows=rows, layer=None, questions=requests)
     scene, config = Scenario(trained=new, new=new), BootstrapConfig(n_resamples=20)
-    result = scene_rows(scene, scores, [*requests, *lost], config)
+    result = scenario_rows(scene, scores, [*requests, *lost], config)
     known = {
         (x.dataset, x.subject, x.rival, x.metric): x for x in result if x.seed == "mean"
     }

@@ -43,9 +43,9 @@ from beatrice.pgir.corpus import (
     agreement,
     as_document,
     build_corpus,
+    exclusive_folder,
     gold_recall,
     has_answer,
-    held_alone,
     measure,
 )
 from beatrice.pgir.retrievers import (
@@ -713,7 +713,7 @@ def test_unusable_question_records_are_counted_if_others_can_be_used(tmp_path):
 
 def test_a_corpus_that_another_process_is_building_is_refused(tmp_path):
     folder = tmp_path / "corpus"
-    with held_alone(folder), pytest.raises(InUse, match="is in use by process"):
+    with exclusive_folder(folder), pytest.raises(InUse, match="is in use by process"):
         build(tmp_path, psgs__tsv=PSGS)
     assert not folder.exists()
 

@@ -150,7 +150,7 @@ def test_the_silver_label_is_the_cheapest_strategy_that_is_right():
 
 def test_known_question_sets_give_some_questions_a_label_of_their_own():
     given = [an_example(dataset=x) for x in ("nq", "musique", "world") for _ in "12345"]
-    labels = [(e.dataset, label) for e, label in adaptive.biased(given, 2)]
+    labels = [(e.dataset, label) for e, label in adaptive.bias_labels(given, 2)]
     assert labels == [("nq", "B")] * 2 + [("musique", "C")] * 2
 
 

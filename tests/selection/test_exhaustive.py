@@ -31,7 +31,7 @@ from beatrice.selection.exhaustive import (
     _greedy_members,
     _rank_rows,
     all_sets,
-    carried,
+    n_with_trait,
     traits,
 )
 from tests.jaxprobe.samples import random_codes, rows_like
@@ -166,11 +166,11 @@ def test_parts_of_a_ranking_count_the_encoders_that_have_a_trait():
     sets = all_sets(4, 3)  # 012, 013, 023, 123
     aurocs = np.array([[0.1], [0.4], [0.3], [0.2]], np.float32)
     traits = np.array([[False, False, False, True], [True, True, False, False]])
-    result = carried(Ranking(sets, aurocs), traits, n_bins=4)
+    result = n_with_trait(Ranking(sets, aurocs), traits, n_bins=4)
     np.testing.assert_array_equal(result, [[1, 1, 1, 0], [2, 1, 1, 2]])
-    halves = carried(Ranking(sets, aurocs), traits, n_bins=2)
+    halves = n_with_trait(Ranking(sets, aurocs), traits, n_bins=2)
     np.testing.assert_array_equal(halves, [[1, 0.5], [1.5, 1.5]])
-    assert carried(Ranking(sets, aurocs), traits, n_bins=60).shape == (2, 4)
+    assert n_with_trait(Ranking(sets, aurocs), traits, n_bins=60).shape == (2, 4)
 
 
 def some_rows():

@@ -15,10 +15,10 @@ from beatrice.selection.greedy import (
     _gap_rows,
     fused_probability,
     gaps,
-    halves,
-    searched_on,
+    pool_with_validation,
     select_heads,
     slots_for,
+    split_in_halves,
 )
 from tests.jaxprobe.samples import N_SEEDS, random_codes, rows_like
 
@@ -150,7 +150,7 @@ def pool_of_noise(rows, signal):
 
 def test_halves_split_every_set_evenly_and_keep_wordings_together():
     rows = rows_of(60)
-    seen, unseen = halves(rows, 0, 7)
+    seen, unseen = split_in_halves(rows, 0, 7)
     assert not set(rows.ids[seen]) & set(rows.ids[unseen])
     together = np.sort(np.concatenate([seen, unseen]))
     held = np.flatnonzero(rows.splits != "train")
@@ -158,23 +158,27 @@ def test_halves_split_every_set_evenly_and_keep_wordings_together():
     for name in ("one", "two"):
         sizes = [int((rows.datasets[half] == name).sum()) for half in (seen, unseen)]
         assert sizes[0] == sizes[1]
-    assert set(seen) != set(halves(rows, 1, 7)[0])
+    assert set(seen) != set(split_in_halves(rows, 1, 7)[0])
 
 
 def test_a_search_sees_only_its_half_in_a_shape_that_all_halves_share():
     rows = rows_of(60)
     pool = pool_of_noise(rows, 1.0)
-    first, second = (searched_on(pool, halves(rows, i, 7)[0]).valid for i in (0, 1))
+    first, second = (
+        pool_with_validation(pool, split_in_halves(rows, i, 7)[0]).valid for i in (0, 1)
+    )
     assert first.outputs.shape == second.outputs.shape
     where = np.concatenate([rows.where("validation"), rows.where("test")])
-    np.testing.assert_array_equal(where[first.weights > 0], halves(rows, 0, 7)[0])
+    np.testing.assert_array_equal(
+        where[first.weights > 0], split_in_halves(rows, 0, 7)[0]
+    )
     np.testing.assert_array_equal(jnp.asarray(first.labels), rows.labels[where])
 
 
 def test_the_best_of_fifteen_noises_looks_too_good_on_the_half_that_chose_it():
     rows = rows_of(240, variants=("original",))
     pool = pool_of_noise(rows, 0.0)
-    result = [gaps(pool, CONFIG, *halves(rows, i, 7)) for i in range(6)]
+    result = [gaps(pool, CONFIG, *split_in_halves(rows, i, 7)) for i in range(6)]
     # Noise: best of 15 on 80 rows, s.e. .065 each.
     assert np.mean([item["champion"] for item in result]) > 0.05
     assert abs(np.mean([item["early_fusion"] for item in result])) < 0.05
@@ -182,7 +186,7 @@ def test_the_best_of_fifteen_noises_looks_too_good_on_the_half_that_chose_it():
 
 def test_a_split_without_a_defined_gap_is_left_out_and_counted():
     rows = rows_of(40)
-    split = halves(rows, 0, 7)
+    split = split_in_halves(rows, 0, 7)
     unranked = gaps(pool_of_noise(rows, -9.0), CONFIG.resized(epochs=0), *split)
     assert np.isnan(unranked["champion"]) and np.isfinite(unranked["early_fusion"])
     rows.labels[split[0]] = True

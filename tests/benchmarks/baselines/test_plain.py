@@ -45,7 +45,7 @@ from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import DetectorScores
-from beatrice.jaxprobe.linear import INVERSE_PENALTIES, block_scale
+from beatrice.jaxprobe.linear import INVERSE_PENALTIES, feature_scale
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc_interval
 from beatrice.jaxprobe.tokens import answer_log_prob
 from tests.benchmarks.baselines.planted import memory_store
@@ -192,7 +192,7 @@ def test_the_majority_gives_every_answer_the_same_score():
 
 def test_standardised_features_have_a_total_variance_of_one():
     features = np.random.default_rng(0).normal(3, [1, 5, 0, 9], (50, 4))
-    mean, scale = block_scale(features[:40])
+    mean, scale = feature_scale(features[:40])
     features = (features - mean) / scale
     np.testing.assert_allclose(features[:40].mean(axis=0), 0, atol=1e-12)
     assert features[:40].var(axis=0).sum() == pytest.approx(3 / 4)  # one is constant

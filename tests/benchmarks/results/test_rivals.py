@@ -14,13 +14,13 @@ from beatrice.benchmarks.results.rivals import (
     cost_pictures,
     cost_tables,
     costs_as_markdown,
+    detectors_by_auroc,
     holm,
     kind_of,
     lead_counts,
     leads,
     leads_as_latex,
     leads_as_markdown,
-    measured,
     titles_of,
 )
 from beatrice.benchmarks.results.tables import results_of
@@ -227,7 +227,7 @@ def test_a_damaged_record_of_costs_says_what_writes_it_again(tmp_path):
 
 def test_costs_are_sorted_by_auroc_with_unmeasured_ones_last():
     unknown = msgspec.structs.replace(JUDGED[0], name="nobody")
-    ranked = measured([unknown, *JUDGED], RESULTS)
+    ranked = detectors_by_auroc([unknown, *JUDGED], RESULTS)
     aurocs = [auroc for _, auroc in ranked]
     assert aurocs[-1] is None
     assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
