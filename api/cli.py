@@ -191,7 +191,7 @@ class _Verbs(click.Group):
                 raise
             raise click.ClickException(text) from error
         except KeyboardInterrupt:
-            click.echo("Stopped; repeat the same line to continue.", err=True)
+            click.echo("Stopped; repeat the same command to continue.", err=True)
             raise click.exceptions.Exit(130) from None
 
 
@@ -711,7 +711,7 @@ def main(context: click.Context) -> None:
     """Is a frozen language model's answer right? Ask its own internal signals.
 
     Every verb reads its inputs from RUN_DIR and writes its outputs there; repeat the
-    same line to continue where it stopped. `demo` runs them all.
+    same command to continue where it stopped. `demo` runs them all.
     """
     _exit_when_asked(context)
     verb = context.invoked_subcommand

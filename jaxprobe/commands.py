@@ -68,7 +68,7 @@ class TrainingOptions:
     """How encoders are trained."""
 
     streamed: bool = option(
-        "Stream rows from the store in groups, not from memory.", False, rare=True
+        "Stream rows from the store in groups; hold two in memory.", False, rare=True
     )
     mixed: bool = option(
         "Round operands of the encoders' products to bfloat16.", False, rare=True

@@ -263,7 +263,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> TrainedMembers:
-    """Train blocks from a store as `jaxprobe.grid` does from memory."""
+    """Train blocks from a store as `jaxprobe.grid` does with rows in memory."""
     use_one_blas_thread()
     sample = train.read(train.where[:1])
     learners = [

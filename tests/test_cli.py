@@ -269,7 +269,7 @@ def test_a_stopped_process_releases_the_run_and_ends_with_the_signals_code(
             break
     _, output = process.communicate()
     assert process.returncode == code and not (tmp_path / "lock").read_text()
-    assert ("Stopped; repeat the same line to continue." in output) == (code == 130)
+    assert ("Stopped; repeat the same command to continue." in output) == (code == 130)
     assert "Traceback" not in output
 
 
