@@ -165,11 +165,11 @@ def split_settings(parts: Parts, note: Callable[[str], None]) -> Parts:
     questions = [text for part in parts.values() for text in part.questions]
     ends = np.cumsum([len(part.labels) for part in parts.values()])
     splits = np.split(split_answers(labels, questions), ends[:-1])
-    kept: Parts = {
+    split_parts: Parts = {
         setting: part._replace(splits=split)
         for (setting, part), split in zip(parts.items(), splits, strict=True)
     }
-    n_least = {setting: _least_of(part) for setting, part in kept.items()}
+    n_least = {setting: _least_of(part) for setting, part in split_parts.items()}
     most = max(n_least.values())
     for setting, part in parts.items():
         n_right, n = int(part.labels.sum()), len(part.labels)
@@ -185,8 +185,8 @@ def split_settings(parts: Parts, note: Callable[[str], None]) -> Parts:
                 f"warning: {counts} are too few to fit ({ENOUGH} of each are enough); "
                 f"the probe only judges answers {other}"
             )
-            del kept[setting]
-    return kept
+            del split_parts[setting]
+    return split_parts
 
 
 def _least_of(part: LabelledSignals) -> int:
@@ -215,10 +215,10 @@ def answer_and_label(
         # In a chat, SmolLM2 answers in sentences: 0 of 301 matched a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
     questions = without_worked_examples(questions, model.prompt.shots, note)
-    asked = _asked(questions, model.prompt.prompt_template(), note)
+    questions_of = _asked(questions, model.prompt.prompt_template(), note)
 
     stores = {}
-    for x, part in asked.items():
+    for x, part in questions_of.items():
         pairs = zip(part, _shown(part, x), strict=True)
         rows = ([q.id, q.question, *([p.title, p.text] for p in y)] for q, y in pairs)
         about = [dataclasses.asdict(model.prompt), *rows]
@@ -239,12 +239,12 @@ def answer_and_label(
         return LabelledSignals(texts, shown, answers, signals, labels)
 
     is_new = not any(any(work.glob(f"{x.name}*")) for x in stores.values())
-    for setting, part in asked.items() if is_new else ():
+    for setting, part in questions_of.items() if is_new else ():
         ahead = partial(answered, setting=setting, is_ahead=True)
         first = _with_forecast(ahead, part, setting, note)
         if len(first.labels) > 1 and len(set(first.labels)) == 1:
             note(_class_advice(first, part, setting))
-    parts: Parts = {x: answered(part, x) for x, part in asked.items()}
+    parts: Parts = {x: answered(part, x) for x, part in questions_of.items()}
     return split_settings(parts, note)
 
 
@@ -257,22 +257,22 @@ def without_worked_examples(
     """
     shown = set(question_names(shot.question for shot in shots))
     names = question_names(question.question for question in questions)
-    kept = [q for q, x in zip(questions, names, strict=True) if x not in shown]
-    if n_shown := len(questions) - len(kept):
+    others = [q for q, x in zip(questions, names, strict=True) if x not in shown]
+    if n_shown := len(questions) - len(others):
         words = "are worked examples in the prompt, with their answers"
-        if not kept:
+        if not others:
             raise ValueError(f"all {n_shown} questions {words}; give others")
         note(f"{n_shown} of {len(questions)} questions {words}; they are left out")
-    return kept
+    return others
 
 
-def _store_name(model: Any, asked: Sequence[Any]) -> str:
+def _store_name(model: Any, content: Sequence[Any]) -> str:
     """Return a name that changes with anything that the signals depend on."""
     from beatrice.extract.generate.local import stop_ids
 
     backbone = model.backbone
     about = [backbone.revision, str(backbone.dtype), backbone.attention]
-    about += [list(stop_ids(backbone)), *asked]
+    about += [list(stop_ids(backbone)), *content]
     return f"signals-{sha256_json(about)[:12]}"
 
 
@@ -281,23 +281,23 @@ def _asked(
 ) -> dict[Setting, Sequence[Example]]:
     """Return the questions to ask in each setting that the template supports."""
     with_passages = [q for q in questions if q.passages]
-    asked: dict[Setting, Sequence[Example]] = {}
+    questions_of: dict[Setting, Sequence[Example]] = {}
     if words.closed_book:
-        asked["closed_book"] = questions
+        questions_of["closed_book"] = questions
     if words.with_context and with_passages:
-        asked["with_context"] = with_passages
-    if not asked:
+        questions_of["with_context"] = with_passages
+    if not questions_of:
         raise ValueError(
             "the template is only for questions with passages, but no question has "
             "any; add closed_book to it"
         )
     if with_passages:
-        how = " and ".join(IN_WORDS[setting] for setting in asked)
+        how = " and ".join(IN_WORDS[setting] for setting in questions_of)
         note(
             f"{len(with_passages)} of {len(questions)} questions have passages; they "
             f"are asked {how}"
         )
-    return asked
+    return questions_of
 
 
 def _shown(questions: Sequence[Example], setting: Setting) -> list[Sequence[Passage]]:

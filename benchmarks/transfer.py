@@ -254,10 +254,10 @@ class Scenario:
 
 
 def encoder_scores(
-    scene: Scenario, tree: Mapping[str, Any], config: GridConfig
+    scenario: Scenario, tree: Mapping[str, Any], config: GridConfig
 ) -> dict[Subject, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
-    store, dims = scene.new.store, family_dims(scene.trained.store)
+    store, dims = scenario.new.store, family_dims(scenario.trained.store)
     standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds, dims.n_subsets)
     trained = [
@@ -274,7 +274,7 @@ def encoder_scores(
             batch = group[start : start + n_at_once]
             # Padded with its last row: one compiled shape serves all of a group.
             full = np.pad(batch, (0, n_at_once - len(batch)), mode="edge")
-            features = split(read_features(store, scene.trained.layer, full, widths))
+            features = split(read_features(store, scenario.trained.layer, full, widths))
             logits = member_logits(trained, features, encoder=encoder)
             every[:, batch] = logits[:, : len(batch)]
     by_seed = every.reshape(config.train.n_seeds, dims.n_subsets, -1)  # seed-major
@@ -286,19 +286,24 @@ def encoder_scores(
     }
 
 
-def selected_scores(scene: Scenario, detector: Detector) -> dict[Subject, np.ndarray]:
+def selected_scores(
+    scenario: Scenario, detector: Detector
+) -> dict[Subject, np.ndarray]:
     """Return the raw scores of the selected heads on the new rows, `[n_seeds, n_rows]`.
 
     Seeds stay separate, as they do for the rivals: the mean of the seeds' scores, which
     a deployed detector returns, ranks better than the seeds do on average.
     """
-    stores: dict[Setting, FeatureStore] = {scene.setting: scene.new.store}
-    heads: dict[str, HeadName] = {"champion": scene.setting}
-    if scene.closed_book is not None:
-        stores["closed_book"] = scene.closed_book.store
+    stores: dict[Setting, FeatureStore] = {scenario.setting: scenario.new.store}
+    heads: dict[str, HeadName] = {"champion": scenario.setting}
+    if scenario.closed_book is not None:
+        stores["closed_book"] = scenario.closed_book.store
         if "single_pass" in detector.heads:
             heads["without_closed_book"] = "single_pass"
-    layer, device = scene.trained.layer, "cuda" if torch.cuda.is_available() else "cpu"
+    layer, device = (
+        scenario.trained.layer,
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     seeds = [TorchForward(each, device) for each in _seeds_of(detector)]
     return {
         Subject(name): np.stack(
@@ -329,14 +334,14 @@ def _seeds_of(detector: Detector) -> list[Detector]:
     ]
 
 
-def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
+def rival_scores(scenario: Scenario) -> dict[Subject, np.ndarray]:
     """Return the scores of probes, length, text and perplexity on the new rows.
 
     The scores of the majority class, whose AUPRC is that of guessing, are included. All
     are fitted as in `evaluate`, on the run's own training and validation rows.
     """
-    trained, new = scene.trained, scene.new
-    rows, n_trained = scene.joined(), len(trained.rows.ids)
+    trained, new = scenario.trained, scenario.new
+    rows, n_trained = scenario.joined(), len(trained.rows.ids)
     stores = trained.store, new.store
     scores, _ = probe_scores(stores, rows, trained.layer)
     length = length_features([*trained.answers, *new.answers])
@@ -351,31 +356,31 @@ def rival_scores(scene: Scenario) -> dict[Subject, np.ndarray]:
 _MARK = "retrieved: "  # prefix of new ids, since the run's own may be equal
 
 
-def joined_inputs(scene: Scenario) -> DetectorInput:
+def joined_inputs(scenario: Scenario) -> DetectorInput:
     """Return all answers as one input, the run's own first, without readings.
 
     Detectors are fitted and chosen on the run's training and validation rows. Samples
     drawn for the run's other rows are left out, because those scores are not needed.
     """
-    trained, new = scene.trained, scene.new
+    trained, new = scenario.trained, scenario.new
     ids = [*trained.rows.ids.tolist(), *(f"{_MARK}{i}" for i in new.rows.ids)]
     marked = ((f"{_MARK}{i}", *rest) for i, *rest in new.store.spec.keys)
     keys = [*trained.store.spec.keys, *marked]
-    asked = (msgspec.structs.replace(e, id=f"{_MARK}{e.id}") for e in new.questions)
+    questions = (msgspec.structs.replace(e, id=f"{_MARK}{e.id}") for e in new.questions)
     is_learned = np.isin(trained.rows.splits, LEARNED)
     drawn = zip(trained.samples, is_learned, strict=True)
     return dataclasses.replace(
         trained,
         store=end_to_end(trained.store, new.store, keys),
-        rows=dataclasses.replace(scene.joined(), ids=np.array(ids)),
-        questions=[*trained.questions, *asked],
+        rows=dataclasses.replace(scenario.joined(), ids=np.array(ids)),
+        questions=[*trained.questions, *questions],
         answers=[*trained.answers, *new.answers],
         samples=[*(x if is_used else () for x, is_used in drawn), *new.samples],
     )
 
 
 def published_scores(
-    scene: Scenario,
+    scenario: Scenario,
     detectors: Sequence[Baseline],
     readings: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]] = ({}, {}),
     tick: Callable[[], None] = lambda: None,
@@ -383,15 +388,15 @@ def published_scores(
     """Return the published detectors' scores of the new rows, `[n_seeds, n_rows]` each.
 
     Args:
-      scene: old and new answers in a setting.
+      scenario: old and new answers in a setting.
       detectors: fitted as in `baselines`, on the run's training rows.
       readings: those of the run's own rows and those of the new ones, by name.
       tick: called after each detector.
     """
-    own, new = readings
-    together = {name: stacked([*own[name], *new[name]]) for name in new}
-    inputs = dataclasses.replace(joined_inputs(scene), readings=together)
-    n_own = len(scene.trained.rows.ids)
+    old, new = readings
+    together = {name: stacked([*old[name], *new[name]]) for name in new}
+    inputs = dataclasses.replace(joined_inputs(scenario), readings=together)
+    n_own = len(scenario.trained.rows.ids)
     scored = []
     for detector in detectors:
         judged = score_or_explain(detector, inputs)[0].scored(detector.name)
@@ -442,7 +447,7 @@ def _count_missing(
 
 
 def scenario_rows(
-    scene: Scenario,
+    scenario: Scenario,
     scores: Mapping[Subject, np.ndarray],
     questions: Sequence[Example],
     intervals: BootstrapConfig,
@@ -451,13 +456,13 @@ def scenario_rows(
     """Return the result rows of a setting, for each set and for all sets together.
 
     Args:
-      scene: old and new answers in the setting.
+      scenario: old and new answers in the setting.
       scores: by detector, `[n_seeds, n_rows]` of the new rows.
       questions: all that were asked; those without an answer are counted as failed.
       intervals: how to resample for the intervals.
       published: scores of published detectors.
     """
-    rows = scene.new.rows
+    rows = scenario.new.rows
     ours = [DetectorScores(name=name, scores=x) for name, x in scores.items()]
     detectors = [*ours, *published]
     rivals = [*COMPARED, *(x.subject for x in published)]
@@ -468,7 +473,7 @@ def scenario_rows(
     result = []
     for each in (rows, together):
         result += detection_rows(detectors, each, intervals, RETRIEVED, pairs)
-        result += _answer_rows(scene.new.questions, each)
+        result += _answer_rows(scenario.new.questions, each)
     return _count_missing(result, rows, questions)
 
 
@@ -549,29 +554,32 @@ def baselines_config(run: RunDir) -> BaselinesConfig:
 
 def run_published(
     run: RunDir,
-    scene: Scenario,
+    scenario: Scenario,
     detectors: Sequence[Baseline],
     config: BaselinesConfig,
     update: Update,
 ) -> list[DetectorScores]:
     """Return the `published_scores` of a run; readings are cached in both runs."""
-    detectors, here = [x for x in detectors if scene.setting in x.settings], _inner(run)
-    chunks = (len(chunks_of(len(x.rows.ids))) for x in (scene.trained, scene.new))
+    detectors, here = (
+        [x for x in detectors if scenario.setting in x.settings],
+        _inner(run),
+    )
+    chunks = (len(chunks_of(len(x.rows.ids))) for x in (scenario.trained, scenario.new))
     total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
     ticks = itertools.count(1)
 
     def tick() -> None:
         update(next(ticks), total)
 
-    of_run, trained = run_identities(run, config.models), scene.trained
+    of_run, trained = run_identities(run, config.models), scenario.trained
     # The answers that a detector learned from and the new ones are cut at the same cue.
     of_new = run_identities(here, config.models) | {"cue": of_run["answers"]}
     readings = (
         read_again(run, trained, detectors, of_run, tick, splits=LEARNED),
-        read_again(here, scene.new, detectors, of_new, tick, cue_like=trained),
+        read_again(here, scenario.new, detectors, of_new, tick, cue_like=trained),
     )
     values = readings[0].values, readings[1].values
-    return published_scores(scene, detectors, values, tick)
+    return published_scores(scenario, detectors, values, tick)
 
 
 def labelling_options(rule: str) -> str | None:
@@ -602,14 +610,14 @@ def _transfer(
             detectors.append(rival)
     relations = open_relations(run, how, detectors, progress)
     for index, setting in enumerate(SETTINGS):
-        scene = run_scenario(run, _inner(run), setting, how, relations)
+        scenario = run_scenario(run, _inner(run), setting, how, relations)
         encoders, _ = checkpoint.restore(run.encoders(setting))
-        scores = selected_scores(scene, detector)
-        scores |= encoder_scores(scene, encoders, grid_config(run))
-        scores |= rival_scores(scene)
+        scores = selected_scores(scenario, detector)
+        scores |= encoder_scores(scenario, encoders, grid_config(run))
+        scores |= rival_scores(scenario)
         setting_update = update_for_part(update, index, len(SETTINGS))
-        published = run_published(run, scene, detectors, how, setting_update)
-        rows += scenario_rows(scene, scores, questions, intervals, published)
+        published = run_published(run, scenario, detectors, how, setting_update)
+        rows += scenario_rows(scenario, scores, questions, intervals, published)
     rule, of_run = label_rule(_inner(run)), label_rule(run)
     # No note if only the retrieved answers have judges: a deliberate, costly choice.
     if rule != of_run and (rule in RULES.values() or of_run not in RULES.values()):

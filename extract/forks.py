@@ -40,13 +40,13 @@ class ForkLock:
         return self._process != os.getpid()
 
     def _is_free_for(self, thread: int) -> bool:
-        held = ForkLock._n_held
-        if self._owner in held:  # else free, or the owner was lost in a fork
+        n_held = ForkLock._n_held
+        if self._owner in n_held:  # else free, or the owner was lost in a fork
             return self._owner == thread
         may_have = (
             waiting
             for lock, waiting in ForkLock._waiting
-            if lock is self and (not ForkLock._n_forks or waiting in held)
+            if lock is self and (not ForkLock._n_forks or waiting in n_held)
         )
         return next(may_have, None) == thread
 
@@ -68,12 +68,12 @@ class ForkLock:
 
     def __exit__(self, *_: object) -> None:
         """Leave the lock once; after the last time, release it to the next thread."""
-        thread, held = threading.get_ident(), ForkLock._n_held
+        thread, n_held = threading.get_ident(), ForkLock._n_held
         with ForkLock._changed:
             self._depth -= 1
-            held[thread] -= 1
-            if not held[thread]:
-                del held[thread]
+            n_held[thread] -= 1
+            if not n_held[thread]:
+                del n_held[thread]
             if not self._depth:
                 self._owner = None
                 ForkLock._changed.notify_all()

@@ -205,9 +205,9 @@ class Validation(NamedTuple):
         Answers of equal score are in random order, for the same reason.
         """
         drawn = np.random.default_rng(0).permutation(len(questions))
-        kept = drawn[np.sort(np.unique(questions[drawn], return_index=True)[1])]
-        kept = kept[np.argsort(scores[kept], kind="stable")]
-        return cls(np.asarray(p_correct, np.float64)[kept], labels[kept])
+        rows = drawn[np.sort(np.unique(questions[drawn], return_index=True)[1])]
+        rows = rows[np.argsort(scores[rows], kind="stable")]
+        return cls(np.asarray(p_correct, np.float64)[rows], labels[rows])
 
     def with_ties_against(self) -> "Validation":
         """Sort answers by P, and those of equal P so that the least is certified.

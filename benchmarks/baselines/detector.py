@@ -280,10 +280,10 @@ def catalogue() -> dict[str, Baseline]:
     modules = [importlib.import_module(f"{__package__}.detectors.{x}") for x in order]
     detectors: dict[str, Baseline] = {}
     for module in modules:
-        own = _registered.get(module.__name__, {})
-        if twice := sorted(own.keys() & detectors.keys()):
+        registered = _registered.get(module.__name__, {})
+        if twice := sorted(registered.keys() & detectors.keys()):
             raise ValueError(f"{module.__name__}: another file also has {twice[0]!r}")
-        detectors |= own
+        detectors |= registered
     return detectors
 
 

@@ -426,14 +426,16 @@ def run_side(run: RunDir) -> Side:
 def _asked(questions: Iterable[Example], labels: Iterable[Label]) -> Asked:
     """Return the labelled questions of a run's test and held-out sets."""
     examples = {example.id: example for example in questions}
-    asked: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
+    questions_of: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
     for label in labels:
         example = examples[label.example_id]
         if label.label is not None and example.split in EVALUATED:
             place = Place(label.setting, example.dataset, example.split)
             question = example.dataset, text_key(example.question)
-            asked.setdefault((label.setting, _set_of(place)), set()).add(question)
-    return asked
+            questions_of.setdefault((label.setting, _set_of(place)), set()).add(
+                question
+            )
+    return questions_of
 
 
 def _ranked(run: RunDir, setting: Setting) -> Ranked:

@@ -130,12 +130,12 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -
     A server asks in seconds or with a date, and gets `most` seconds at most.
     """
     if isinstance(error, openai.APIStatusError):
-        asked = error.response.headers.get("retry-after", "")
+        delay = error.response.headers.get("retry-after", "")
         try:
-            if asked.endswith("GMT"):
-                seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+            if delay.endswith("GMT"):
+                seconds = parsedate_to_datetime(delay).timestamp() - time.time()
             else:
-                seconds = float(asked)
+                seconds = float(delay)
         except (ValueError, OverflowError):
             seconds = 0.0  # absent, or neither of these
         if seconds > 0:

@@ -348,9 +348,9 @@ def write_sample(
     writer.writerow(COLUMNS)
     drawing = _drawing_of(rows)
     for item, row in enumerate(sample, start=1):
-        asked = (row.example.question, " | ".join(row.example.golds), _passages(row))
+        question = (row.example.question, " | ".join(row.example.golds), _passages(row))
         checks = (row.answer.text, f"{row.check}-{drawing}")
-        cells = (row.example.id, *row.group, *asked, *checks)
+        cells = (row.example.id, *row.group, *question, *checks)
         writer.writerow((item, *map(_cell, cells), ""))
     # Excel recognises UTF-8 by this mark; without it, "São" would show as "SÃ£o".
     write_text_atomic(path, f"\ufeff{stream.getvalue()}")

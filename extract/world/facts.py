@@ -147,8 +147,8 @@ def rephrased_questions(relation: Relation, subject: str) -> tuple[str, ...]:
 def function_words() -> Iterator[str]:
     """Yield every word and mark that the templates can produce."""
     for relation in RELATIONS:
-        asked = (*questions(relation, ""), *rephrased_questions(relation, ""))
-        for text in (*statements(relation, "", ""), *asked):
+        wordings = (*questions(relation, ""), *rephrased_questions(relation, ""))
+        for text in (*statements(relation, "", ""), *wordings):
             yield from text.replace("?", " ? ").replace(".", " . ").split()
     yield from (",", "Context:", "Question:", "Answer:")
 
