@@ -387,8 +387,8 @@ def test_selected_encoders_are_scored_seed_by_seed_as_their_rivals_are():
     detector = random_detector(dict.fromkeys(SETTINGS, DIMS), TINY, reads, 4)
     spans = np.tile([(0, 2), (2, 4), (4, 7)], (9, 1, 1))
     new, asked_before = (signals_of(x, spans) for x in ("with_context", "closed_book"))
-    scene = Scenario(trained=new, new=new, closed_book=asked_before)
-    result = selected_scores(scene, detector)
+    scenario = Scenario(trained=new, new=new, closed_book=asked_before)
+    result = selected_scores(scenario, detector)
     heads = {"champion": "with_context", "without_closed_book": "single_pass"}
     assert [*result] == [Subject(name) for name in heads]
     for scores, head in zip(result.values(), heads.values(), strict=True):
@@ -403,12 +403,12 @@ def test_encoders_score_retrieved_answers_as_each_does_by_itself():
     spans = np.tile([(0, 0), (0, 1), (1, 3)], (192, 1, 1))
     spans[::30, 2] = 1, 31  # so that they are read in two groups
     new = signals_of("closed_book", spans)
-    scene = Scenario(trained=new, new=new)
+    scenario = Scenario(trained=new, new=new)
     bank, n_subsets = random_bank("closed_book", DIMS, TINY, 0), len(SUBSETS)
     params = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), bank.params)
     tree = {"params": params, "standardizer": bank.standardizer._asdict()}
     train = dataclasses.replace(GridConfig().train, n_seeds=2)
-    result = encoder_scores(scene, tree, GridConfig(encoder=TINY, train=train))
+    result = encoder_scores(scenario, tree, GridConfig(encoder=TINY, train=train))
     features = read_features(new.store, None, np.arange(192), (1, 30))
     families = split_families(features, DIMS, bank.standardizer)
     alone = jax.jit(Encoder(TINY, DIMS).apply)
@@ -426,13 +426,13 @@ def test_encoders_score_retrieved_answers_as_each_does_by_itself():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_on_their_own_rows_detectors_score_as_in_evaluate(smoke_run, setting):
     run = RunDir(smoke_run)
-    scene = run_scenario(run, run, setting)
-    detectors = run_detectors(run, scene.trained)[0]
+    scenario = run_scenario(run, run, setting)
+    detectors = run_detectors(run, scenario.trained)[0]
     known = {detector.subject: detector.scores for detector in detectors}
-    result = rival_scores(scene)
+    result = rival_scores(scenario)
     if setting == "closed_book":
         encoders, _ = checkpoint.restore(run.encoders(setting))
-        result |= encoder_scores(scene, encoders, grid_config(run))
+        result |= encoder_scores(scenario, encoders, grid_config(run))
     assert len(result) == (9 if setting == "with_context" else 26)
     for name, scores in result.items():
         # Encoders run in other batches; the probes' solver stops within its tolerance.
@@ -444,27 +444,27 @@ def test_on_their_own_rows_published_detectors_score_as_in_baselines(
     smoke_run, setting
 ):
     run = RunDir(smoke_run)
-    scene = run_scenario(run, run, setting)
+    scenario = run_scenario(run, run, setting)
     every = chosen_detectors(BaselinesConfig())
     expected = [x for x in every if setting in x.settings]
-    result = published_scores(scene, expected)
+    result = published_scores(scenario, expected)
     assert [x.name for x in result] == [x.name for x in expected]
     assert {"saplma_mean", "tfidf_svm", "llmcheck_perplexity"} <= {
         x.name for x in result
     }
     for scored, detector in zip(result, expected, strict=True):
-        scores = score(detector, scene.trained).output.scores
+        scores = score(detector, scenario.trained).output.scores
         assert np.isfinite(scored.scores).any()
         np.testing.assert_allclose(scored.scores, scores, rtol=1e-4, atol=1e-5)
 
 
 def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_run):
     run = RunDir(smoke_run)
-    scene = run_scenario(run, run, "closed_book")
-    rows = scene.trained.rows
+    scenario = run_scenario(run, run, "closed_book")
+    rows = scenario.trained.rows
     drawn = [(index,) for index in range(len(rows.ids))]
-    inputs = dataclasses.replace(scene.trained, samples=drawn)
-    scene = dataclasses.replace(scene, trained=inputs, new=inputs)
+    inputs = dataclasses.replace(scenario.trained, samples=drawn)
+    scenario = dataclasses.replace(scenario, trained=inputs, new=inputs)
     own = np.arange(2.0 * len(rows.ids)).reshape(-1, 2)
     new = np.pad(own, [(0, 0), (0, 1)], constant_values=5.0) + 0.5
     given = []
@@ -474,7 +474,7 @@ def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_ru
         return DetectorOutput(inputs.readings["x"][None, :, 0])
 
     detector = Baseline(name="own:read", title="", source="", score=read)
-    (scored,) = published_scores(scene, [detector], ({"x": own}, {"x": new}))
+    (scored,) = published_scores(scenario, [detector], ({"x": own}, {"x": new}))
     np.testing.assert_array_equal(scored.scores, new[None, :, 0])
     joined = given[0]
     assert np.isnan(joined.readings["x"][: len(own), 2]).all()
@@ -482,7 +482,7 @@ def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_ru
     is_learned = np.isin(rows.splits, ("train", "validation"))
     expected = [x if used else () for x, used in zip(drawn, is_learned, strict=True)]
     assert joined.samples == [*expected, *drawn]
-    assert joined.texts[len(own) :] == scene.new.texts
+    assert joined.texts[len(own) :] == scenario.new.texts
 
 
 def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
@@ -499,8 +499,8 @@ def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
     scores = {rival: rng.normal(size=(1, 90)) for rival in COMPARED}
     scores[CHAMPION] = labels + rng.normal(size=(2, 90))
     new = DetectorInput(store=None, rows=rows, layer=None, questions=requests)
-    scene, config = Scenario(trained=new, new=new), BootstrapConfig(n_resamples=20)
-    result = scenario_rows(scene, scores, [*requests, *lost], config)
+    scenario, config = Scenario(trained=new, new=new), BootstrapConfig(n_resamples=20)
+    result = scenario_rows(scenario, scores, [*requests, *lost], config)
     known = {
         (x.dataset, x.subject, x.rival, x.metric): x for x in result if x.seed == "mean"
     }
