@@ -198,6 +198,11 @@ def test_exact_products_do_not_load_the_compiler_of_torch():
     assert "torch._dynamo" not in loaded_by(code)
 
 
+def test_doctor_loads_transformers_only_for_a_model():
+    code = "from beatrice.cli import main\nmain(['doctor'], standalone_mode=False)"
+    assert "transformers.utils" not in loaded_by(code)
+
+
 def test_the_help_of_every_verb_loads_neither_torch_nor_jax():
     code = """
 import click
