@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS, locked
-from beatrice.extract.records import Record, to_json
+from beatrice.extract.records import SETTINGS, Passage, Record, to_json, write_lines
+from beatrice.extract.run.contents import _shown, settings_of
 from beatrice.extract.run.directory import (
     InUse,
     NewRun,
@@ -40,7 +41,7 @@ from beatrice.extract.run.files import (
 from beatrice.extract.run.process import Share
 from beatrice.pgir.controllers.waves import CallJournal
 from tests.process import ROOT, on_disk
-from tests.records import flip_bit
+from tests.records import an_example, flip_bit
 
 SMOKE = NewRun(preset="smoke")
 
@@ -305,6 +306,16 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
         assert run.stage_done("sweep")
     run.sweep.unlink()
     assert not run.stage_done("sweep")
+
+
+def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_path):
+    with RunDir.open(tmp_path / "run", SMOKE) as run:
+        n_before = _shown.cache_info().misses
+        shown = an_example(passages=(Passage(title="", text="x"),))
+        for example, settings in ((shown, SETTINGS), (an_example(), SETTINGS[:1])):
+            write_text_atomic(run.examples, write_lines([example]))
+            assert [settings_of(run) for _ in range(3)] == [settings] * 3
+        assert _shown.cache_info().misses == n_before + 2
 
 
 DAMAGE = {
