@@ -31,7 +31,7 @@ from beatrice.extract.run.files import (
     remembered,
     replaced_folder,
     sha256_file,
-    sha256_of_model,
+    sha256_once,
     temporary,
     verify_checksums,
     write_checksums,
@@ -523,14 +523,14 @@ def test_the_digest_of_a_models_file_is_remembered_until_the_file_changes(
     remembered_folder, tmp_path
 ):
     weights = WEIGHTS / "model.safetensors"
-    assert sha256_of_model(weights) == sha256_file(weights)
+    assert sha256_once(weights) == sha256_file(weights)
     assert len(list(remembered_folder.iterdir())) == 1  # old, so remembered
     path = Path(shutil.copy(weights, tmp_path))
     old = path.stat().st_mtime_ns - 10**12
     os.utime(path, ns=(old, old))  # sets mtime but not ctime
-    before = sha256_of_model(path)
+    before = sha256_once(path)
     flip_bit(path, -7)
     os.utime(path, ns=(old, old))
-    assert before != sha256_of_model(path)
+    assert before != sha256_once(path)
     # Not remembered, as it could change again within a clock tick.
     assert len(list(remembered_folder.iterdir())) == 1
