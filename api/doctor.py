@@ -455,7 +455,8 @@ def doctor(
         _verify(run_dir, as_json)
         return
     hub = list(look_at_hub(model))
-    silence_transformers()
+    if model is not None or run_dir is not None:  # else it loads Transformers in vain
+        silence_transformers()
     findings = [
         *look_at_packages(),
         *look_at_machine((run_dir or Path.cwd()).absolute()),

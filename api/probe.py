@@ -163,7 +163,7 @@ class Probe(AnswerScorer):
             import torch
 
             from beatrice.jaxprobe.calibrate import score_store
-            from beatrice.pgir.bridge import TorchForward
+            from beatrice.pgir.forward import TorchForward
             from beatrice.signals import Signals, by_setting
 
         if not isinstance(signals, Signals):

@@ -118,10 +118,10 @@ from beatrice.jaxprobe.train import (
     encoder_folders,
     grid_config,
 )
-from beatrice.pgir.bridge import TorchForward
 from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
+from beatrice.pgir.forward import TorchForward
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 
 LEARNED = ("train", "validation")  # splits that detectors are fitted and chosen on

@@ -55,7 +55,7 @@ def compare(folder):
     """Return the number of answers and the largest differences of each head."""
     from beatrice.jaxprobe.detector import Scores
     from beatrice.jaxprobe.families import Features
-    from beatrice.pgir.bridge import TorchForward
+    from beatrice.pgir.forward import TorchForward
 
     detector = beatrice.load(folder / "probe").detector
     forward, arrays = TorchForward(detector), np.load(folder / "signals.npz")

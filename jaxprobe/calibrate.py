@@ -372,7 +372,7 @@ def score_store(
     The answers are those of the branch's setting, or `examples` `[n]` of them, at least
     one. A head that also reads closed-book encoders uses the closed-book answer to the
     same question. `layer` is as in `TrainedGrid`; for `score` see
-    `pgir.bridge.TorchForward`.
+    `pgir.forward.TorchForward`.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)

@@ -265,7 +265,7 @@ class Detector:
     ) -> Scores:
         """Score answers: encode the passes that the head reads, fuse and calibrate.
 
-        `encode` and `fuse` are the forward pass of a framework; see `pgir.bridge`.
+        `encode` and `fuse` are the forward pass of a framework; see `pgir.forward`.
         """
         head = self._head(branch)
         encoded = {}

@@ -422,7 +422,7 @@ def apply_module(module: nn.Module, *arguments: Any) -> Any:
     """Apply a trained module with matrix products in full float32.
 
     On NVIDIA GPUs JAX by default rounds float32 factors to the ten bits of TF32, which
-    training keeps; but scores must equal those of Torch (see `pgir.bridge`).
+    training keeps; but scores must equal those of Torch (see `pgir.forward`).
     """
     with jax.default_matmul_precision("highest"):
         return module.apply(*arguments)

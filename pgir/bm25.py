@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 
 from beatrice.extract.records import Passage, spaced, word_pattern
-from beatrice.extract.run.files import replaced_folder, sha256_json, verify_checksums
+from beatrice.extract.run.files import (
+    replaced_folder,
+    sha256_json,
+    sha256_once,
+    verify_checksums,
+)
 from beatrice.jaxprobe.config import set_library_compiler
 from beatrice.pgir.corpus import Corpus
 
@@ -71,7 +76,7 @@ def _load(folder: Path, identity: str, note: Callable[[str], None]) -> Any:
     if not folder.exists():
         return None
     try:
-        verify_checksums(folder)
+        verify_checksums(folder, sha256_once)
     except ValueError as error:
         note(f"the index of words is built again: {error}")
         return None

@@ -37,6 +37,7 @@ from beatrice.extract.run.files import (
     read_sealed,
     seal,
     sha256_file,
+    sha256_once,
     write_json_atomic,
     write_stream_atomic,
 )
@@ -94,12 +95,12 @@ class Corpus(Sequence[Passage]):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a corpus; every file is checked against its SHA-256."""
+        """Open a corpus; `sha256_once` checks every file against its SHA-256."""
         self.folder = folder
         self.facts = read_facts(folder)
         for name, sha256 in self.facts["files"].items():
             path = folder / name
-            if not path.is_file() or sha256_file(path) != sha256:
+            if not path.is_file() or sha256_once(path) != sha256:
                 raise ValueError(
                     f"{path} is damaged: it does not match its SHA-256; restore it, or "
                     f"{_AGAIN}"

@@ -28,6 +28,7 @@ from beatrice.extract.run.files import (
     seal,
     sha256_file,
     sha256_json,
+    sha256_once,
     write_json_atomic,
     write_stream_atomic,
 )
@@ -291,7 +292,7 @@ class Vectors:
 
 
 def _check_file(path: Path, sha256: str, about: str) -> None:
-    if not path.is_file() or sha256_file(path) != sha256:
+    if not path.is_file() or sha256_once(path) != sha256:
         raise ValueError(
             f"{path} is damaged: it does not match its SHA-256; delete it and "
             f"{about}, and run the same `beatrice corpus` again"

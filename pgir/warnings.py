@@ -6,13 +6,11 @@ checks that it quotes every text here.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
-from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes
 from beatrice.extract.generate.prompts import special_pattern
 from beatrice.extract.generate.templates import PromptConfig
@@ -22,6 +20,9 @@ from beatrice.jaxprobe.detector import Detector, Provenance
 from beatrice.jaxprobe.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import count_scripts, share_outside
 from beatrice.pgir.given import ScoringInput
+
+if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Backbone
 
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
 MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
@@ -74,7 +75,7 @@ REASONS = {
 }
 
 
-def why_unreadable(model: Backbone, prepared: ScoringInput) -> str | None:
+def why_unreadable(model: "Backbone", prepared: ScoringInput) -> str | None:
     """Return why an answer cannot be scored, or None."""
     n_tokens, most = len(prepared.sequence.ids), model.max_length
     if most is not None and n_tokens > most:
@@ -94,12 +95,12 @@ def _warning(name: str, **fields: object) -> str:
     return WARNINGS[name].format(**fields)
 
 
-def _name_dtype(model: Backbone) -> str:
+def _name_dtype(model: "Backbone") -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
 def warn_of_path(
-    trained: Provenance, model: Backbone, path: ReadingPath
+    trained: Provenance, model: "Backbone", path: ReadingPath
 ) -> Iterator[str]:
     """Yield the warning for signals that were read by another path than in training.
 
@@ -109,12 +110,12 @@ def warn_of_path(
         "decode": "the passes that write an answer",
         "teacher_forced": "a pass that reads it again",
     }
-    if trained.path != path and model.dtype != torch.float32:
+    if trained.path != path and _name_dtype(model) != "float32":
         paths = {"actual": passes[path], "trained": passes[trained.path]}
         yield _warning("other_path", **paths, dtype=_name_dtype(model))
 
 
-def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> bool:
+def is_of_model(trained: Provenance, revision: str, model: "Backbone | None") -> bool:
     """Return whether a revision is that of a detector's model, by commit or by files.
 
     `model` is the model of that revision, or None if it is not loaded.
@@ -129,7 +130,7 @@ def is_of_model(trained: Provenance, revision: str, model: Backbone | None) -> b
     return model.files_sha256 != "" and model.files_sha256 in known
 
 
-def differences(trained: Provenance, model: Backbone) -> Iterator[str]:
+def differences(trained: Provenance, model: "Backbone") -> Iterator[str]:
     """Yield a warning for each difference between a model and the detector's model."""
     if not is_of_model(trained, model.revision, model):
         yield _other_model(trained, model.name, model.revision)
@@ -160,7 +161,7 @@ def _other_model(trained: Provenance, name: str, revision: str) -> str:
 
 
 def signal_differences(
-    trained: Provenance, about: Mapping[str, Any], model: Backbone | None
+    trained: Provenance, about: Mapping[str, Any], model: "Backbone | None"
 ) -> Iterator[str]:
     """Yield a warning for each difference between signals and those of training.
 
@@ -192,7 +193,7 @@ def _other_prompt(trained: Provenance) -> str:
 
 
 def warn_before(
-    detector: Detector, trained: Provenance, model: Backbone, prepared: ScoringInput
+    detector: Detector, trained: Provenance, model: "Backbone", prepared: ScoringInput
 ) -> Iterator[str]:
     """Yield the warnings for an answer that need no forward pass."""
     prompt, tokenizer = prepared.prompt, model.tokenizer

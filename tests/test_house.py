@@ -175,6 +175,8 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
             "click jax pyarrow torch",
         ),
         ("extract.signals.reader extract.generate.local", "jax"),
+        # What `Probe.predict` imports, which needs no language model.
+        ("jaxprobe.calibrate pgir.forward pgir.warnings signals", "transformers"),
         (
             # What `train`, `select`, `calibrate` and `report` import to do their work.
             "jaxprobe.calibrate jaxprobe.detector jaxprobe.train selection.ablation "
@@ -188,6 +190,17 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_a_heading():
 def test_importing_one_side_does_not_load_the_libraries_of_the_other(modules, absent):
     names = ["beatrice", *(f"beatrice.{name}" for name in modules.split())]
     assert not {*absent.split()} & loaded_by("import " + ", ".join(names))
+
+
+def test_exact_products_do_not_load_the_compiler_of_torch():
+    module = "beatrice.extract.signals.precision"
+    code = f"from {module} import exact_products\nwith exact_products():\n    pass"
+    assert "torch._dynamo" not in loaded_by(code)
+
+
+def test_doctor_loads_transformers_only_for_a_model():
+    code = "from beatrice.cli import main\nmain(['doctor'], standalone_mode=False)"
+    assert "transformers.utils" not in loaded_by(code)
 
 
 def test_the_help_of_every_verb_loads_neither_torch_nor_jax():

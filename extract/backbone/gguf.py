@@ -59,7 +59,7 @@ from beatrice.extract.backbone.names import MOST_LAYERS, locked_folder
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     replaced_folder,
-    sha256_of_model,
+    sha256_once,
     user_cache,
     verify_checksums,
 )
@@ -535,7 +535,7 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 def _model_folder(path: Path) -> Path:
     """Return the folder for a file's model, which may not exist yet."""
-    return user_cache("gguf") / f"{sha256_of_model(path)}-{_RECIPE}"
+    return user_cache("gguf") / f"{sha256_once(path)}-{_RECIPE}"
 
 
 def _write_outline(header: Header, folder: Path) -> Any:
@@ -599,7 +599,7 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
 def _is_intact(folder: Path) -> bool:
     """Return whether an unpacked model exists as it was written."""
     try:
-        verify_checksums(folder, sha256_of_model)
+        verify_checksums(folder, sha256_once)
     except ValueError:
         return False
     return True

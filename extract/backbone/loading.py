@@ -53,7 +53,7 @@ from beatrice.extract.run.files import (
     cached_result,
     read_json,
     sha256_json,
-    sha256_of_model,
+    sha256_once,
     software,
 )
 from beatrice.extract.run.process import keep_freed_memory
@@ -637,15 +637,13 @@ def _sha256_cached(path: Path) -> str:
     Those are not read: whoever loads a commit relies on an intact cache.
     """
     name = path.resolve().name
-    return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_of_model(path)
+    return name if re.fullmatch("[0-9a-f]{64}", name) else sha256_once(path)
 
 
-def _hash_files(
-    directory: Path, sha256_of: Callable[[Path], str] = sha256_of_model
-) -> str:
+def _hash_files(directory: Path, sha256_of: Callable[[Path], str] = sha256_once) -> str:
     """Return the SHA-256 of a GGUF file, or of a checkpoint's weights and config."""
     if directory.is_file():
-        return sha256_of_model(directory)
+        return sha256_once(directory)
     digest = hashlib.sha256()
     for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
         digest.update(path.name.encode())

@@ -27,7 +27,7 @@ from beatrice.extract.run.files import (
     lock_file,
     open_unlinked,
     read_json,
-    sha256_of_model,
+    sha256_once,
     user_cache,
     write_stream_atomic,
 )
@@ -400,7 +400,7 @@ def _missing(model: PackagedModel, folder: Path) -> list[PackagedFile]:
         file
         for file in model.files
         if not (folder / file.path).is_file()
-        or file.sha256 not in (None, sha256_of_model(folder / file.path))
+        or file.sha256 not in (None, sha256_once(folder / file.path))
     ]
 
 

@@ -1,6 +1,7 @@
 """Read the contents of a run directory without Torch: questions, answers, labels."""
 
 import collections
+import functools
 import warnings
 from pathlib import Path
 
@@ -36,8 +37,7 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
     chosen: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
     if "with_context" not in chosen or not run.examples.exists():
         return chosen  # missing questions are an error elsewhere
-    examples = read_records(run.examples, Example)
-    shown = {(example.split, bool(example.passages)) for example in examples}
+    shown = _shown(run.examples, sha256_file(run.examples))
     taught = {split for split, _ in shown} & {"train", "validation"}
     if any(has for _, has in shown) and all((split, True) in shown for split in taught):
         return chosen
@@ -48,6 +48,15 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
             "--context all`), or choose other --settings"
         )
     return ("closed_book",)
+
+
+# A verb needs the settings a dozen times, and reading all questions may take seconds.
+@functools.lru_cache(maxsize=16)
+def _shown(questions: Path, sha256: str) -> frozenset[tuple[str, bool]]:
+    """Return pairs: a question's split, and whether the question has passages."""
+    del sha256  # of the file, which is read again if it changes
+    examples = read_records(questions, Example)
+    return frozenset((example.split, bool(example.passages)) for example in examples)
 
 
 def require_both_settings(run: RunDir, verb: str) -> None:

@@ -1,6 +1,6 @@
 """Files that are replaced whole or grow by whole lines, with checksums and typed rows.
 
-Checksums of a model's files, and checks whose result follows from the model's bytes,
+Checksums of large files, and checks whose result follows from a model's bytes,
 are done once per machine and remembered in the user's cache under everything that they
 depend on. Only successes are remembered; any of these cache files may be deleted.
 """
@@ -657,8 +657,8 @@ def cached_result(what: str, key: Mapping[str, Any], find: Callable[[], Any]) ->
     return value
 
 
-def sha256_of_model(path: Path) -> str:
-    """Return the SHA-256 of a model's file; a large one is hashed once per change.
+def sha256_once(path: Path) -> str:
+    """Return the SHA-256 of a file that may be large; it is then read once per change.
 
     Writing to a file updates its time of change, which no program can set. So a file
     is hashed again unless its device, inode, size and both times are unchanged.

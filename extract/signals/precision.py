@@ -10,6 +10,7 @@ a bfloat16 model. That setting is left unchanged, and logits then take longer.
 
 import collections
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,9 @@ from beatrice.extract.forks import ForkLock
 _SETTING = ForkLock()
 # How many nested `exact_products` blocks each thread is in.
 _EXACT: collections.Counter[int] = collections.Counter()
-_UNCOMPILED = contextlib.ExitStack()  # entered while any thread is in such a block
+# Runs compiled code uncompiled while any thread is in such a block; not empty then, if
+# Torch's compiler is loaded. Without it nothing is compiled, and it takes a second.
+_UNCOMPILED: list[contextlib.ExitStack] = []
 
 
 def check_default_dtype() -> None:
@@ -45,8 +48,9 @@ def exact_products() -> Iterator[None]:
     check_default_dtype()
     thread = threading.get_ident()
     with _SETTING:
-        if not _EXACT:
-            _UNCOMPILED.enter_context(torch.compiler.set_stance("force_eager"))
+        if not _UNCOMPILED and "torch._dynamo" in sys.modules:
+            _UNCOMPILED.append(contextlib.ExitStack())
+            _UNCOMPILED[0].enter_context(torch.compiler.set_stance("force_eager"))
         _EXACT[thread] += 1
     try:
         with contextlib.ExitStack() as stack:
@@ -60,8 +64,8 @@ def exact_products() -> Iterator[None]:
             _EXACT[thread] -= 1
             if not _EXACT[thread]:
                 del _EXACT[thread]
-            if not _EXACT:
-                _UNCOMPILED.close()
+            if not _EXACT and _UNCOMPILED:
+                _UNCOMPILED.pop().close()
 
 
 @contextlib.contextmanager

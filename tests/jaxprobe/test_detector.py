@@ -39,7 +39,7 @@ from beatrice.jaxprobe.metrics import auroc, auroc_interval
 from beatrice.jaxprobe.rows import rows_of, training_set
 from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.jaxprobe.train import open_rows, train_encoders
-from beatrice.pgir.bridge import TorchForward
+from beatrice.pgir.forward import TorchForward
 from beatrice.selection.greedy import HeadTrainer
 from tests.jaxprobe.samples import (
     assert_same_leaves,

@@ -90,6 +90,13 @@ def test_rounding_never_puts_an_auroc_above_one():
         assert item["auroc"].min() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("n_clusters", [1, 3, 64, 601, 400_001])  # 2 at once
+def test_resamples_drawn_at_once_are_those_drawn_one_by_one(n_clusters):
+    rng, config = np.random.default_rng(7), BootstrapConfig(n_resamples=9, seed=7)
+    expected = [rng.integers(n_clusters, size=n_clusters) for _ in range(9)]
+    np.testing.assert_array_equal([*drawn_clusters(n_clusters, config)], expected)
+
+
 def test_resamples_in_blocks_are_the_same_draws():
     clusters = np.arange(50)
     blocks = list(resamples(clusters, BootstrapConfig(n_resamples=300), n_weights=1))

@@ -1,11 +1,14 @@
 """The BM25 index that a corpus keeps in its folder."""
 
 import os
+import time
 
 import numpy as np
 import pytest
 
+from beatrice.extract.run.files import SETTLED
 from beatrice.pgir.bm25 import Bm25Retriever, open_bm25
+from beatrice.pgir.corpus import Corpus
 from tests.pgir.small import make_corpus
 from tests.process import little_room, run_python
 from tests.records import flip_bit
@@ -47,6 +50,18 @@ def test_an_index_that_is_damaged_or_of_another_corpus_is_built_again(corpus, tm
     again = search(other, notes)
     assert again == [*map(list, Bm25Retriever(other).search(QUERIES, 5))] != expected
     assert len(notes) == 1
+
+
+@pytest.mark.slow
+def test_the_checksums_of_an_old_corpus_are_remembered(tmp_path, monkeypatch):
+    corpus = make_corpus(tmp_path / "corpus", 80_000)
+    search(corpus, [])
+    time.sleep(SETTLED + 1)  # a file that has just changed could change again
+    monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path / "remembered"))
+    search(Corpus(corpus.folder), [])
+    files = [*corpus.folder.glob("*.*"), *(corpus.folder / "bm25").iterdir()]
+    n_large = sum(path.stat().st_size >= 1 << 20 for path in files)
+    assert n_large == len([*(tmp_path / "remembered").iterdir()]) > 1
 
 
 def test_an_index_that_cannot_be_written_is_kept_in_memory_with_a_note(tmp_path):

@@ -17,7 +17,8 @@ from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, paper_dims
 from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, apply_head, slots_of
 from beatrice.jaxprobe.grid import apply_member
 from beatrice.jaxprobe.tokens import split_families
-from beatrice.pgir.bridge import ProbedBackbone, TorchForward
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.forward import TorchForward
 from tests.extract.signals.test_precision import precision_beside
 from tests.jaxprobe.samples import ragged_features, random_detector, score_as_trained
 from tests.pgir.small import LAYER, PASSAGE, QUESTION

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS, locked_folder
-from beatrice.extract.records import Record, to_json
+from beatrice.extract.records import SETTINGS, Passage, Record, to_json, write_lines
+from beatrice.extract.run.contents import _shown, settings_of
 from beatrice.extract.run.directory import (
     InUse,
     NewRun,
@@ -30,7 +31,7 @@ from beatrice.extract.run.files import (
     lock_file,
     replaced_folder,
     sha256_file,
-    sha256_of_model,
+    sha256_once,
     temporary,
     verify_checksums,
     write_checksums,
@@ -40,7 +41,7 @@ from beatrice.extract.run.files import (
 from beatrice.extract.run.process import Share
 from beatrice.pgir.controllers.waves import CallJournal
 from tests.process import ROOT, on_disk
-from tests.records import flip_bit
+from tests.records import an_example, flip_bit
 
 SMOKE = NewRun(preset="smoke")
 
@@ -310,6 +311,16 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
     assert not run.stage_done("sweep")
 
 
+def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_path):
+    with RunDir.open(tmp_path / "run", SMOKE) as run:
+        n_before = _shown.cache_info().misses
+        shown = an_example(passages=(Passage(title="", text="x"),))
+        for example, settings in ((shown, SETTINGS), (an_example(), SETTINGS[:1])):
+            write_text_atomic(run.examples, write_lines([example]))
+            assert [settings_of(run) for _ in range(3)] == [settings] * 3
+        assert _shown.cache_info().misses == n_before + 2
+
+
 DAMAGE = {
     "a piece": lambda text: text[:8],
     "a list": lambda text: "[]",
@@ -515,14 +526,14 @@ def test_the_digest_of_a_models_file_is_remembered_until_the_file_changes(
     remembered_folder, tmp_path
 ):
     weights = WEIGHTS / "model.safetensors"
-    assert sha256_of_model(weights) == sha256_file(weights)
+    assert sha256_once(weights) == sha256_file(weights)
     assert len(list(remembered_folder.iterdir())) == 1  # old, so remembered
     path = Path(shutil.copy(weights, tmp_path))
     old = path.stat().st_mtime_ns - 10**12
     os.utime(path, ns=(old, old))  # sets mtime but not ctime
-    before = sha256_of_model(path)
+    before = sha256_once(path)
     flip_bit(path, -7)
     os.utime(path, ns=(old, old))
-    assert before != sha256_of_model(path)
+    assert before != sha256_once(path)
     # Not remembered, as it could change again within a clock tick.
     assert len(list(remembered_folder.iterdir())) == 1
