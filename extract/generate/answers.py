@@ -335,7 +335,7 @@ def open_local(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    backbone = open_backbone(run.section("backbone", BackboneConfig), run.answers)
     size = config.generation.tokens_per_batch
     writer = TransformersGenerator(backbone=backbone, tokens_per_batch=size)
     return Engine(writer, backbone)
