@@ -96,12 +96,12 @@ def read_labelled(
         unread.update(row.keys() - known_fields)
     if not rows:
         raise ValueError(
-            f"{path}: expected labelled answers, found {n_unlabelled} answers without "
-            "a label; label some"
+            f"{path}: expected labelled answers, found only answers without a label "
+            f"({n_unlabelled}); label some"
         )
     if n_unlabelled:
         n = n_unlabelled + len(rows)
-        note(f"{n_unlabelled} of {n} answers have no label and are left out")
+        note(f"answers without a label, left out: {n_unlabelled} of {n}")
     if unread:
         names = ", ".join(f"{name!r} ({n})" for name, n in sorted(unread.items()))
         note(f"fields not read: {names}")
@@ -259,10 +259,10 @@ def without_worked_examples(
     names = question_names(question.question for question in questions)
     others = [q for q, x in zip(questions, names, strict=True) if x not in shown]
     if n_shown := len(questions) - len(others):
-        words = "are worked examples in the prompt, with their answers"
+        words = "worked examples in the prompt, with their answers"
         if not others:
-            raise ValueError(f"all {n_shown} questions {words}; give others")
-        note(f"{n_shown} of {len(questions)} questions {words}; they are left out")
+            raise ValueError(f"all questions ({n_shown}) are {words}; give others")
+        note(f"questions left out as {words}: {n_shown} of {len(questions)}")
     return others
 
 
@@ -294,7 +294,7 @@ def _asked(
     if with_passages:
         how = " and ".join(IN_WORDS[setting] for setting in questions_of)
         note(
-            f"{len(with_passages)} of {len(questions)} questions have passages; they "
+            f"questions with passages: {len(with_passages)} of {len(questions)}; they "
             f"are asked {how}"
         )
     return questions_of
@@ -408,8 +408,8 @@ def compare(
     lengths = np.array([len(answer.token_ids) for answer in labelled.answers])
     head = OWN_PASS_HEADS[setting]
     lines = [
-        f"{len(labels)} held-out answers {IN_WORDS[setting]}, {int(labels.sum())} of "
-        "them right:"
+        f"held-out answers {IN_WORDS[setting]}: {len(labels)}, of them right: "
+        f"{int(labels.sum())}"
     ]
     rows = []
     for name, scores in (
@@ -507,6 +507,22 @@ def fit_own(
         clear_work(work)  # only the probe is needed
 
 
+def _counts_in_all(probe: Any, parts: Parts) -> str:
+    """Return the numbers of answers, and how many are enough if there are too few."""
+    labels = np.concatenate([part.labels for part in parts.values()])
+    n_right, n = int(labels.sum()), len(labels)
+    text = f"there are {n_right} right and {n - n_right} wrong answers in all"
+    heads = [head.evidence for head in probe.detector.heads.values()]
+    first = next(evidence for evidence in heads if evidence.doubts)
+    if min(*first.train, *first.validation) >= LEAST_ANSWERS:
+        return text
+    share = min(n_right, n - n_right) / n
+    return (
+        f"{text}, and {ENOUGH} of each are enough, at this rate from about "
+        f"{round(ENOUGH / share)} questions"
+    )
+
+
 def _fit_and_save(
     parts: Parts,
     folder: Path,
@@ -536,14 +552,10 @@ def _fit_and_save(
     say(f"{took[0]:.1f} minutes to answer and read, {took[1]:.1f} to fit")
     doubts = probe.detector.doubts
     if doubts and not untrustworthy:
-        labels = np.concatenate([part.labels for part in parts.values()])
-        n_right, n = int(labels.sum()), len(labels)
-        share = min(n_right, n - n_right) / n
         raise ValueError(
-            f"{doubts[0]}; there are {n_right} right and {n - n_right} wrong answers "
-            f"in all, and {ENOUGH} of each are enough, at this rate from about "
-            f"{round(ENOUGH / share)} questions; nothing was saved (--untrustworthy "
-            "saves the probe, and each of its scores then says so)"
+            f"{doubts[0]}; {_counts_in_all(probe, parts)}; nothing was saved "
+            "(untrustworthy=True, on the command line --untrustworthy, saves the "
+            "probe, and each of its scores then says so)"
         )
     examples = examples_of(probe, parts)
     probe = probe.with_report([*probe.rows, *baselines])

@@ -243,11 +243,11 @@ class Signals:
         """Show the number of answers, the setting, layers and families."""
         layers = ", ".join(map(str, self.layers))
         parts = [
-            f"{len(self)} answers",
+            f"{len(self)} answer{'s' * (len(self) != 1)}",
             self.setting.replace("_", "-"),
             *([f"layers {layers}"] if len(self.layers) > 1 else []),
             *([f"layer {layers}"] if len(self.layers) == 1 else []),
-            f"{len(self.families)} families",
+            f"{len(self.families)} famil{'y' if len(self.families) == 1 else 'ies'}",
         ]
         is_in_memory = self.store.url.startswith(_MEMORY)
         where = "in memory" if is_in_memory else f"in {as_url(self.store.url)}"

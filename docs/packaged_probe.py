@@ -29,7 +29,7 @@ from beatrice.probe import MOST_EXAMPLES
 MOST_TOKENS = 16  # of an answer
 
 
-def stored(run, model, setting, layers, selected):
+def stored(run, model, setting, selected):
     """Return the run's answers and signals, or None if not of this model and dtype."""
     if not run.features(setting).exists():
         return None
@@ -64,7 +64,7 @@ def main(run, name, folder, settings):
         selected = [e for e in examples if e.passages or not has_context]
         contexts = [e.passages for e in selected] if has_context else None
         answers[setting], signals[setting] = stored(
-            opened, model, setting, layers, selected
+            opened, model, setting, selected
         ) or model.answer(
             selected, contexts, max_new_tokens=MOST_TOKENS, read=True, layers=layers
         )

@@ -186,7 +186,9 @@ def open_generator(
     yield _load_generator(config, options)
 
 
-def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generator:
+def _load_generator(
+    config: BackboneConfig, options: BackendOptions, answers: Path | None = None
+) -> Generator:
     """Load a model; a device or dtype among the options overrides its config."""
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
@@ -194,7 +196,7 @@ def _load_generator(config: BackboneConfig, options: BackendOptions) -> Generato
     chosen = {"device": options.device, "dtype": options.model_dtype}
     fields: dict[str, Any] = {n: v for n, v in chosen.items() if v is not None}
     return TransformersGenerator(
-        backbone=open_backbone(dataclasses.replace(config, **fields)),
+        backbone=open_backbone(dataclasses.replace(config, **fields), answers),
         tokens_per_batch=options.batch_tokens,
     )
 
@@ -235,7 +237,7 @@ def _open_backbone(
     model, stop_ids = answers.load_tokenizer_only(run, require_readable)
     config = run.section("backbone", BackboneConfig)
     if backend.server is None and isinstance(backend, BackendOptions):
-        yield model, _load_generator(config, backend)
+        yield model, _load_generator(config, backend, run.answers)
         return
     from beatrice.extract.generate.server import ServedGenerator
 

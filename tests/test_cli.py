@@ -5,6 +5,7 @@ signals, letters and the whole demo start real processes.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -249,6 +250,12 @@ def test_what_a_run_lacks_is_reported_in_one_sentence(small_run, words, sentence
     places = {"RUN": small_run, "NOTHING": small_run.with_name("nothing")}
     line = (places.get(word, word) for word in words.split())
     assert_error_sentence(beatrice(*line, code=1), *sentence)
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_without_a_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    assert call("probes", code=130, PYTHONPATH=places).stderr == ""
 
 
 @pytest.mark.parametrize(("asked", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -567,7 +567,7 @@ def _open_backbone(run: RunDir) -> "Backbone":
     from beatrice.extract.backbone.loading import open_backbone, require_answering_model
     from beatrice.extract.backbone.names import BackboneConfig
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    backbone = open_backbone(run.section("backbone", BackboneConfig), run.answers)
     require_answering_model(run.answers, backbone)
     return backbone
 

@@ -716,17 +716,20 @@ def load_backbone(
     )
 
 
+def _answering_backend(answers: Path) -> dict[str, Any]:
+    """Return who wrote a run's answers; empty if an earlier version did not say so."""
+    path = answers / "backend.json"
+    if not path.exists():
+        return {}
+    return read_json(path, dict[str, Any], f"delete {answers} to answer again")
+
+
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
     """Check that answers are read with the weights that wrote them.
 
     Otherwise the signals would be those of a model that never wrote these answers.
-    `backend.json` in the run's folder of answers records who wrote them; without that
-    file (a run of an earlier version) there is nothing to compare.
     """
-    path = answers / "backend.json"
-    if not path.exists():
-        return
-    backend = read_json(path, dict[str, Any], f"delete {answers} to answer again")
+    backend = _answering_backend(answers)
     revision = str(backend.get("revision", "unknown"))
     # The revision of a server is what its user calls it: only commits can be compared.
     is_comparable = backend.get("backend") == "transformers" or (
@@ -755,10 +758,20 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
                 )
 
 
-def open_backbone(config: BackboneConfig) -> Backbone:
-    """Load a run's backbone with the run's number of threads."""
+def open_backbone(config: BackboneConfig, answers: Path | None = None) -> Backbone:
+    """Load a model with the run's number of threads.
+
+    A run's backbone on the Hub is loaded at the commit that wrote the run's `answers`,
+    if there are any: its main branch may have moved since.
+    """
     silence_transformers()
     torch.set_num_threads(config.n_threads)
     device = torch_device(config.device, torch.cuda.device_count())
-    backbone = load_backbone(config.path, dtype=config.dtype, device=device)
+    backend = {} if answers is None else _answering_backend(answers)
+    revision = str(backend.get("revision"))
+    is_here = Path(os.path.expanduser(config.path)).exists()
+    commit = None if is_here or not COMMIT.fullmatch(revision) else revision
+    backbone = load_backbone(
+        config.path, dtype=config.dtype, device=device, revision=commit
+    )
     return dataclasses.replace(backbone, attention=config.attention_layers)

@@ -149,9 +149,12 @@ def summarize_answers(
     return lines
 
 
+_BACKEND = "backend.json"  # next to the answers
+
+
 def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
     """Record a folder's backend, or check that it is the one recorded."""
-    path = folder / "backend.json"
+    path = folder / _BACKEND
     # Through JSON, so that tuples compare equal to lists.
     wanted = json.loads(json.dumps(dict(identity)))
     if not path.exists():
@@ -332,7 +335,7 @@ def open_local(run: RunDir, config: AnswerConfig) -> Engine:
     from beatrice.extract.backbone.loading import open_backbone
     from beatrice.extract.generate.local import TransformersGenerator
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    backbone = open_backbone(run.section("backbone", BackboneConfig), run.answers)
     size = config.generation.tokens_per_batch
     writer = TransformersGenerator(backbone=backbone, tokens_per_batch=size)
     return Engine(writer, backbone)
@@ -412,8 +415,24 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
         record_backend(run.answers, backend)  # fails before the stage starts over
         return {"server": sha256_json(backend)}
 
-    stage = answer_stage(lambda run, config: engine)
-    run_stage(dataclasses.replace(stage, identity=identity), run, progress)
+    stage = dataclasses.replace(
+        answer_stage(lambda run, config: engine),
+        identity=identity,
+        outside=lambda run: {},
+    )
+    run_stage(stage, run, progress)
+
+
+def _check_no_server(run: RunDir) -> dict[str, str]:
+    """Check that no server answered the run, before the stage starts over."""
+    record = run.stage_record("answer")
+    if record and "server" in record.inputs and (run.answers / _BACKEND).exists():
+        raise ValueError(
+            f"{run.answers} holds answers of a server or another engine; answer with "
+            "it again (such as with --server), start another run directory, or delete "
+            "this folder to answer again"
+        )
+    return {}
 
 
 def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
@@ -514,6 +533,7 @@ def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage
         inputs=question_files,
         outputs=lambda run: [run.answers],
         work=functools.partial(_answer, open_engine),
+        outside=_check_no_server,
         parts="answers",
         presets=ANSWER_PRESETS,
         forecast=lambda run, config: forecast_answers(

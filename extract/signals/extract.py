@@ -459,7 +459,7 @@ def _load_reader(run: RunDir, config: ExtractConfig) -> Reader:
     )
     from beatrice.extract.signals.reader import SignalReader
 
-    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    backbone = open_backbone(run.section("backbone", BackboneConfig), run.answers)
     require_answering_model(run.answers, backbone)
     require_known_tokens(read_answers(run), backbone)
     return SignalReader.for_config(backbone, config)

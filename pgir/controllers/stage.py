@@ -506,7 +506,7 @@ def _open_answering(
     run: RunDir, retrieval: Retrieval, config: ControlConfig
 ) -> AnswerService:
     probed = ProbedBackbone(
-        open_backbone(run.section("backbone", BackboneConfig)),
+        open_backbone(run.section("backbone", BackboneConfig), run.answers),
         Detector.load(run.detector),
         answer_config(run).generation,
     )

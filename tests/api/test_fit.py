@@ -309,6 +309,7 @@ def test_a_subset_of_signals_holds_the_chosen_answers(rng):
     for name in signals.families:
         assert np.array_equal(some[1][name], signals[4][name])
     assert "20 answers" in repr(signals) and "3 families" in repr(signals)
+    assert "(1 answer, " in repr(signals[[0]])
 
 
 def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
@@ -600,7 +601,7 @@ def test_a_probe_from_questions_with_passages_judges_both_kinds_of_answer(
     rows = [question_row(e, passages=passage_rows(e)) for e in examples]
     path = write_lines(tmp_path / "questions.jsonl", rows)
     done = fit_verb("embedded", path, tmp_path / "probe", "--untrustworthy")
-    assert f"{len(rows)} of {len(rows)} questions have passages" in done.output
+    assert f"questions with passages: {len(rows)} of {len(rows)};" in done.output
     assert "held-out answers from memory" in done.output
     assert "held-out answers with passages" in done.output
     probe = beatrice.load(tmp_path / "probe")

@@ -29,7 +29,7 @@ def test_labels_are_read_in_every_usual_spelling_and_unlabelled_rows_left_out(
     notes = []
     read = read_labelled(write_lines(tmp_path / "l.jsonl", rows), notes.append)
     assert [label for _, label, _ in read] == [x for _, x in KNOWN if x is not None]
-    assert notes == ["7 of 23 answers have no label and are left out"]
+    assert notes == ["answers without a label, left out: 7 of 23"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -87,7 +87,7 @@ def test_a_labelled_answer_that_no_model_can_read_is_named_by_its_line(
 
 def test_a_file_without_any_label_is_refused(tmp_path):
     path = write_lines(tmp_path / "l.jsonl", [a_row(None)] * 3)
-    with pytest.raises(ValueError, match="found 3 answers without a label"):
+    with pytest.raises(ValueError, match="only answers without a label .3.; label"):
         read_labelled(path, print)
 
 

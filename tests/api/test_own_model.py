@@ -13,8 +13,10 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.fitting import drawn_splits
+from beatrice.jaxprobe.scope import Evidence
 from beatrice.own_model import (
     LabelledSignals,
+    _counts_in_all,
     _store_name,
     answer_and_label,
     clear_work,
@@ -70,6 +72,19 @@ def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
     assert len(notes) == 1
 
 
+def test_more_answers_are_asked_for_only_where_there_are_too_few():
+    parts = {"closed_book": answered(np.arange(200) < 20, [])}
+    texts = []
+    for n in (9, 10):
+        evidence = Evidence(train=(40, 40), validation=(n, n), auroc=(0.4, 0.6))
+        heads = {"closed_book": SimpleNamespace(evidence=evidence)}
+        probe = SimpleNamespace(detector=SimpleNamespace(heads=heads))
+        texts.append(_counts_in_all(probe, parts))
+    counts = "there are 20 right and 180 wrong answers in all"
+    enough = "40 of each are enough, at this rate from about 400 questions"
+    assert texts == [f"{counts}, and {enough}", counts]
+
+
 def test_a_question_in_another_spelling_is_in_the_same_split():
     labels = np.arange(200) % 3 == 0
     names = [f"Who wrote book {i}?" for i in range(200)]
@@ -95,10 +110,10 @@ def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
     shots, notes = [Shot(question="who wrote 1", answer="me")], []
     kept = without_worked_examples(asked, shots, notes.append)
     assert [question.id for question in kept] == ["q0", "q2"]
-    assert len(notes) == 1 and notes[0].startswith("1 of 3 questions")
+    assert len(notes) == 1 and notes[0].endswith(": 1 of 3")
     assert without_worked_examples(asked, [], notes.append) == asked
     model = SimpleNamespace(prompt=PromptConfig(template="few-shot", shots=(*shots,)))
-    with pytest.raises(ValueError, match="all 1 questions are worked examples"):
+    with pytest.raises(ValueError, match="all questions .1. are worked examples"):
         answer_and_label(model, asked[1:2], tmp_path, notes.append)
     assert len(notes) == 1
 

@@ -123,6 +123,8 @@ def test_stages_of_a_run_take_a_custom_engine(tmp_path):
         other.identity = {"backend": "another"}
         with pytest.raises(ValueError, match="holds answers with backend='last word'"):
             answer_with(run, Engine(other, MODEL), Progress())
+        with pytest.raises(ValueError, match="holds answers of a server"):
+            run_stage(engines.ANSWER, run, Progress())
         assert run.stage_done("answer")
 
 

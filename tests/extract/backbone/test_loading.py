@@ -526,6 +526,26 @@ def test_the_revision_of_a_model_from_the_hub_is_its_commit(checkpoint):
     assert done.stdout.strip() == commit
 
 
+def test_a_run_reads_its_answers_with_the_commit_that_wrote_them(checkpoint):
+    repository = checkpoint.parent / "models--owner--name"
+    for commit in (HERE, OTHER):
+        shutil.copytree(checkpoint, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(OTHER)
+    backend = json.dumps({"backend": "transformers", "revision": HERE})
+    (checkpoint.parent / "backend.json").write_text(backend)
+    program = (
+        "import sys, pathlib\n"
+        "from beatrice.extract.backbone.loading import open_backbone\n"
+        "from beatrice.extract.backbone.names import BackboneConfig\n"
+        "for folder in map(pathlib.Path, sys.argv[1:]):\n"
+        "    print(open_backbone(BackboneConfig(model='owner/name'), folder).revision)"
+    )
+    folders = checkpoint.parent, checkpoint.parent / "unanswered"
+    done = run_python(program, *folders, HF_HUB_CACHE=str(checkpoint.parent))
+    assert done.stdout.split() == [HERE, OTHER]
+
+
 class Hub(SimpleHTTPRequestHandler):
     """The Hub's file downloads, for every repository from the same folder."""
 
