@@ -42,8 +42,8 @@ def compare(run, setting):
     """Print a row for every size and recipe."""
     signals = beatrice.Signals(run.features(setting))
     rows = open_rows(run, setting)[1]
-    known = np.flatnonzero(np.isin(rows.splits, ["train", "validation"]))
-    order = np.random.default_rng(0).permutation(known)
+    is_known = np.isin(rows.splits, ["train", "validation"]) & rows.is_labelled
+    order = np.random.default_rng(0).permutation(np.flatnonzero(is_known))
     held = {
         dataset: rows.where(split, dataset)
         for dataset, split in rows.evaluated_sets()
@@ -67,7 +67,8 @@ def compare(run, setting):
                 regression.setdefault(dataset, p)
                 cell = f"{auroc(p, labels).value:.3f}"
                 if name != "linear":
-                    gain, error = auroc_gain(p, regression[dataset], labels)
+                    both = p, regression[dataset]
+                    gain, error = auroc_gain(*both, labels, rows.ids[where])
                     low, high = gain - 1.96 * error, gain + 1.96 * error
                     cell += f" ({gain:+.3f} [{low:.3f}, {high:.3f}])"
                 cells.append(cell)

@@ -113,7 +113,10 @@ def _finite(scores: np.ndarray) -> np.ndarray:
 
 def _supported_levels(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return isotonic levels, the P that each supports, and the level of each row."""
-    levels, level_of = np.unique(fitted, return_inverse=True)
+    # Rounding may keep neighbours of equal share, such as 15 of 30 and 1 of 2, apart.
+    values = np.unique(fitted)
+    levels = values[np.diff(values, prepend=-1.0) > 1e-12]
+    level_of = np.searchsorted(levels, fitted, "right") - 1
     n = np.bincount(level_of)
     return levels, (levels * n + 0.5) / (n + 1.0), level_of
 

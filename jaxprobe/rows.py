@@ -94,7 +94,8 @@ class StoreRows:
         A split's datasets together come before single ones, except for held-out ones.
         """
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
-        single = [(str(d), str(s)) for d, s in pairs if s != "train"]
+        # Rows that were left out have no split.
+        single = [(str(d), str(s)) for d, s in pairs if s not in ("train", "")]
         splits = dict.fromkeys(split for _, split in single if split != "ood")
         return [*((IN_DOMAIN, split) for split in splits), *single]
 

@@ -122,6 +122,18 @@ def test_maps_of_five_answers_match_formulas_worked_out_separately():
     assert residual.sum() + c == pytest.approx(0, abs=1e-4)
 
 
+def test_neighbouring_levels_of_equal_share_are_one_level_despite_rounding():
+    rng = np.random.default_rng(77)
+    raw = rng.random(100)
+    right = rng.random(100) < raw
+    fitted = IsotonicRegression().fit_transform(raw, right.astype(float))
+    is_half = np.isclose(fitted, 0.5)  # 15 of 30, then 1 of 2
+    assert len({*fitted[is_half].tolist()}) == 2
+    knots = np.array(MAPS["centred"](raw, right).scores)
+    inside = (knots >= raw[is_half].min()) & (knots <= raw[is_half].max())
+    np.testing.assert_allclose(knots[inside], [raw[is_half].mean()])
+
+
 def planted(n, kind, seed=0):
     """Raw scores of a kind, and labels whose true probability is known."""
     rng = np.random.default_rng(seed)

@@ -256,6 +256,15 @@ def test_an_unlabelled_answer_is_counted_as_failed():
         assert set(aurocs.n) == {len(test) - 3} and set(aurocs.n_failed) == {3}
 
 
+def test_a_labelled_answer_without_a_split_is_in_no_row():
+    splits, test = GIVEN.rows.splits.copy(), GIVEN.rows.where("test")
+    splits[test[:3]] = ""
+    labels, beside = GIVEN.rows.labels, {"splits": splits, "intervals": INTERVALS}
+    table = judge(GIVEN.store, labels, [ORACLE], **beside)
+    assert set(table.split) == {"validation", "test"}
+    assert set(table.n[table.split == "test"]) == {len(test) - 3}
+
+
 def test_answers_of_a_group_are_resampled_together_and_stay_in_one_split():
     where = GIVEN.rows.splits == "test"
     alone, halves = np.arange(150).astype(str), np.arange(150).astype(str)
