@@ -22,9 +22,7 @@ def a_row(label, **more):
     return {"question": "where?", "answer": "Rome", "label": label, **more}
 
 
-def test_labels_are_read_in_every_usual_spelling_and_unlabelled_rows_left_out(
-    tmp_path,
-):
+def test_labels_are_read_in_every_usual_spelling_and_unlabelled_rows_left_out(tmp_path):
     rows = [a_row(written) for written, _ in KNOWN]
     notes = []
     read = read_labelled(write_lines(tmp_path / "l.jsonl", rows), notes.append)

@@ -272,9 +272,7 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
-def test_copying_or_pickling_a_probe_and_signals_leaves_their_model_intact(
-    model,
-):
+def test_copying_or_pickling_a_probe_and_signals_leaves_their_model_intact(model):
     answers, signals = model.answer([f"where is {n}?" for n in range(20)], read=True)
     labels = [n % 2 == 0 for n in range(20)]
     probe = beatrice.fit(signals, labels, progress=False)
@@ -531,9 +529,7 @@ def test_bad_arguments_of_answer_are_refused_in_one_sentence(model, given, named
         model.answer(**{"questions": ["where?"], **given})
 
 
-def test_all_questions_are_answered_or_an_error_names_the_overlong_one(
-    model,
-):
+def test_all_questions_are_answered_or_an_error_names_the_overlong_one(model):
     may_cut = dataclasses.replace(model.prompt, overlong="drop-passages")
     cutting = beatrice.LanguageModel("embedded", prompt=may_cut)
     questions, long = ["where?", "who?", "what?"], PASSAGE * 90

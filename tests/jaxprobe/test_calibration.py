@@ -36,8 +36,11 @@ def test_calibration_is_monotone_and_repairs_a_distorted_probability():
 
 def test_reliability_bins_count_all_examples_and_perfect_p_has_no_error():
     p = np.array([0.0, 0.0, 1.0, 1.0])
-    bins = reliability(p, p.astype(bool), n_bins=10)
-    assert bins.n_examples.sum() == 4 and np.isnan(bins.accuracy[5])
+    some = np.array([0.5, 0.52, 0.58, 1.0]), np.array([True, False, False, True])
+    bins = reliability(*some, n_bins=10)
+    assert bins.n_examples.tolist() == [0] * 5 + [3, 0, 0, 0, 1]
+    assert (bins.confidence[5], bins.accuracy[5]) == pytest.approx((1.6 / 3, 1 / 3))
+    assert np.isnan(bins.accuracy[6]) and ece(*some) == pytest.approx(0.15)
     assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
     p[1] = np.nan  # the error is NaN too
     assert np.isnan(ece(p, p > 0.5)) and np.isnan(brier(p, p > 0.5))

@@ -155,9 +155,7 @@ def score_all(detector, branch, stores, **options):
     return score_store(detector, branch, stores, layer=None, score=score, **options)
 
 
-def test_stored_answers_are_scored_with_their_questions_closed_book_answers(
-    detector,
-):
+def test_stored_answers_are_scored_with_their_questions_closed_book_answers(detector):
     context, closed = np.arange(90), np.roll(np.arange(100)[::-1], 7)
     stores = {
         "with_context": stored("with_context", context),

@@ -102,17 +102,13 @@ def test_a_head_of_no_epochs_is_untrained_and_has_the_mean_logits_auroc():
     np.testing.assert_allclose(info.best_auroc, expected, rtol=0, atol=1e-6)
 
 
-def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():
+def test_a_head_begins_as_the_mean_logit():
     logits = jax.random.normal(jax.random.key(1), (3, 50))
     outputs = fusion.head_inputs(
         jax.random.normal(jax.random.key(0), (3, 50, 4)), logits
     )
     first = HEAD.apply(started(outputs), outputs, SLOTS, EVERY)
     np.testing.assert_allclose(first, logits.mean(axis=0), atol=1e-5)
-    sets = [(2,), (0, 1), (0, 2, 4)]
-    _, info = train(sets)
-    mean = [[auroc_of_the_mean(s, seed) for seed in range(N_SEEDS)] for s in sets]
-    assert (info.best_auroc >= np.array(mean) - 1e-5).all()
 
 
 def test_more_slots_change_nothing():

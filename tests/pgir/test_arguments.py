@@ -199,9 +199,7 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
         assert as_rows(table, ARGUMENTS) == [ROW]
 
 
-def test_an_unread_column_is_named_once_for_a_frame_or_its_tuples(
-    scorer,
-):
+def test_an_unread_column_is_named_once_for_a_frame_or_its_tuples(scorer):
     frame = pd.DataFrame([{"id": 7, **ROW}, {**ROW, "context": PASSAGE, "gold": "Ann"}])
     kinds = (frame, frame.itertuples(), [*frame.itertuples(index=False)])
     with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$") as noted:

@@ -261,9 +261,7 @@ def test_a_blank_grounded_answer_is_never_kept(scorer, p_correct):
     assert "the grounded answer is empty" in best.reason
 
 
-def test_only_a_grounded_answer_that_could_not_be_read_gives_a_reason(
-    scorer,
-):
+def test_only_a_grounded_answer_that_could_not_be_read_gives_a_reason(scorer):
     gate = strict(scorer)
     long, worse = (
         gate.keep(draft(1.0), ANSWER, [passage])
@@ -755,9 +753,7 @@ def test_a_control_token_in_a_passage_is_broken_up_before_it_is_shown(probed):
     assert reply.text
 
 
-def test_control_tokens_in_the_escaped_html_of_a_title_are_broken_up(
-    backbone,
-):
+def test_control_tokens_in_the_escaped_html_of_a_title_are_broken_up(backbone):
     template, tokenizer = TEMPLATES["paper"], backbone.tokenizer
     titles = {
         "a &lt;s&gt; b": "a < s> b",

@@ -665,9 +665,7 @@ OTHER = {
 }
 
 
-def test_passages_that_differ_only_in_typography_are_merged_and_no_others(
-    tmp_path,
-):
+def test_passages_that_differ_only_in_typography_are_merged_and_no_others(tmp_path):
     pairs = SAME | OTHER
     rows = [{"title": "T", "text": text} for pair in pairs.items() for text in pair]
     corpus, _ = build(tmp_path, two__json=rows)

@@ -268,9 +268,7 @@ def test_the_runs_own_prompt_is_recognised_in_every_form(scorer, fields):
 
 
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
-def test_a_question_with_surrounding_white_space_is_found_in_the_runs_prompt(
-    passages,
-):
+def test_a_question_with_surrounding_white_space_is_found_in_the_runs_prompt(passages):
     tokenizer, template = byte_fallback(), PromptConfig().prompt_template()
     asked = {"question": f"  {QUESTION}\r\n", "context": passages}
     asked["answer"] = f" {ANSWER}"
@@ -546,9 +544,7 @@ def test_only_a_context_longer_than_any_in_training_gets_a_warning(probed):
     assert "the context has 13 tokens, but at most 12 in training" in warning
 
 
-def test_words_in_a_new_script_get_a_warning_and_a_single_letter_does_not(
-    probed,
-):
+def test_words_in_a_new_script_get_a_warning_and_a_single_letter_does_not(probed):
     warnings = [
         [w for w in score.warnings if "another script" in w]
         for letters in ("π", "где родился")
@@ -616,9 +612,7 @@ def score_with_p(probed, p_correct, evidence=KNOWN["evidence"], precision=None):
     return scorer.score(QUESTION, ANSWER)
 
 
-def test_an_answer_is_trusted_above_one_threshold_and_distrusted_below_another(
-    probed,
-):
+def test_an_answer_is_trusted_above_one_threshold_and_distrusted_below_another(probed):
     for p, decision, reason in (
         (0.9, "trust", None),
         (0.1, "distrust", "up to which at least 0.9 of all answers are wrong"),

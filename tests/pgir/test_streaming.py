@@ -230,7 +230,6 @@ def test_an_answer_to_a_chat_has_the_score_that_it_gets_afterwards(backbone, nam
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"seed": 0.5}, "seed"),
-        ({"question": 5}, "^question: expected a text"),
         ({"messages": "hello"}, "messages"),
     ],
 )

@@ -134,7 +134,7 @@ def test_an_interrupted_wave_goes_on_with_the_same_batches(tmp_path, kind, batch
 
 def test_calls_on_cut_or_changed_lines_or_of_another_corpus_are_made_again(tmp_path):
     path = tmp_path / "calls.jsonl"
-    expected = counted(run(waves(path)))
+    expected = counted(run(first := waves(path)))
     lines = path.read_bytes().splitlines(keepends=True)
     damaged = {
         "cut": b"".join(lines[:9]) + lines[9][:-7],
@@ -150,7 +150,8 @@ def test_calls_on_cut_or_changed_lines_or_of_another_corpus_are_made_again(tmp_p
         assert counted(run(again)) == expected
         assert not any(service.served for service in again.services.values())
     run(other := waves(path, key="another corpus"))
-    assert len(other.services["search"].served) > 0
+    served = [[s.served for s in x.services.values()] for x in (first, other)]
+    assert served[0] == served[1]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +172,7 @@ def test_a_call_whose_passages_have_changed_is_made_again(tmp_path, call, value)
         assert (journal(texts).find(call) is not None) == is_kept
 
 
-def test_outdated_calls_are_set_aside_and_calls_without_passages_kept(
-    tmp_path,
-):
+def test_outdated_calls_are_set_aside_and_calls_without_passages_kept(tmp_path):
     path, drafted = tmp_path / "calls.jsonl", loop.Call("answer", "q")
     searched = loop.Call("search", "q", n=1)
     CallJournal(path, "one").add("w", [drafted], [reply("a")], 0.0)
@@ -361,7 +360,7 @@ def test_the_planted_setting_and_the_planted_query_are_found(tmp_path):
     chosen = tune_everything(given)
     assert chosen["rival"] == "once"
     assert chosen["pgir_query"]["query"] == "question"
-    assert 0.3 < chosen["pgir_query"]["threshold"] <= 0.9
+    assert chosen["pgir_query"]["threshold"] == 0.35  # the lowest above 0.3
     answers = given.answers[1]
     assert {done.value for done in answers["pgir"]} == {"no"}  # misled by its draft
     assert {done.value for done in answers["pgir_query"]} == {"yes"}
@@ -373,7 +372,7 @@ def test_a_cap_excludes_dearer_settings_and_test_golds_change_no_choice(tmp_path
     assert tune_everything(session(tmp_path / "other", test_golds=("no",))) == free
     capped = tune_everything(session(tmp_path / "capped", max_generations=1.0))
     assert free["pgir_query"]["query"] == "question"
-    assert capped["pgir_query"]["threshold"] <= 0.3  # every first draft is returned
+    assert capped["pgir_query"]["threshold"] == 0.05  # every first draft is returned
 
 
 def test_training_outcomes_come_from_training_questions(tmp_path):
@@ -381,7 +380,6 @@ def test_training_outcomes_come_from_training_questions(tmp_path):
     without, once = given.outcomes
     assert [done.value for done in without] == ["no"] * 3
     assert [done.value for done in once] == ["yes"] * 3
-    assert all("train" in e.question for e in given.training)
 
 
 def answers_of_ranking(probed, passages, ranking):

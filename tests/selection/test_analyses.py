@@ -131,9 +131,7 @@ def test_a_family_that_knows_corrects_mistakes_of_one_that_knows_nothing(deploye
     assert value("rights", "A", "P") == pytest.approx(corrected)
 
 
-def test_pairs_and_the_selected_set_are_compared_with_others_by_auroc(
-    deployed,
-):
+def test_pairs_and_the_selected_set_are_compared_with_others_by_auroc(deployed):
     def auroc(scores, split="test"):
         where = deployed.rows.where(split)
         return roc_auc_score(deployed.rows.labels[where], scores[0, where])
@@ -266,6 +264,9 @@ def test_with_few_labels_only_the_family_that_knows_is_learned(deployed, tmp_pat
     n = SPLITS["train"] + SPLITS["validation"]
     assert find(results, metric="labels").value == n
     assert not folder.exists()
+    searches = {"single_pass": search, "with_context": Search((), {})}
+    both = inputs_of(deployed, searches=searches)
+    assert reach.selected_members(both, "with_context") == ["H", "HA"]  # of its pass
 
 
 def test_members_of_a_killed_analysis_are_not_reused_with_other_inputs(
@@ -338,7 +339,7 @@ def test_backbones_rank_encoders_alike_or_in_reverse(deployed):
         results = results_of(reach.backbones(inputs))
         row = find(results, metric="spearman")
         assert row.value == pytest.approx(expected) and row.n == N_SUBSETS
-        assert abs(row.value) >= abs(row.ci_low) and row.ci_low <= row.ci_high
+        assert (row.ci_low, row.ci_high) == pytest.approx((expected, expected))
         second = find(results, kind="second", families="H", metric="auroc")
         assert second.source == "large"
         assert second.value > 0.95 if expected > 0 else second.value < 0.05
@@ -602,4 +603,5 @@ def test_an_analysis_is_repeated_for_another_detector_but_not_for_the_same(
 def test_an_analysis_depends_on_answers_encoders_and_detector(smoke_run):
     run = RunDir(smoke_run)
     encoders = {run.path / "encoders" / setting for setting in SETTINGS}
-    assert {run.answers, run.detector, *encoders} <= {*ANATOMY.inputs(run)}
+    files = {run.answers, run.labels, run.selection, run.detector, *encoders}
+    assert files <= {*ANATOMY.inputs(run)}

@@ -13,6 +13,7 @@ from beatrice.jaxprobe.fusion import pool_outputs, train_heads
 from beatrice.selection.greedy import (
     HeadTrainer,
     _gap_rows,
+    _summary,
     fused_probability,
     gaps,
     pool_with_validation,
@@ -47,6 +48,10 @@ def test_greedy_finds_the_planted_encoders_and_stops():
     assert not selection.path[-1].accepted and len(selection.path) == 3
     assert selection.path[0].aurocs.shape == (N_POOL, N_SEEDS)
     assert selection.path[1].auroc > selection.path[0].auroc + 0.01
+    summary, gain = _summary(selection, 0.01), selection.path[2].auroc - selection.auroc
+    added = [x["added"] for x in summary["rounds"]]
+    assert added == [x.best for x in selection.path[:2]]
+    assert summary["stop"] == f"the best addition gains {gain:+.4f}, not more than 0.01"
     test = random_codes(300, 2)
     p = fused_probability(selection, test)
     assert p.shape == (N_SEEDS, 300)
@@ -173,6 +178,7 @@ def test_a_search_sees_only_its_half_in_a_shape_that_all_halves_share():
         where[first.weights > 0], split_in_halves(rows, 0, 7)[0]
     )
     np.testing.assert_array_equal(jnp.asarray(first.labels), rows.labels[where])
+    assert len(np.unique(first.questions)) == 40  # of two wordings
 
 
 def test_the_best_of_fifteen_noises_looks_too_good_on_the_half_that_chose_it():
@@ -194,5 +200,6 @@ def test_a_split_without_a_defined_gap_is_left_out_and_counted():
     assert all(np.isnan(x) for x in of_one_class.values())
     some, none = np.array([0.1, np.nan, 0.3]), np.full(2, np.nan)
     some, none = _gap_rows({"champion": some, "early_fusion": none}, rows, 5)
-    assert some.value == pytest.approx(0.2) and "1 of 3 splits" in some.reason
+    ends = some.value, some.ci_low, some.ci_high
+    assert ends == pytest.approx((0.2, 0.105, 0.295)) and "1 of 3 splits" in some.reason
     assert none.value is None and "2 of 2 splits" in none.reason

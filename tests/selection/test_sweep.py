@@ -79,7 +79,7 @@ def stored(setting, *loudness, n=400):
         keys=tuple((f"q{i}", setting, "original") for i in range(n)),
         hidden_layers=(0, 4, 8),
     )
-    splits = np.where(np.arange(n) % 2, "train", "validation")
+    splits = np.where(np.arange(n) % 4, "train", "validation")
     return store, rows_like(labels, setting=setting, splits=splits)
 
 
@@ -95,6 +95,6 @@ def test_one_layer_is_chosen_for_all_settings_the_best_on_average():
     assert sweep.layer == 4 and len(done) == 2
     curves = sweep.settings
     assert [curves[setting].best for setting in stores] == [0, 8]
-    assert {curve.n_train for curve in curves.values()} == {150}
+    assert {(c.n_train, c.n_validation) for c in curves.values()} == {(150, 100)}
     only = choose_layer({"with_context": stores["with_context"]}, config)
     assert only.layer == 8 and only.settings == {"with_context": curves["with_context"]}

@@ -349,6 +349,8 @@ def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
     assert row["setting"] == "with_context"
     ratios = [value for name, value in row.items() if "÷" in name]
     assert len(ratios) == 6 and min(ratios) > 0
+    whole = row["floor ÷ plain"] * row["one pass ÷ floor"]
+    assert row["one pass ÷ plain"] == pytest.approx(whole)  # of one round
     assert min(row["MiB plain"], row["MiB one pass"]) > 0
 
 

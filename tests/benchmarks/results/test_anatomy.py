@@ -51,20 +51,13 @@ def test_every_row_of_the_anatomy_is_in_a_table_or_a_figure(sections):
         for row in ROWS
         if id(row) not in shown and row.metric not in drawn and row.seed == "mean"
     }
-    assert lacking <= {
+    assert lacking == {
         ("anatomy_complementarity", "error_rate"),  # of held-out sets
         ("anatomy_complementarity", "rights"),
         ("anatomy_backbones", "auroc"),  # the points of a figure
         ("anatomy_pairs", "auroc"),  # to the worse member
         ("anatomy_other_pairs", "auroc"),
-        ("anatomy_spans", "auroc"),  # both sides of a difference
-        ("anatomy_flips", "accuracy"),
-        ("anatomy_flips", "mean_contribution"),  # beside the paper's
-        ("anatomy_grounding", "flip_rate"),
-        ("anatomy_heads", "incompleteness"),
-        ("anatomy_positions", "incompleteness"),
         ("anatomy_labels", "labels"),
-        ("anatomy_layers", "auroc"),  # of single and held-out sets
     }
 
 
@@ -125,7 +118,8 @@ def test_the_map_of_heads_states_its_number_of_answers():
     shares = [r for r in ROWS if (r.experiment, r.metric) == ("anatomy_heads", "share")]
     rows = results_of(msgspec.structs.replace(row, n=123) for row in shares)
     pictures, _ = anatomy._heads(rows)
-    assert pictures and all("of 123 test answers" in p.caption for p in pictures)
+    assert len(pictures) == 2
+    assert all("of 123 test answers" in p.caption for p in pictures)
     # The model may have other layers between.
     assert all("attention layer read, from 0" in p.svg for p in pictures)
 
@@ -140,16 +134,15 @@ def test_the_matrix_of_sets_says_how_many_labels_each_detector_had():
 def test_the_boundary_is_drawn_in_both_settings():
     boundary = [r for r in ROWS if r.experiment == "anatomy_boundary"]
     rows = [r for r in boundary if r.bin_x is not None]
-    assert len({r.bin_width for r in rows}) == 1 and len(rows) > 8
     pictures, _ = anatomy._flips(results_of(rows))
     assert {p.title for p in pictures} == {"Closed-book", "With context"}
 
 
 def test_undefined_numbers_are_not_drawn():
     hollow = results_of(map(undefined, ROWS))
-    for section in anatomy.anatomy_parts(hollow, PARTS["studies"]):
-        for picture in section.pictures:
-            assert "nan" not in picture.svg, section.title
+    sections = anatomy.anatomy_parts(hollow, PARTS["studies"])
+    svgs = [picture.svg for section in sections for picture in section.pictures]
+    assert len(svgs) == 5 and "nan" not in "".join(svgs)
 
 
 def test_a_run_without_anatomy_has_no_section_and_one_setting_is_enough():

@@ -181,9 +181,7 @@ def of_two_in_domain_sets():
 
 
 @pytest.mark.parametrize("rows", [sample_rows(), of_two_in_domain_sets()])
-def test_open_questions_are_listed_once_and_the_pool_is_not_counted_as_a_set(
-    rows,
-):
+def test_open_questions_are_listed_once_and_the_pool_is_not_counted_as_a_set(rows):
     answered = findings(results_of(rows), ENOUGH)
     lines, undecided = verdicts_in_words(answered)
     by_text = {text: cells for text, *cells in lines}

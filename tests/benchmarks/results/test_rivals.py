@@ -287,6 +287,7 @@ def test_a_figure_is_drawn_only_if_costs_differ():
 def test_one_pass_gives_all_signals_if_no_member_reads_closed_book_answers(names):
     selection = SELECTION | {"with_context": {"selected": names}}
     pictures = cost_pictures(JUDGED, RESULTS, selection)
+    assert len(pictures) == 6
     for picture in pictures:
         is_one = picture.title.startswith("Closed") or "(A)" not in names
         assert ("the pass that gave the answer" in picture.caption) == is_one
@@ -305,7 +306,9 @@ def test_an_unmeasured_cost_has_a_dash_and_no_point(field, head, word):
     first, *others = JUDGED
     unmeasured = [msgspec.structs.replace(first, **{field: None}), *others]
     assert closed_book_costs(unmeasured)[first.title][head] == "–"
-    for picture in cost_pictures(unmeasured, RESULTS, SELECTION):
+    pictures = cost_pictures(unmeasured, RESULTS, SELECTION)
+    assert len(pictures) == 6
+    for picture in pictures:
         is_without = word in picture.title and "Closed" in picture.title
         assert (first.title in picture.svg) != is_without
         assert ("has no point" in picture.caption) == (
@@ -323,5 +326,6 @@ def test_rivals_are_named_by_their_titles():
     assert titles_of(JUDGED)[Subject("tfidf")] == "Rival tfidf"
     compared = leads(RESULTS, "strongest")
     titles = {lead.rival: f"Rival {lead.rival.detector}" for lead in compared}
-    assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in compared)
+    named = [cells_of(lead, titles)[1].startswith("Rival ") for lead in compared]
+    assert named == [True] * 8
     assert "Rival" not in str([cells_of(lead) for lead in compared])

@@ -481,14 +481,15 @@ def test_a_flipped_byte_of_a_header_never_causes_a_traceback(llama_file, cache):
     whole = path.read_bytes()
     end = whole.index(b"output_norm.weight")
     words = range(whole.index(b"ggml.tokens") + 40, whole.index(b"add_bos_token") - 40)
-    random = np.random.default_rng(0)
+    random, refusals = np.random.default_rng(0), []
     for at in random.choice([i for i in range(end) if i not in words], 60):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         try:
             load_outline(str(path))
         except ValueError as error:
-            assert str(error).startswith("backbone ") and "\n" not in str(error)
-    assert files_in(cache) == []
+            refusals.append(str(error))
+    assert all(x.startswith("backbone ") and "\n" not in x for x in refusals)
+    assert len(refusals) > 50 and files_in(cache) == []
 
 
 def test_an_extra_or_missing_tensor_is_refused(tmp_path):

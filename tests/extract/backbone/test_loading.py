@@ -219,7 +219,7 @@ def test_a_default_type_other_than_float32_is_refused():
         ("~no-such-user/model", "no such directory"),
         ("a/b/c", "no such directory"),
         ("gema3-270m", "did you mean gemma3-270m"),
-        ("nobody/nothing", "could not be loaded"),
+        ("nobody/nothing", "couldn't find them in the cached files"),
     ],
 )
 def test_a_model_that_does_not_exist_is_refused(path, words):
@@ -230,10 +230,10 @@ DAMAGES = [
     ("config.json", None, "no config.json"),
     ("model.safetensors", None, "no *.safetensors file"),
     ("tokenizer.json", None, "expected a tokenizer"),
-    ("model.safetensors", "not a tensor", "could not be loaded"),
-    ("config.json", "{", "could not be loaded"),
-    ("config.json", "[]", "could not be loaded"),
-    ("tokenizer_config.json", "[]", "could not be loaded"),
+    ("model.safetensors", "not a tensor", "Error while deserializing header"),
+    ("config.json", "{", "is not a valid JSON file"),
+    ("config.json", "[]", "is not one that Transformers can use"),
+    ("tokenizer_config.json", "[]", "is not one that Transformers can use"),
 ]
 
 

@@ -147,7 +147,8 @@ def test_a_file_whose_name_is_not_utf8_can_be_inspected(tmp_path):
     path = tmp_path / "caf\udce9.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
     for options in ((), ("--json",)):
-        call("data", "--inspect", path, *options)
+        stdout = call("data", "--inspect", path, *options).stdout
+        assert r"caf\udce9.json" in stdout and "HotpotQA" in stdout
 
 
 def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
@@ -369,9 +370,7 @@ def test_a_run_that_another_process_is_making_is_left_to_it(source, tmp_path):
         assert "is in use by process" in shown and lock.read_text() == holder
 
 
-def test_changed_or_unrecorded_questions_are_neither_read_nor_replaced(
-    tmp_path,
-):
+def test_changed_or_unrecorded_questions_are_neither_read_nor_replaced(tmp_path):
     run, options = tmp_path / "run", ("--preset", "smoke")
     path = run / "examples.jsonl"
     beatrice("data", run, "--world", *options)

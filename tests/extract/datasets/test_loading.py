@@ -188,13 +188,13 @@ def test_a_published_set_keeps_its_name_and_the_passages_asked_for(tmp_path):
     [
         ([CAPITALS[0]], {}, ["list", "Example"]),
         (pd.DataFrame(CAPITALS), {}, ["DataFrame", "Example"]),
-        (None, {}, ["NoneType"]),
+        (None, {}, ["expected its path, found NoneType"]),
         ("absent.jsonl", {}, ["absent.jsonl", "no such file"]),
         ("own.jsonl", {"dataset": "../up"}, ["dataset", "'../up'"]),
-        ("own.jsonl", {"dataset": 5}, ["dataset", "5"]),
+        ("own.jsonl", {"dataset": 5}, ["dataset", "found 5"]),
         ("own.jsonl", {"context": "some"}, ["context", "'some'", "supporting"]),
         ("bad.jsonl", {}, ["bad.jsonl", "record 2", "golds"]),
-        ("text.txt", {}, ["text.txt"]),
+        ("text.txt", {}, ["text.txt: the file is plain text"]),
     ],
 )
 def test_wrong_arguments_and_files_are_named_when_questions_are_read(

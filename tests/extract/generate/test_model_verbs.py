@@ -152,9 +152,7 @@ def test_a_local_judge_without_verdicts_drops_every_label_and_says_so(run_dir):
     assert audit["exact_match"][0]["n_unparsable_verdicts"] == 3 * n
 
 
-def test_rewrites_are_answered_besides_the_originals_and_again_if_changed(
-    run_dir,
-):
+def test_rewrites_are_answered_besides_the_originals_and_again_if_changed(run_dir):
     beatrice("answer", run_dir)
     before = answers_of(run_dir)
 

@@ -251,9 +251,7 @@ def test_an_annotators_slips_lower_kappa_and_empty_cells_are_counted(sample, sli
     assert (result.judge.kappa == 1.0) == (slips == ())
 
 
-def test_a_filled_sample_is_kept_and_read_as_a_spreadsheet_saves_it(
-    sample,
-):
+def test_a_filled_sample_is_kept_and_read_as_a_spreadsheet_saves_it(sample):
     rows, path = sample
     fill(path)
     content = path.read_bytes()

@@ -228,9 +228,7 @@ def test_another_judge_or_seed_asks_again(tmp_path):
         assert len(generator.prompts) == n_prompts
 
 
-def test_every_field_of_a_reply_is_read_back_and_a_line_of_another_type_named(
-    tmp_path,
-):
+def test_every_field_of_a_reply_is_read_back_and_a_line_of_another_type_named(tmp_path):
     ids = dict(token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3)
     reply = msgspec.structs.replace(generated("x"), **ids)
     judged(tmp_path, lambda prompt: reply, n_retries=0)

@@ -168,9 +168,7 @@ def test_flags_are_counted_and_rewrites_of_changed_contexts_are_refused(tmp_path
         with_rewrites([changed], {"1": result[1]})
 
 
-def test_a_context_beyond_the_window_is_skipped_and_counted_only_on_request(
-    tmp_path,
-):
+def test_a_context_beyond_the_window_is_skipped_and_counted_only_on_request(tmp_path):
     class Small(ScriptedGenerator):
         max_length = 300
 

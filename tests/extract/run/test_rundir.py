@@ -259,9 +259,7 @@ def test_a_folder_is_replaced_even_if_part_of_the_old_one_cannot_be_deleted(tmp_
     assert {path.name for path in part.parent.iterdir()} == {"new", CHECKSUMS}
 
 
-def test_the_kernels_lock_counts_whatever_machine_the_lock_file_names(
-    tmp_path,
-):
+def test_the_kernels_lock_counts_whatever_machine_the_lock_file_names(tmp_path):
     """As on a Mac, whose name follows its network. A deleted file would admit two."""
     with RunDir.open(tmp_path, SMOKE):
         elsewhere = {"pid": 7, "host": "old-name", "boot": "", "started": "2026-01-01"}
@@ -339,9 +337,7 @@ def test_a_stage_with_a_damaged_record_is_not_done(tmp_path, damage):
     assert not run.stage_done("sweep")
 
 
-def test_a_file_changed_since_its_stage_or_with_a_damaged_record_is_no_input(
-    tmp_path,
-):
+def test_a_file_changed_since_its_stage_or_with_a_damaged_record_is_no_input(tmp_path):
     run = RunDir(tmp_path)
     write_text_atomic(run.labels, "{}\n")
     run.mark_stage("label", {}, 0.1, [run.labels])

@@ -474,14 +474,21 @@ class FromTheFirstColumn(DecodeReading):
         return super().watching(rows, n_cached - 1 if n_cached else 0)
 
 
-@pytest.mark.parametrize("reading", [LateTargets, NeverDone, FromTheFirstColumn, None])
-def test_planted_off_by_one_errors_in_reading_are_noticed(reading):
+@pytest.mark.parametrize(
+    ("reading", "noticed"),
+    [
+        (LateTargets, pytest.raises(AssertionError, match="\nprob\n")),
+        (NeverDone, pytest.raises(AttributeError, match="'NoneType'.* 'hidden'")),
+        (FromTheFirstColumn, pytest.raises(ValueError, match="a growing cache")),
+        (DecodeReading, contextlib.nullcontext()),
+    ],
+)
+def test_planted_off_by_one_errors_in_reading_are_noticed(reading, noticed):
     requests = requests_of(n_shared=60)
     reader = SignalReader(backbone_of("llama", stop=stop_of("llama", requests, 2)))
     prompts = [request.prompt for request in requests]
-    watch = (reading or DecodeReading)(reader, prompts, CONFIG.max_new_tokens)
-    is_noticed = pytest.raises((AssertionError, AttributeError, ValueError))
-    with is_noticed if reading else contextlib.nullcontext():
+    watch = reading(reader, prompts, CONFIG.max_new_tokens)
+    with noticed:
         replies = write(reader, requests, watch)
         answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
         again = reader.read([sequence_of(answer) for answer in answers])
