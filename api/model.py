@@ -19,6 +19,7 @@ from beatrice.pgir.arguments import (
     as_count,
     as_ids,
     as_list,
+    as_place,
     as_rows,
     as_texts,
 )
@@ -216,6 +217,7 @@ class LanguageModel:
             if is_given and not read:
                 raise ValueError(f"{name}: only applies to signals; add read=True")
         stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
+        store = None if store is None else as_place(store, "store")
         requests, config = self._requests(questions, contexts, max_new_tokens, stop)
         if read:
             chosen = self._layers(layers)
@@ -392,6 +394,7 @@ class LanguageModel:
         with naming_extra("LanguageModel.read"):
             from beatrice.extract.signals.extract import ExtractConfig
 
+        store = None if store is None else as_place(store, "store")
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
         self.backbone.require_unchanged()

@@ -25,7 +25,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
-from beatrice.pgir.arguments import argument_error, as_names
+from beatrice.pgir.arguments import argument_error, as_names, as_place
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -40,7 +40,7 @@ def memory_url() -> str:
 @contextlib.contextmanager
 def place_of(store: str | Path | None) -> Iterator[str | Path]:
     """Yield the place for signals; its memory is freed if the block fails."""
-    url = memory_url() if store is None else store
+    url = memory_url() if store is None else as_place(store, "store")
     try:
         yield url
     except BaseException:
@@ -82,7 +82,7 @@ class Signals:
         # A store given by its address belongs to someone else, who frees its memory.
         is_owned = isinstance(store, FeatureStore) and indices is None
         if not isinstance(store, FeatureStore):
-            store = open_store(store)
+            store = open_store(as_place(store, "store"))
         settings = {key[1] for key in store.spec.keys if len(key) > 1}
         if settings - {*SETTINGS} or len(settings) != 1:
             raise ValueError(

@@ -157,6 +157,12 @@ def as_path(value: Any, name: str) -> Path:
     return Path(os.path.expanduser(value))  # Path.expanduser raises for unknown users
 
 
+def as_place(value: Any, name: str) -> str | Path:
+    """Return a URL as it is, and anything else as a path, see `as_path`."""
+    is_url = isinstance(value, str) and "://" in value
+    return value if is_url else as_path(value, name)
+
+
 def as_ids(value: Any, name: str) -> tuple[int, ...]:
     """Return whole numbers, such as token ids, from a list, an array or a tensor."""
     values = value.tolist() if hasattr(value, "tolist") else value
