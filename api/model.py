@@ -290,6 +290,8 @@ class LanguageModel:
                     f"questions[{first}] and questions[{number}] have the same id "
                     f"{request.example_id!r}; with read=True give each Example once"
                 )
+        if store is not None:
+            _check_store(store, requests, layers)
         from beatrice.extract.backbone.names import locked
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import check_decoding, generate_and_read
@@ -527,6 +529,25 @@ def _answer_on_disk(
     if written is None:
         return ordered, reader
     return ordered, ReadBefore(written, written, lambda: reader)
+
+
+def _check_store(
+    store: str | Path, requests: "Sequence[Request]", layers: tuple[int, ...]
+) -> None:
+    """Check, before questions are answered, that a store has no other signals."""
+    from beatrice.extract.store.store import open_store
+
+    try:
+        spec = open_store(store).spec
+    except ValueError:  # none is there yet, or `create_store` will say what is wrong
+        return
+    keys = tuple(request.key for request in requests)
+    if spec.keys != keys or spec.hidden_layers != layers:
+        raise ValueError(
+            f"store: {store} holds signals of other answers or layers; choose another "
+            "place, or delete it (a call that only adds questions then continues from "
+            f"{store}.written)"
+        )
 
 
 def _alone(store: str | Path | None) -> AbstractContextManager[None]:
