@@ -67,9 +67,9 @@ from beatrice.jaxprobe.train import (
 from beatrice.pgir.arguments import (
     argument_error,
     as_count,
-    as_groups,
     as_labels,
     as_list,
+    as_names,
     as_probability,
     as_splits,
 )
@@ -337,7 +337,7 @@ def _as_groups(groups: Any, signals: Signals, known: Collection[str]) -> np.ndar
     """
     if groups is None:
         return np.array([first_id(name, known) for name in signals.ids])
-    return as_groups(groups, len(signals))
+    return as_names(groups, "groups", len(signals))
 
 
 def _rows_of(

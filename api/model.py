@@ -19,6 +19,7 @@ from beatrice.pgir.arguments import (
     as_count,
     as_ids,
     as_list,
+    as_place,
     as_rows,
     as_texts,
 )
@@ -216,6 +217,7 @@ class LanguageModel:
             if is_given and not read:
                 raise ValueError(f"{name}: only applies to signals; add read=True")
         stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
+        store = None if store is None else as_place(store, "store")
         requests, config = self._requests(questions, contexts, max_new_tokens, stop)
         if read:
             chosen = self._layers(layers)
@@ -288,6 +290,8 @@ class LanguageModel:
                     f"questions[{first}] and questions[{number}] have the same id "
                     f"{request.example_id!r}; with read=True give each Example once"
                 )
+        if store is not None:
+            _check_store(store, requests, layers)
         from beatrice.extract.backbone.names import locked_folder
         from beatrice.extract.generate.local import generate
         from beatrice.extract.signals.decode import check_decoding, generate_and_read
@@ -392,6 +396,7 @@ class LanguageModel:
         with naming_extra("LanguageModel.read"):
             from beatrice.extract.signals.extract import ExtractConfig
 
+        store = None if store is None else as_place(store, "store")
         answers = _check_answers(answers)
         require_known_tokens(answers, self.backbone)
         self.backbone.require_unchanged()
@@ -528,6 +533,25 @@ def _answer_on_disk(
     if written is None:
         return ordered, reader
     return ordered, WrittenReader(written, written, lambda: reader)
+
+
+def _check_store(
+    store: str | Path, requests: "Sequence[Request]", layers: tuple[int, ...]
+) -> None:
+    """Check, before questions are answered, that a store has no other signals."""
+    from beatrice.extract.store.store import open_store
+
+    try:
+        spec = open_store(store).spec
+    except ValueError:  # none is there yet, or `create_store` will say what is wrong
+        return
+    keys = tuple(request.key for request in requests)
+    if spec.keys != keys or spec.hidden_layers != layers:
+        raise ValueError(
+            f"store: {store} holds signals of other answers or layers; choose another "
+            "place, or delete it (a call that only adds questions then continues from "
+            f"{store}.written)"
+        )
 
 
 def _locked_signals_folder(store: str | Path | None) -> AbstractContextManager[None]:

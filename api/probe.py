@@ -564,7 +564,7 @@ def load(
       path: a folder written by `Probe.save`; "hf://owner/name" or
         "hf://owner/name@revision", from the Hub or its local cache; a name listed by
         `beatrice probes`; or a run directory.
-      model: path of the language model, if it has moved; or a model in memory.
+      model: path of the language model, if it has moved; or a `LanguageModel`.
       device: device of the language model, which is loaded when it is first needed.
       dtype: dtype of the language model; None uses that of the fit.
       strict: refuse a model or signals of another revision or dtype than the probe's,

@@ -25,7 +25,7 @@ from beatrice.extract.store.store import (
     read_family,
     write_range,
 )
-from beatrice.pgir.arguments import argument_error, as_list_of_length
+from beatrice.pgir.arguments import argument_error, as_names, as_place
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -40,7 +40,7 @@ def memory_url() -> str:
 @contextlib.contextmanager
 def place_of(store: str | Path | None) -> Iterator[str | Path]:
     """Yield the place for signals; its memory is freed if the block fails."""
-    url = memory_url() if store is None else store
+    url = memory_url() if store is None else as_place(store, "store")
     try:
         yield url
     except BaseException:
@@ -82,7 +82,7 @@ class Signals:
         # A store given by its address belongs to someone else, who frees its memory.
         is_owned = isinstance(store, FeatureStore) and indices is None
         if not isinstance(store, FeatureStore):
-            store = open_store(store)
+            store = open_store(as_place(store, "store"))
         settings = {key[1] for key in store.spec.keys if len(key) > 1}
         if settings - {*SETTINGS} or len(settings) != 1:
             raise ValueError(
@@ -147,7 +147,7 @@ class Signals:
             }
         setting: Setting = "with_context" if has_context else "closed_book"
         n = len(n_tokens)
-        names = range(n) if ids is None else as_list_of_length(ids, "ids", "names", n)
+        names = range(n) if ids is None else _ids_of(ids, n)
         spec = StoreSpec(
             families={
                 name: Family(shape=x.shape[1:], by_layer=name in by_layer)
@@ -278,6 +278,19 @@ def _spans_of(spans: Any, n_tokens: np.ndarray) -> np.ndarray:
             f"{spans.shape}"
         )
     return spans
+
+
+def _ids_of(ids: Any, n_answers: int) -> np.ndarray:
+    """Return the answers' ids; check that each occurs once."""
+    names = as_names(ids, "ids", n_answers)
+    several, counts = np.unique(names, return_counts=True)
+    if (counts > 1).any():
+        first = str(several[np.argmax(counts > 1)])
+        raise ValueError(
+            f"ids: expected each id once, found {first!r} several times; number the "
+            f"further answers to a question, such as {first + '-2'!r}"
+        )
+    return names
 
 
 def _check_names(families: Mapping[str, Any]) -> None:

@@ -75,17 +75,17 @@ def as_labels(values: Any, n_answers: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([not is_missing(x) and bool(x) for x in labels], bool), is_labelled
 
 
-def as_groups(values: Any, n_answers: int) -> np.ndarray:
-    """Return the name of each answer's group, `[n_answers]`.
+def as_names(values: Any, name: str, n_answers: int) -> np.ndarray:
+    """Return a name for each answer, such as its group's, `[n_answers]`.
 
     A float such as 1.0, as in a column that had gaps, is read as 1.
     """
-    names = as_list_of_length(values, "groups", "names", n_answers)
-    for number, name in enumerate(names):
-        if is_missing(name):  # all missing names would form one group
-            raise argument_error(f"groups[{number}]", "a name", name)
-        if isinstance(name, float) and name.is_integer():
-            names[number] = int(name)
+    names = as_list_of_length(values, name, "names", n_answers)
+    for number, value in enumerate(names):
+        if is_missing(value):  # all missing names would form one group
+            raise argument_error(f"{name}[{number}]", "a name", value)
+        if isinstance(value, float) and value.is_integer():
+            names[number] = int(value)
     return np.array([*map(str, names)])
 
 
@@ -157,6 +157,12 @@ def as_path(value: Any, name: str) -> Path:
     if not isinstance(value, (str, os.PathLike)) or value == "":
         raise argument_error(name, "a path (str or Path)", value)
     return Path(os.path.expanduser(value))  # Path.expanduser raises for unknown users
+
+
+def as_place(value: Any, name: str) -> str | Path:
+    """Return a URL as it is, and anything else as a path, see `as_path`."""
+    is_url = isinstance(value, str) and "://" in value
+    return value if is_url else as_path(value, name)
 
 
 def as_ids(value: Any, name: str) -> tuple[int, ...]:

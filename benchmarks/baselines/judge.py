@@ -75,7 +75,7 @@ from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, check_groups_unsplit, rows_of
 from beatrice.jaxprobe.train import chosen_layer, open_rows
-from beatrice.pgir.arguments import as_groups, as_labels, as_list, as_splits
+from beatrice.pgir.arguments import as_labels, as_list, as_names, as_splits
 
 if TYPE_CHECKING:
     import pandas
@@ -356,7 +356,7 @@ def _grouped(rows: StoreRows, indices: np.ndarray, groups: Any) -> StoreRows:
     """Replace the rows' ids by groups, and check that none is in two splits."""
     if groups is not None:
         names = rows.ids.astype(object)
-        names[indices] = as_groups(groups, len(indices))
+        names[indices] = as_names(groups, "groups", len(indices))
         rows = dataclasses.replace(rows, ids=names.astype(str))
     check_groups_unsplit(rows.ids[rows.is_labelled], rows.splits[rows.is_labelled])
     return rows

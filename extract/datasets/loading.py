@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,7 +290,7 @@ def read_questions(
     if dataset is not None and not (isinstance(dataset, str) and is_safe_name(dataset)):
         raise ValueError(f"dataset: expected a {NAME_IN_WORDS}, found {dataset!r}")
     check_choice("context", context, get_args(Context))
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     file = open_dataset(path, dataset=dataset)
     stem = path.name.partition(".")[0]
     default = file.dataset or (stem if is_safe_name(stem) else "questions")

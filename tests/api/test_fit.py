@@ -376,7 +376,8 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         ({"families": {"a": ROWS * np.nan}}, "12 values are not finite"),
         ({"families": {"a": ROWS}, "spans": np.zeros((6, 2))}, "spans: expected whole"),
         ({"families": {"a": ROWS}, "ids": ["x"]}, "ids: expected one for each of 6"),
-        ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "twice"),
+        ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "ids: expected each id once"),
+        ({"families": {"a": ROWS}, "ids": [None, *"abcde"]}, "ids.0.: expected a name"),
         ({"families": {"a": ROWS}, "ids": "abcdef"}, "ids: expected a list"),
         ({"families": {"a": ROWS}, "ids": 6}, "ids: expected a list"),
         ({"families": {"a": ROWS}, "lengths": [2.5, 3.5]}, "lengths: expected whole"),
@@ -439,6 +440,8 @@ def test_every_kind_of_table_is_read_like_an_array_of_its_rows(kind):
     assert [signals[i]["a"].tolist() for i in range(6)] == [[r.tolist()] for r in rows]
     named = beatrice.Signals.from_arrays({"a": ROWS}, ids=torch.arange(6))
     assert named.ids == ("0", "1", "2", "3", "4", "5")  # a tensor's numbers
+    named = beatrice.Signals.from_arrays({"a": ROWS}, ids=np.arange(6.0))
+    assert named.ids == ("0", "1", "2", "3", "4", "5")
 
 
 def test_a_store_of_other_arrays_is_not_overwritten(tmp_path):

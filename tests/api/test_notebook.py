@@ -465,6 +465,36 @@ def test_signals_on_disk_are_resumed_after_their_model_was_moved(model, working_
     assert probe.detector.provenance.model == str(working_folder / "there")
 
 
+def test_questions_and_signals_may_lie_in_the_home_folder(
+    model, working_folder, monkeypatch
+):
+    home = working_folder / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "asked.jsonl").write_text('{"question": "where?", "golds": ["here"]}')
+    questions = beatrice.read_questions("~/asked.jsonl")
+    answers, _ = model.answer(questions, read=True, store="~/written")
+    model.read(answers, store="~/read")
+    beatrice.Signals.from_arrays({"a": np.eye(2)}, store="~/arrays")
+    for name in ("written", "read", "arrays"):
+        assert len(beatrice.Signals(f"~/{name}")) == len(beatrice.Signals(home / name))
+    assert [*working_folder.iterdir()] == [home]
+    with pytest.raises(ValueError, match="store: expected a path"):
+        model.read(answers, store=True)
+
+
+def test_a_store_of_other_signals_is_refused_before_anything_is_answered(
+    model, tmp_path
+):
+    store = tmp_path / "signals"
+    answers = model.answer(["where?"])
+    model.read(answers, store=store)
+    for questions, layers in ((["where?", "who?"], "middle"), (["where?"], [2])):
+        with pytest.raises(ValueError, match="other answers or layers"):
+            model.answer(questions, read=True, store=store, layers=layers)
+    assert [path.name for path in tmp_path.iterdir()] == ["signals"]
+
+
 def test_the_identity_of_a_model_in_memory_ignores_how_it_is_used(model):
     backbones, uses = [], {"use_cache": False, "transformers_version": "9"}
     uses |= {"output_hidden_states": True, "architectures": None}  # as if from no file
