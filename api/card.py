@@ -18,7 +18,7 @@ _METRICS = {
 }
 _OF_PROBE = ("auroc", "auprc", "ece", "brier")
 _UNNAMED = "an unnamed model"
-# Key: what a head judges, data set, split. Value: the report's rows by metric.
+# Key: what a head judges, question set, split. Value: the report's rows by metric.
 _Groups = dict[tuple[str, str, str], dict[str, Mapping[str, Any]]]
 
 
