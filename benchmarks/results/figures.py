@@ -214,8 +214,9 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
     for x, name in zip(places, order, strict=True):
         value = f"{auroc[name]:.3f}".removeprefix("0")
-        style = {"ha": "center", "va": "bottom", "fontsize": 9.5, "rotation": 90}
-        bars.text(x, auroc[name], f" {value}", **style)
+        # Not a leading blank: browsers drop it.
+        above: Any = {"xytext": (0, 3), "va": "bottom", "rotation": 90}
+        _name(bars, value, x, auroc[name], INK, fontsize=9.5, **above)
     bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values()), 0.35))
     bars.grid(False, axis="x")
     bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -384,7 +385,8 @@ def complementarity(
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
     bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
     for i, error in enumerate(errors):
-        bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9.5)
+        beside: Any = {"xytext": (4, 0), "ha": "left", "va": "center"}
+        _name(bars, _short(error), error, i, INK, fontsize=9.5, **beside)
     bars.set(xlabel="own error rate\n(share)")
     bars.margins(x=0.35)
     bars.grid(False, axis="y")

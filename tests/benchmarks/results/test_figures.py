@@ -141,6 +141,20 @@ def test_no_label_overlaps_another_or_is_cut_off(draw, numbers):
                 assert not first.overlaps(second)
 
 
+def test_numbers_of_bars_stand_clear_of_them_without_blanks():
+    drawn = (
+        figures.synergy(SYNERGY, "closed_book").axes[0],
+        figures.complementarity(RIGHTS, [0.3, 0.4, 0.5, 0.45], "closed_book").axes[1],
+    )
+    for axes in drawn:  # browsers drop blanks at the ends of a text in SVG
+        FigureCanvasAgg(axes.figure).draw()
+        bars = [bar.get_window_extent() for bar in axes.patches]
+        assert len(axes.texts) == len(bars) == 4
+        for text in axes.texts:
+            assert text.get_text() == text.get_text().strip()
+            assert not any(text.get_window_extent().overlaps(bar) for bar in bars)
+
+
 @pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])
 def test_a_title_is_drawn_literally(title):
     point, kind = {"budget": 1, "generations": 1.0, "em": 0.5}, "plain"
