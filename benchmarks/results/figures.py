@@ -186,7 +186,7 @@ def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
             label=f"{SETTING_LABELS[setting]}, best layer {curve.best}",
         )
         _ring(axes, curve.best, means[curve.layers.index(curve.best)], strong)
-    axes.set(xlabel="layer", ylabel="validation AUROC")
+    axes.set(xlabel="layer (0 is the embedding)", ylabel="validation AUROC")
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="best")

@@ -45,6 +45,7 @@ def test_sweep_draws_every_seed_their_mean_and_a_ring_at_the_best_layer():
     assert list(seeds_4.get_ydata()) == [0.8, 0.9]
     assert list(means.get_ydata()) == pytest.approx([0.65, 0.85])
     assert list(ring.get_xdata()) == [4]
+    assert axes.get_xlabel() == "layer (0 is the embedding)"
 
 
 def test_reliability_has_a_point_and_a_bar_for_every_bin():
