@@ -25,6 +25,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
@@ -145,7 +146,10 @@ def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
 
 @styled()
 def reliability(curves: Curves, setting: str) -> Figure:
-    """Draw the share of right answers against P(correct), with bin counts below."""
+    """Draw the share of right answers against P(correct), with bin counts below.
+
+    The calibrated shares have Wilson's 95 % intervals.
+    """
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
         ("calibrated", curves.calibrated, STRONG[setting], "o"),
@@ -155,6 +159,10 @@ def reliability(curves: Curves, setting: str) -> Figure:
     for number, (label, bins, colour, marker) in enumerate(drawn):
         x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
         top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
+        if label == "calibrated":
+            tests = [binomtest(round(b.accuracy * b.n), b.n) for b in bins]
+            ends = [test.proportion_ci(method="wilson") for test in tests]
+            top.vlines(x, *zip(*ends, strict=True), color=colour, linewidth=1)
         lower, upper = np.array([(b.lower, b.upper) for b in bins]).T
         width = upper - lower
         style = {"align": "edge", "color": colour}

@@ -365,7 +365,8 @@ def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]
             f"Brier {number(curves.brier_raw)} raw, {number(curves.brier_calibrated)} "
             f"calibrated; calibration error (ECE) {number(curves.ece_raw)} raw, "
             f"{number(curves.ece_calibrated)} calibrated{worse}{_by_chance(curves)}. "
-            "Dashed: perfect calibration. Below: answers per bin."
+            "Dashed: perfect calibration; upright lines: 95 % intervals of the "
+            "calibrated shares. Below: answers per bin."
         )
         figure = figures.reliability(curves, setting)
         title = names.SETTING_LABELS[setting]

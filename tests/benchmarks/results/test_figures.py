@@ -5,6 +5,7 @@ import matplotlib
 import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import figures
 from beatrice.jaxprobe.rows import LayerCurve
@@ -52,6 +53,15 @@ def test_reliability_has_a_point_and_a_bar_for_every_bin():
     top, bottom = figures.reliability(RELIABILITY, "closed_book").axes
     assert len(top.lines[1].get_xdata()) == 9
     assert len(bottom.patches) == 18
+
+
+def test_calibrated_shares_have_the_intervals_of_their_numbers_of_answers():
+    top, _ = figures.reliability(RELIABILITY, "with_context").axes
+    segments = top.collections[0].get_segments()
+    for segment, bin in zip(segments, RELIABILITY.calibrated, strict=True):
+        n_right = round(bin.accuracy * bin.n)
+        ends = binomtest(n_right, bin.n).proportion_ci(0.95, method="wilson")
+        assert segment.T.tolist() == [[bin.mean_p] * 2, pytest.approx([*ends])]
 
 
 def test_selection_shows_every_candidate_and_names_the_selected():
