@@ -270,7 +270,7 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
         _name(axes, search["added"], n, search["auroc"], STRONG[setting], **above)
     axes.set(xlabel="round", ylabel="validation AUROC")
     axes.set(ylim=_cropped(seen + heights, 0.2), xlim=(0.5, len(rounds) + 0.5))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xticks(range(1, len(rounds) + 1))
     return figure
 
 

@@ -73,6 +73,11 @@ def test_selection_shows_every_candidate_and_names_the_selected():
     assert [text.get_text() for text in axes.texts] == SELECTION["selected"]
 
 
+def test_a_search_of_a_single_round_has_no_fractions_of_rounds():
+    (axes,) = figures.selection_path(SELECTION["rounds"][:1], "closed_book").axes
+    assert list(axes.get_xticks()) == [1]
+
+
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
     figure = figures.ranking(PARTS["ranking"][setting], setting)
