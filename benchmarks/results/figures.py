@@ -288,7 +288,7 @@ def frontier(
         `{"budget", "generations", metric}` per budget.
       rivals: for each other controller, (generations per question, score).
       metric: "em" or "f1".
-      budget: the chosen budget B of the first controller, marked with a ring.
+      budget: the chosen budget of the first controller, marked with a ring.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -311,7 +311,7 @@ def frontier(
             if is_chosen:
                 _ring(axes, *here, colour)
             label, weight = ", ".join(map(str, same)), "bold" if is_chosen else "normal"
-            _name(axes, f"B={label}", *here, colour, fontweight=weight)
+            _name(axes, label, *here, colour, fontweight=weight)
     shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
     for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
         axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)

@@ -473,7 +473,10 @@ def frontier_pictures(
             and None not in (values.get((x, "generations")), values.get((x, metric)))
         }
         figure = figures.frontier(curves, points, metric, control.budget)
-        caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
+        caption = (
+            f"Mean over {', '.join(datasets)}. A line's numbers are budgets B, the "
+            "most retrievals per question; the ring marks the chosen one."
+        )
         title = f"{names.METRIC_LABELS[metric]} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures

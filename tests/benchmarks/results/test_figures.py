@@ -78,6 +78,16 @@ def test_a_search_of_a_single_round_has_no_fractions_of_rounds():
     assert list(axes.get_xticks()) == [1]
 
 
+def test_budgets_are_readable_where_they_cost_nearly_the_same():
+    costs = {0: 1.0, 1: 1.76, 2: 1.96, 3: 2.12, 4: 2.21}  # as in a demo
+    points = [{"budget": b, "generations": x, "em": 0.64} for b, x in costs.items()]
+    figure = figures.frontier({"PGIR": points}, {"Probing-RAG": (3.6, 0.3)}, "em", 2)
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == len(costs)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
     figure = figures.ranking(PARTS["ranking"][setting], setting)
