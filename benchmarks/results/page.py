@@ -294,7 +294,7 @@ def numbers(
             shown.append((label, "–", str(row.reason)))
         elif row is not None:
             compared = _gain(gain, names.COMPARED[names.PERPLEXITY])
-            detail = (f"{interval(row)}", compared, f"{row.n} answers")
+            detail = (f"{interval(row)}", compared, f"{row.n:,} answers")
             shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
         label = f"Calibration error {SETTINGS_IN_WORDS[setting]}"
