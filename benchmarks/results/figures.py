@@ -25,6 +25,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
@@ -145,7 +146,10 @@ def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
 
 @styled()
 def reliability(curves: Curves, setting: str) -> Figure:
-    """Draw the share of right answers against P(correct), with bin counts below."""
+    """Draw the share of right answers against P(correct), with bin counts below.
+
+    The calibrated shares have Wilson's 95 % intervals.
+    """
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
         ("calibrated", curves.calibrated, STRONG[setting], "o"),
@@ -155,6 +159,10 @@ def reliability(curves: Curves, setting: str) -> Figure:
     for number, (label, bins, colour, marker) in enumerate(drawn):
         x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
         top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
+        if label == "calibrated":
+            tests = [binomtest(round(b.accuracy * b.n), b.n) for b in bins]
+            ends = [test.proportion_ci(method="wilson") for test in tests]
+            top.vlines(x, *zip(*ends, strict=True), color=colour, linewidth=1)
         lower, upper = np.array([(b.lower, b.upper) for b in bins]).T
         width = upper - lower
         style = {"align": "edge", "color": colour}
@@ -186,7 +194,7 @@ def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
             label=f"{SETTING_LABELS[setting]}, best layer {curve.best}",
         )
         _ring(axes, curve.best, means[curve.layers.index(curve.best)], strong)
-    axes.set(xlabel="layer", ylabel="validation AUROC")
+    axes.set(xlabel="layer (0 is the embedding)", ylabel="validation AUROC")
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="best")
@@ -214,8 +222,9 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
     for x, name in zip(places, order, strict=True):
         value = f"{auroc[name]:.3f}".removeprefix("0")
-        style = {"ha": "center", "va": "bottom", "fontsize": 9.5, "rotation": 90}
-        bars.text(x, auroc[name], f" {value}", **style)
+        # Not a leading blank: browsers drop it.
+        above: Any = {"xytext": (0, 3), "va": "bottom", "rotation": 90}
+        _name(bars, value, x, auroc[name], INK, fontsize=9.5, **above)
     bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values()), 0.35))
     bars.grid(False, axis="x")
     bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -261,7 +270,7 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
         _name(axes, search["added"], n, search["auroc"], STRONG[setting], **above)
     axes.set(xlabel="round", ylabel="validation AUROC")
     axes.set(ylim=_cropped(seen + heights, 0.2), xlim=(0.5, len(rounds) + 0.5))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xticks(range(1, len(rounds) + 1))
     return figure
 
 
@@ -279,7 +288,7 @@ def frontier(
         `{"budget", "generations", metric}` per budget.
       rivals: for each other controller, (generations per question, score).
       metric: "em" or "f1".
-      budget: the chosen budget B of the first controller, marked with a ring.
+      budget: the chosen budget of the first controller, marked with a ring.
     """
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
@@ -302,7 +311,7 @@ def frontier(
             if is_chosen:
                 _ring(axes, *here, colour)
             label, weight = ", ".join(map(str, same)), "bold" if is_chosen else "normal"
-            _name(axes, f"B={label}", *here, colour, fontweight=weight)
+            _name(axes, label, *here, colour, fontweight=weight)
     shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
     for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
         axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
@@ -384,7 +393,8 @@ def complementarity(
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
     bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
     for i, error in enumerate(errors):
-        bars.text(error, i, f"  {_short(error)}", va="center", fontsize=9.5)
+        beside: Any = {"xytext": (4, 0), "ha": "left", "va": "center"}
+        _name(bars, _short(error), error, i, INK, fontsize=9.5, **beside)
     bars.set(xlabel="own error rate\n(share)")
     bars.margins(x=0.35)
     bars.grid(False, axis="y")

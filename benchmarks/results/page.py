@@ -294,7 +294,7 @@ def numbers(
             shown.append((label, "–", str(row.reason)))
         elif row is not None:
             compared = _gain(gain, names.COMPARED[names.PERPLEXITY])
-            detail = (f"{interval(row)}", compared, f"{row.n} answers")
+            detail = (f"{interval(row)}", compared, f"{row.n:,} answers")
             shown.append((label, row_value(row), "; ".join(filter(None, detail))))
     for setting, curves in reliability.items():
         label = f"Calibration error {SETTINGS_IN_WORDS[setting]}"
@@ -365,7 +365,8 @@ def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]
             f"Brier {number(curves.brier_raw)} raw, {number(curves.brier_calibrated)} "
             f"calibrated; calibration error (ECE) {number(curves.ece_raw)} raw, "
             f"{number(curves.ece_calibrated)} calibrated{worse}{_by_chance(curves)}. "
-            "Dashed: perfect calibration. Below: answers per bin."
+            "Dashed: perfect calibration; upright lines: 95 % intervals of the "
+            "calibrated shares. Below: answers per bin."
         )
         figure = figures.reliability(curves, setting)
         title = names.SETTING_LABELS[setting]
@@ -472,7 +473,10 @@ def frontier_pictures(
             and None not in (values.get((x, "generations")), values.get((x, metric)))
         }
         figure = figures.frontier(curves, points, metric, control.budget)
-        caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
+        caption = (
+            f"Mean over {', '.join(datasets)}. A line's numbers are budgets B, the "
+            "most retrievals per question; the ring marks the chosen one."
+        )
         title = f"{names.METRIC_LABELS[metric]} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures

@@ -444,9 +444,12 @@ def answer_table(results: pandas.DataFrame) -> Table:
     """Return a table of the shares of answers that are cut off, empty, or hedges."""
     shown = where(results, experiment="answers")
     splits = ("train", "validation", *EVALUATED)
-    parts = [{"metric": metric} for metric in ("cut_off", "empty", "hedged")]
-    lines = [("Cut off / empty / hedges", {"detector": "backbone"})]
-    return by_place(shown, "Share of answers", lines, splits, parts)
+    titles = {"cut_off": "Cut off", "empty": "Empty", "hedged": "Hedges"}
+    lines = [
+        (title, {"detector": "backbone", "metric": metric})
+        for metric, title in titles.items()
+    ]
+    return by_place(shown, "Share of answers", lines, splits)
 
 
 def decision_table(results: pandas.DataFrame) -> Table:

@@ -398,6 +398,17 @@ def test_the_page_counts_every_answer_and_reports_how_many_it_leaves_out():
     assert '<form autocomplete="off">' in text
 
 
+@pytest.mark.parametrize("decision", ["trust", "distrust", "unknown"])
+def test_the_page_names_a_decision_in_the_colour_of_its_bars(decision):
+    row = {"line": 1, "p_correct": 0.5, "decision": decision}
+    text = page("A page", "", [("q", (), row)])
+    assert f'<rect class="fill-{decision}"' in text
+    assert f'<label class="{decision}">' in text
+    (bar,) = re.findall(rf"\.fill-{decision} {{ fill: (\S+) }}", text)
+    (name,) = re.findall(rf"label\.{decision} {{ color: (\S+) }}", text)
+    assert bar == name
+
+
 def test_rows_that_the_page_does_not_show_are_not_kept_in_memory():
     def n_kept(n_rows):
         tracemalloc.start()

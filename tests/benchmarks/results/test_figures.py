@@ -5,6 +5,7 @@ import matplotlib
 import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import figures
 from beatrice.jaxprobe.rows import LayerCurve
@@ -45,12 +46,22 @@ def test_sweep_draws_every_seed_their_mean_and_a_ring_at_the_best_layer():
     assert list(seeds_4.get_ydata()) == [0.8, 0.9]
     assert list(means.get_ydata()) == pytest.approx([0.65, 0.85])
     assert list(ring.get_xdata()) == [4]
+    assert axes.get_xlabel() == "layer (0 is the embedding)"
 
 
 def test_reliability_has_a_point_and_a_bar_for_every_bin():
     top, bottom = figures.reliability(RELIABILITY, "closed_book").axes
     assert len(top.lines[1].get_xdata()) == 9
     assert len(bottom.patches) == 18
+
+
+def test_calibrated_shares_have_the_intervals_of_their_numbers_of_answers():
+    top, _ = figures.reliability(RELIABILITY, "with_context").axes
+    segments = top.collections[0].get_segments()
+    for segment, bin in zip(segments, RELIABILITY.calibrated, strict=True):
+        n_right = round(bin.accuracy * bin.n)
+        ends = binomtest(n_right, bin.n).proportion_ci(0.95, method="wilson")
+        assert segment.T.tolist() == [[bin.mean_p] * 2, pytest.approx([*ends])]
 
 
 def test_selection_shows_every_candidate_and_names_the_selected():
@@ -60,6 +71,21 @@ def test_selection_shows_every_candidate_and_names_the_selected():
     dots = [line for line in axes.lines if line.get_color() in soft]
     assert sum(len(line.get_xdata()) for line in dots) == n_candidates
     assert [text.get_text() for text in axes.texts] == SELECTION["selected"]
+
+
+def test_a_search_of_a_single_round_has_no_fractions_of_rounds():
+    (axes,) = figures.selection_path(SELECTION["rounds"][:1], "closed_book").axes
+    assert list(axes.get_xticks()) == [1]
+
+
+def test_budgets_are_readable_where_they_cost_nearly_the_same():
+    costs = {0: 1.0, 1: 1.76, 2: 1.96, 3: 2.12, 4: 2.21}  # as in a demo
+    points = [{"budget": b, "generations": x, "em": 0.64} for b, x in costs.items()]
+    figure = figures.frontier({"PGIR": points}, {"Probing-RAG": (3.6, 0.3)}, "em", 2)
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == len(costs)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
@@ -139,6 +165,20 @@ def test_no_label_overlaps_another_or_is_cut_off(draw, numbers):
             boxes = boxes_along(label for label in labels if label.get_text())
             for first, second in itertools.combinations(boxes, 2):
                 assert not first.overlaps(second)
+
+
+def test_numbers_of_bars_stand_clear_of_them_without_blanks():
+    drawn = (
+        figures.synergy(SYNERGY, "closed_book").axes[0],
+        figures.complementarity(RIGHTS, [0.3, 0.4, 0.5, 0.45], "closed_book").axes[1],
+    )
+    for axes in drawn:  # browsers drop blanks at the ends of a text in SVG
+        FigureCanvasAgg(axes.figure).draw()
+        bars = [bar.get_window_extent() for bar in axes.patches]
+        assert len(axes.texts) == len(bars) == 4
+        for text in axes.texts:
+            assert text.get_text() == text.get_text().strip()
+            assert not any(text.get_window_extent().overlaps(bar) for bar in bars)
 
 
 @pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])

@@ -207,6 +207,13 @@ def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
     assert "The 95 % interval of one bar is about ±.030." in page
 
 
+def test_only_the_strongest_rival_is_said_to_be_chosen_on_the_same_questions(page):
+    chosen = "The strongest rival is chosen on the same questions"
+    before, after = page.split(chosen)  # once on the page
+    assert "Against the strongest rival of each column" in before
+    assert "Against hidden states only" in after
+
+
 def test_worse_calibration_is_reported_unless_chance_explains_it():
     errors = {"ece_raw": 0.02, "ece_calibrated": 0.04}
     raw = replace(PARTS["reliability"]["closed_book"], **errors)

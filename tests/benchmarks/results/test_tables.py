@@ -26,6 +26,7 @@ from beatrice.benchmarks.results.tables import (
     CHANGES,
     Column,
     ablation_table,
+    answer_table,
     controller_table,
     counts_of,
     detection_table,
@@ -225,6 +226,16 @@ def test_notes_are_numbered_and_each_is_given_once():
     text = as_text(table)
     assert text.count("n/a[1]/-") == 2 and ".800*[2]/-" in text
     assert "[1] one class only" in text
+
+
+def test_shares_of_answers_have_a_line_each():
+    rows = [
+        row("backbone", "closed_book", TEST, metric, share, experiment="answers")
+        for metric, share in (("cut_off", 0.1), ("empty", 0.2), ("hedged", 0.3))
+    ]
+    table = answer_table(results_of(rows))
+    shown = {line.label: line.cells[0][0].row.value for line in table.lines}
+    assert shown == {"Cut off": 0.1, "Empty": 0.2, "Hedges": 0.3}
 
 
 def test_controls_and_span_decisions_have_their_own_tables():
