@@ -227,7 +227,8 @@ class Threshold:
     Answers of at least this P are trusted, or of at most this P distrusted. Among
     answers like those of validation, one per question, a share of at least `wanted` of
     these decisions is right, with 90 % confidence: in nine of ten draws of validation
-    answers. No answer is trusted that is more likely wrong than right, nor the reverse.
+    answers. If these also chose the head among many, it holds in fewer draws. No answer
+    is trusted that is more likely wrong than right, nor the reverse.
     """
 
     decision: Literal["trust", "distrust"]  # what the threshold decides
