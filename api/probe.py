@@ -209,7 +209,11 @@ class Probe(AnswerScorer):
 
     def _check_model(self, signals: "Signals") -> None:
         """Check that signals come from the fit's model, if they record a model."""
-        from beatrice.pgir.warnings import signal_differences, warn_of_prompt
+        from beatrice.pgir.warnings import (
+            signal_differences,
+            warn_of_path,
+            warn_of_prompt,
+        )
 
         trained, about = self.detector.provenance, signals.store.spec.fingerprint
         if trained is None or "model" not in about:  # arrays
@@ -221,7 +225,9 @@ class Probe(AnswerScorer):
                 f"signals: {unlike[0]}; to predict with a warning instead, load the "
                 "probe in Python with strict=False"
             )
-        for text in (*unlike, *warn_of_prompt(trained, about)):
+        dtype = str(about.get("dtype", trained.dtype))
+        mixed = warn_of_path(trained, dtype, signals.store.spec.path)
+        for text in (*unlike, *warn_of_prompt(trained, about), *mixed):
             warnings.warn(text, stacklevel=3)
 
     @property

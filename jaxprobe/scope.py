@@ -13,6 +13,7 @@ import functools
 import math
 import unicodedata
 from collections.abc import Callable, Iterable
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -226,7 +227,8 @@ class Threshold:
     Answers of at least this P are trusted, or of at most this P distrusted. Among
     answers like those of validation, one per question, a share of at least `wanted` of
     these decisions is right, with 90 % confidence: in nine of ten draws of validation
-    answers. No answer is trusted that is more likely wrong than right, nor the reverse.
+    answers. If these also chose the head among many, it holds in fewer draws. No answer
+    is trusted that is more likely wrong than right, nor the reverse.
     """
 
     decision: Literal["trust", "distrust"]  # what the threshold decides
@@ -260,6 +262,13 @@ class Threshold:
             return p_correct >= self.p_correct
         return p_correct <= self.p_correct
 
+    @property
+    def digits(self) -> str:
+        """`p_correct` to four digits, rounded to the side of the decided answers."""
+        assert self.p_correct is not None
+        is_up = self.decision == "trust"
+        return _digits(self.p_correct, ROUND_CEILING if is_up else ROUND_FLOOR)
+
     def in_words(self) -> str:
         """Describe the threshold in a phrase."""
         if self.doubt is not None:
@@ -283,7 +292,7 @@ class Threshold:
                 f"would show that, but {seen}"
             )
         return (
-            f"{self.decision} at P {'>=' if trusts else '<='} {self.p_correct:.4f}, "
+            f"{self.decision} at P {'>=' if trusts else '<='} {self.digits}, "
             f"where {promise}: in validation {self.n_errors} of {self.n_decided} such "
             f"answers are {'wrong' if trusts else 'right'} (precision "
             f"{self.precision:.3f}, lower bound {self.low:.3f}; coverage "
@@ -301,25 +310,34 @@ class Thresholds(NamedTuple):
         """Return the decision on an answer, and the reason if it is not "trust"."""
         if self.trust.holds(p_correct):
             return "trust", None
+        # Rounded towards its side of a threshold, so that a reason never shows two
+        # equal numbers: a threshold may lie just above the P of many answers.
+        p = _digits(p_correct, ROUND_FLOOR)
         if self.distrust.holds(p_correct):
             return "distrust", (
-                f"P {p_correct:.4f} is at most {self.distrust.p_correct:.4f}, the "
-                f"threshold up to which at least {self.distrust.wanted:g} of all "
-                "answers are wrong"
+                f"P {p} is at most {self.distrust.digits}, the threshold up to which "
+                f"at least {self.distrust.wanted:g} of all answers are wrong"
             )
-        above, below = self.trust.p_correct, self.distrust.p_correct
-        if above is None:
+        if self.trust.p_correct is None:
             return "unknown", self.trust.doubt or self.trust.in_words()
-        if below is None:
+        if self.distrust.p_correct is None:
             return "unknown", (
-                f"P {p_correct:.4f} is below {above:.4f}, the threshold from which at "
+                f"P {p} is below {self.trust.digits}, the threshold from which at "
                 f"least {self.trust.wanted:g} are right; {self.distrust.in_words()}"
             )
+        if p == self.distrust.digits:
+            p = _digits(p_correct, ROUND_CEILING)
         return "unknown", (
-            f"P {p_correct:.4f} lies between {below:.4f}, up to which at least "
-            f"{self.distrust.wanted:g} of all answers are wrong, and {above:.4f}, from "
-            "which at least as many are right"
+            f"P {p} lies between {self.distrust.digits}, up to which at least "
+            f"{self.distrust.wanted:g} of all answers are wrong, and "
+            f"{self.trust.digits}, from which at least as many are right"
         )
+
+
+def _digits(p_correct: float, rounding: str) -> str:
+    """Return a P to four digits; `rounding` is a mode of the module `decimal`."""
+    exact = Decimal(str(p_correct))
+    return f"{exact.quantize(Decimal('1e-4'), rounding):f}"
 
 
 def _at_most(n_errors: int, n: int, share: float) -> float:

@@ -483,7 +483,7 @@ class RagAnswer:
       is_trusted: whether `p_correct` reaches the threshold; else it is the highest.
       passages: the passages that the model was shown; none for a closed-book draft.
       n_generations: number of drafts written.
-      reason: why the detector cannot score the draft, as in `Draft`.
+      reason: why the detector gives the draft no P: it is empty, or as in `Draft`.
       error: why no further draft was written or judged: a search or a judge failed, a
         prompt does not fit the model's window or memory, or none can hold the question.
     """
@@ -594,6 +594,8 @@ class _DetectorJudge:
         reason = self._scorer.why_unreadable(question, context, answer)
         if reason is None and not math.isfinite(raw):
             reason = REASONS["not_finite"]
+        if not answer.text.strip():
+            reason = "the model's answer is empty"  # useless, whatever its P
         if reason is None:
             return p_correct, raw
         self.reasons[question, shown] = reason

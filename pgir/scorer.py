@@ -443,9 +443,10 @@ class Scorer(AnswerScorer):
         scores = self._detect(setting, features)
         outside = warn_after(detector, features, setting)
         doubts = detector.heads[name].evidence.doubts
+        dtype = str(probed.backbone.dtype)
         for i, prepared in enumerate(inputs):
             path = reading.signals[i].path
-            mixed = warn_of_path(probed.trained, probed.backbone, path)
+            mixed = warn_of_path(probed.trained, dtype, path)
             warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
             if not np.isfinite(scores.raw[i]):
                 yield _unknown(prepared, REASONS["not_finite"], warnings)

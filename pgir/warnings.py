@@ -99,20 +99,20 @@ def _name_dtype(model: "Backbone") -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def warn_of_path(
-    trained: Provenance, model: "Backbone", path: ReadingPath
-) -> Iterator[str]:
+def warn_of_path(trained: Provenance, dtype: str, path: ReadingPath) -> Iterator[str]:
     """Yield the warning for signals that were read by another path than in training.
 
-    None in float32, where the two paths differ only by the order of sums.
+    None in float32, where the two paths differ only by the order of sums. `dtype` is
+    the type in which the model computed them, as Torch spells it.
     """
+    dtype = dtype.removeprefix("torch.")
     passes = {
         "decode": "the passes that write an answer",
         "teacher_forced": "a pass that reads it again",
     }
-    if trained.path != path and _name_dtype(model) != "float32":
+    if trained.path != path and dtype != "float32":
         paths = {"actual": passes[path], "trained": passes[trained.path]}
-        yield _warning("other_path", **paths, dtype=_name_dtype(model))
+        yield _warning("other_path", **paths, dtype=dtype)
 
 
 def is_of_model(trained: Provenance, revision: str, model: "Backbone | None") -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import warnings
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -89,6 +90,21 @@ def test_a_probe_of_a_commit_loads_it_or_the_same_files_from_elsewhere(
         beatrice.load(tmp_path / "probe", model=changed).load_scorer()
     with pytest.raises(ValueError, match="revision: .* is a model on this machine"):
         beatrice.LanguageModel(copied, revision=OLDER)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])
+def test_predicting_from_another_reading_warns_if_the_dtype_rounds(dtype, n):
+    model = beatrice.LanguageModel("embedded", dtype=dtype)
+    probe = probe_of(model, dtype=dtype)
+    asked = ["where was Skiband Rugrond born?"]
+    answers, written = model.answer(asked, read=True, layers=[LAYER])
+    probe.predict(model.read(answers, layers=[LAYER]))  # read as for the fit
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        probe.predict(written)
+    texts = [str(each.message) for each in noted]
+    assert sum(f"{dtype} rounds the two differently" in text for text in texts) == n
+    assert len(texts) == n
 
 
 def test_signals_of_another_model_precision_or_answer_span_are_refused(model, changed):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -206,6 +207,23 @@ def test_a_decision_is_trust_distrust_or_unknown_with_a_reason():
     assert nothing.decide(0.9) == ("unknown", nothing.trust.in_words())
     below = certified(Validation(p, np.arange(1000) < 990), 0.9)
     assert "no threshold to distrust" in below.decide(0.01)[1]
+
+
+def test_a_reason_never_shows_p_equal_to_a_threshold_that_it_misses():
+    p = np.repeat([2 / 15, 13 / 30, 17 / 30, 13 / 15], 100)  # the steps of a map
+    labels = np.arange(400) >= 200
+    labels[100:300] = np.arange(200) % 2 == 0
+    both = certified(Validation(p, labels), 0.9)  # each lies just beyond a step
+    alone = both._replace(distrust=distrust(p, labels, 0.99))
+    shown = [
+        re.findall(r"0\.\d{4}", decided.decide(value)[1])
+        for decided, value in ((both, 13 / 30), (both, 17 / 30), (alone, 17 / 30))
+    ]
+    assert shown == [
+        ["0.4334", "0.4333", "0.5667"],
+        ["0.5666", "0.4333", "0.5667"],
+        ["0.5666", "0.5667"],
+    ]
 
 
 def lowest_at_precision(p, labels, wanted):

@@ -92,6 +92,22 @@ def test_an_empty_draft_is_never_trusted(probed, scorer):
     assert gate.keep(empty, ANSWER, [PASSAGE]).answer == ANSWER
 
 
+def test_pgir_accepts_no_empty_draft(probed, scorer):
+    closed_book = scorer.answer(QUESTION).text
+    config = dataclasses.replace(probed.config, stop=(closed_book[0],))
+    cut = Scorer(probed.backbone, probed.detector, config)
+    assert cut.answer(QUESTION).text == "" != cut.answer(QUESTION, [PASSAGE]).text
+    (grounded,) = run_pgir(cut, [QUESTION], finding(), threshold=1e-6)
+    assert grounded.is_trusted and (grounded.n_generations, grounded.reason) == (
+        2,
+        None,
+    )
+    assert grounded.answer == cut.answer(QUESTION, [PASSAGE]).text
+    (empty,) = run_pgir(cut, [QUESTION], Fixed(lambda q, n: [[]]), threshold=1e-6)
+    assert (empty.answer, empty.p_correct, empty.is_trusted) == ("", None, False)
+    assert empty.reason == "the model's answer is empty"
+
+
 def test_an_overlong_question_goes_to_retrieval_and_affects_no_other(scorer):
     gate, long = lenient(scorer), "who is " * 600
     short, overlong = gate.draft([QUESTION, long])
