@@ -192,10 +192,9 @@ NOISE = Baseline(name="noise", title="Noise", source="here", score=noise)
 GIVEN = planted.inputs()
 
 
-def judge_planted(*detectors, labels=None, **beside):
+def judge_planted(*detectors, labels=GIVEN.rows.labels, **beside):
     """Judge on the planted inputs, as in a notebook."""
-    labels = GIVEN.rows.labels if labels is None else labels
-    beside |= {"splits": GIVEN.rows.splits, "intervals": INTERVALS}
+    beside = {"splits": GIVEN.rows.splits, "intervals": INTERVALS} | beside
     return judge(GIVEN.store, labels, detectors, **beside)
 
 
@@ -259,9 +258,8 @@ def test_an_unlabelled_answer_is_counted_as_failed():
 def test_a_labelled_answer_without_a_split_is_in_no_row():
     splits, test = GIVEN.rows.splits.copy(), GIVEN.rows.where("test")
     splits[test[:3]] = ""
-    labels, beside = GIVEN.rows.labels, {"splits": splits, "intervals": INTERVALS}
-    table = judge(GIVEN.store, labels, [ORACLE], **beside)
-    assert set(table.split) == {"validation", "test"}
+    table = judge_planted(ORACLE, splits=splits)
+    assert "" not in set(table.split)
     assert set(table.n[table.split == "test"]) == {len(test) - 3}
 
 
