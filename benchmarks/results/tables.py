@@ -124,8 +124,8 @@ def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
         return f"{value:,.{first + 1}f}"
     if metric in _COUNTS:
         return f"{value:,.0f}"
-    value = round(value, 3) + 0.0  # no minus before a zero
-    text = f"{value:+.3f}" if is_signed else f"{value:.3f}"
+    # A change keeps the sign of what is rounded to zero: an end at -.0003 is below zero.
+    text = f"{value + 0.0:+.3f}" if is_signed else f"{round(value, 3) + 0.0:.3f}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
 

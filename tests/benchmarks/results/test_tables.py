@@ -308,7 +308,9 @@ def test_no_rows_make_an_empty_table():
         (0.000001, {"metric": "seconds"}, "0.0000010"),
         (7.0, {"metric": "best_sets"}, "7"),
         (0.0051, {"is_signed": True}, "+.005"),
-        (-0.0002, {"is_signed": True}, "+.000"),
+        (-0.0002, {"is_signed": True}, "-.000"),
+        (-0.0, {"is_signed": True}, "+.000"),
+        (-0.0002, {}, ".000"),
         (-0.3, {"is_signed": True}, "-.300"),
     ],
 )
