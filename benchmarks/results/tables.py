@@ -124,7 +124,7 @@ def number(value: float, metric: str = "", *, is_signed: bool = False) -> str:
         return f"{value:,.{first + 1}f}"
     if metric in _COUNTS:
         return f"{value:,.0f}"
-    # A change keeps the sign of what is rounded to zero: an end at -.0003 is below zero.
+    # A change keeps its sign if it rounds to zero: an end at -.0003 is below zero.
     text = f"{value + 0.0:+.3f}" if is_signed else f"{round(value, 3) + 0.0:.3f}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 

@@ -140,7 +140,7 @@ def test_the_packaged_probes_script_takes_a_runs_signals_as_its_models(
     run, model, examples
 ):
     stored = runpy.run_path(str(ROOT / "docs" / "packaged_probe.py"))["stored"]
-    answers, signals = stored(run, model, "closed_book", [3], examples)
+    answers, signals = stored(run, model, "closed_book", examples)
     assert signals.keys == tuple(answer.key for answer in answers)
     assert signals.store.spec.fingerprint["name"] == "embedded"
 

@@ -70,7 +70,7 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
     with (other.path / "examples.jsonl").open("a") as file:
         file.write(write_lines([msgspec.structs.replace(examples[0], id="new")]))
     done = beatrice("answer", other.path, code=1)
-    assert "holds answers with backend='served'" in done.stderr
+    assert "holds answers of a server" in done.stderr
 
 
 def test_a_server_without_token_ids_cannot_answer(run_dir, local):
