@@ -18,7 +18,7 @@ real: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 
-# Which changes of the source the tests notice; an hour or two, and the same line again
+# Which changes of the source the tests notice; an hour or two, and the same command again
 # continues: make mutants MUTANTS="-n 300 --seed 0"
 mutants: $(STAMP)
 	$(VENV)/bin/python -m tests.mutation $(MUTANTS)

@@ -342,8 +342,8 @@ def _digits(p_correct: float, rounding: str) -> str:
 
 def _at_most(n_errors: int, n: int, share: float) -> float:
     """Return the binomial probability of at most `n_errors` in `n`, at rate `share`."""
-    if share <= 0:
-        return 1.0
+    if not 0 < share < 1:  # a wanted precision of 1e-17 makes it 1
+        return float(share <= 0 or n_errors >= n)
     logs = math.log(share), math.log1p(-share)
     log_orders = (
         math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

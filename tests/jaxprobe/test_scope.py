@@ -105,7 +105,7 @@ def test_the_fewest_decided_answers_match_a_table_of_binomial_bounds():
     for wanted, row in table.items():
         assert tuple(fewest_decided(wanted, e) for e in (0, 1, 2, 5)) == row
     assert fewest_decided(1 - 1e-9) == pytest.approx(2.302585e9, rel=1e-6)
-    assert fewest_decided(0.01) == 1
+    assert fewest_decided(0.01) == fewest_decided(1e-17) == 1
 
 
 def trust(p, labels, wanted=0.9, decision="trust"):

@@ -2,8 +2,8 @@
 
 A few hundred expressions are drawn over all rooms and changed, one at a time, in a copy
 of the tree. The tests that run a changed line are run, quickest files first, until one
-fails. At the end the share of killed mutants is printed by room; the same line again
-continues.
+fails. At the end the share of killed mutants is printed by room; the same command
+again continues.
 
 One run of the whole suite finds which test runs which line. A mutant is tried in a
 process forked from one that has imported the libraries, which saves six seconds, but
