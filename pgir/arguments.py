@@ -282,7 +282,8 @@ def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
 
     Named tuples count as rows of a frame (pandas' `itertuples`). Missing cells (NaN,
     NA) are left out of a frame's rows. A warning names the columns that are not read,
-    except `id`. The contents of rows are not checked here.
+    except `id`, which is left out of mappings too. The contents of rows are not checked
+    here.
     """
     if _is_table(value):
         rows: list[Any] = _table_rows(value)
@@ -299,6 +300,9 @@ def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
         warnings.warn(f"rows: columns not read: {names}", stacklevel=3)
     for i, row in of_frame.items():
         rows[i] = {key: row[key] for key in row if key in columns}
+    for i, row in enumerate(rows):
+        if isinstance(row, Mapping) and "id" in row:
+            rows[i] = {key: row[key] for key in row if key != "id"}
     return rows
 
 

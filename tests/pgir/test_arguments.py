@@ -179,7 +179,9 @@ def test_titles_are_read_from_every_place_that_can_hold_them():
     assert passages == (Passage(title="T", text="a"),) * 6
 
 
-@pytest.mark.parametrize("row", [(QUESTION, ANSWER), [QUESTION, ANSWER, None], ROW])
+@pytest.mark.parametrize(
+    "row", [(QUESTION, ANSWER), [QUESTION, ANSWER, None], ROW, {"id": 7, **ROW}]
+)
 def test_rows_may_be_mappings_or_tuples(scorer, row):
     (score,) = scorer.score_many((row,))
     assert score.raw == scorer.score(QUESTION, ANSWER).raw
