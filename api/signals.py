@@ -234,6 +234,9 @@ class Signals:
         """Return one answer's arrays by family, or the signals of several answers."""
         if not isinstance(which, int | np.integer):
             chosen = self.indices[which if isinstance(which, slice) else list(which)]
+            if chosen.ndim != 1:
+                kind = "an index with one axis, such as np.flatnonzero's"
+                raise ValueError(f"expected {kind}, found shape {chosen.shape}")
             return Signals(self.store, chosen, model=self.model)
         at = [self.indices[which]]
         families = self.families

@@ -310,6 +310,8 @@ def test_a_subset_of_signals_holds_the_chosen_answers(rng):
         assert np.array_equal(some[1][name], signals[4][name])
     assert "20 answers" in repr(signals) and "3 families" in repr(signals)
     assert "(1 answer, " in repr(signals[[0]])
+    with pytest.raises(ValueError, match=r"one axis.*, found shape \(2, 1\)"):
+        signals[np.argwhere([True, True])]
 
 
 def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
