@@ -426,16 +426,14 @@ def run_side(run: RunDir) -> Side:
 def _asked(questions: Iterable[Example], labels: Iterable[Label]) -> Asked:
     """Return the labelled questions of a run's test and held-out sets."""
     examples = {example.id: example for example in questions}
-    questions_of: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
+    by_set: dict[tuple[str, str], set[tuple[str, bytes]]] = {}
     for label in labels:
         example = examples[label.example_id]
         if label.label is not None and example.split in EVALUATED:
             place = Place(label.setting, example.dataset, example.split)
             question = example.dataset, text_key(example.question)
-            questions_of.setdefault((label.setting, _set_of(place)), set()).add(
-                question
-            )
-    return questions_of
+            by_set.setdefault((label.setting, _set_of(place)), set()).add(question)
+    return by_set
 
 
 def _ranked(run: RunDir, setting: Setting) -> Ranked:
