@@ -170,8 +170,7 @@ def fit(
         "few" starts encoders from regressions and suits hundreds of answers, "demo"
         suits thousands, "paper" has the paper's sizes, and "smoke" is a quick trial.
       precision: share of trusted answers that must be right, in (0, 1]. The threshold
-        reaches it with 90 % confidence (with less if the recipe is "paper", as the same
-        answers choose its heads); if none does, no answer is trusted.
+        reaches it with 90 % confidence; if none does, no answer is trusted.
       seed: seed of every random choice.
       progress: show progress.
 

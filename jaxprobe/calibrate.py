@@ -48,6 +48,7 @@ from beatrice.jaxprobe.config import (
     usual_jax,
 )
 from beatrice.jaxprobe.detector import (
+    FORMAT,
     Detector,
     EncoderBank,
     HeadName,
@@ -299,6 +300,7 @@ def calibrated_head(
             train=n_of_classes(grid.rows.labels[trained], grid.rows.ids[trained]),
             validation=n_of_classes(labels, questions),
             auroc=auroc_interval(scores, labels, questions, fused.n_tried),
+            n_tried=fused.n_tried,
         ),
         validation=validation,
     )
@@ -590,5 +592,6 @@ CALIBRATE = Stage(
     ],
     outputs=lambda run: [run.detector],
     work=_calibrate,
+    identity=lambda config: {"format": str(FORMAT)},
     presets=CALIBRATE_PRESETS,
 )

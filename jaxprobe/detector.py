@@ -120,7 +120,7 @@ class SettingHead:
     def thresholds(self, precision: float | None = None) -> Thresholds:
         """Return the thresholds that hold a precision; None is `self.precision`."""
         wanted = self.precision if precision is None else precision
-        both = certified(self.validation, wanted)
+        both = certified(self.validation, wanted, self.evidence.n_tried)
         if not (doubts := self.evidence.doubts):
             return both
         # With so little evidence a certified threshold would be luck.
@@ -164,8 +164,8 @@ class Provenance:
 
 
 # Format of saved detectors. In format 8, answers of equal P are in file order; format 9
-# has no hash of a Hub model's files.
-FORMAT = 10
+# has no hash of a Hub model's files; format 10 does not count the encoders tried.
+FORMAT = 11
 
 
 class _Format(msgspec.Struct):
@@ -177,7 +177,7 @@ class _Format(msgspec.Struct):
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8, 9, 10]
+    format: Literal[8, 9, 10, 11]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: dict[str, Any] | None
@@ -341,6 +341,8 @@ class Detector:
                 setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)
                 for setting, fields in saved.banks.items()
             }
+            for fields in saved.heads.values() if saved.format < 11 else ():
+                fields["evidence"].setdefault("n_tried", 1)
             heads: dict[HeadName, SettingHead] = {
                 name: _merge_arrays(tree["heads"][name], fields, SettingHead)
                 for name, fields in saved.heads.items()

@@ -138,9 +138,12 @@ class Evidence:
 
     train: tuple[int, int]  # questions with a right, and with a wrong, training answer
     validation: tuple[int, int]  # likewise of the answers that calibrated the head
-    # 95 % interval of its validation AUROC (`metrics.auroc_interval`); for a head that
-    # was chosen on validation, simultaneous over all candidates.
+    # 95 % interval of its validation AUROC (`metrics.auroc_interval`), simultaneous for
+    # `n_tried` encoders.
     auroc: tuple[float, float]
+    # Encoders from which validation chose its first; 1 if the head was fixed before. In
+    # simulations, what a search adds later breaks no promise (docs/measurements.md).
+    n_tried: int = 1
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -227,8 +230,8 @@ class Threshold:
     Answers of at least this P are trusted, or of at most this P distrusted. Among
     answers like those of validation, one per question, a share of at least `wanted` of
     these decisions is right, with 90 % confidence: in nine of ten draws of validation
-    answers. If these also chose the head among many, it holds in fewer draws. No answer
-    is trusted that is more likely wrong than right, nor the reverse.
+    answers, also if these chose the head. No answer is trusted that is more likely
+    wrong than right, nor the reverse.
     """
 
     decision: Literal["trust", "distrust"]  # what the threshold decides
@@ -241,6 +244,7 @@ class Threshold:
     n_errors: int  # wrong decisions among them
     low: float  # exact lower bound of the share of right decisions, 90 % confidence
     n: int  # validation answers that count, one per question
+    n_tried: int = 1  # encoders for which the confidence holds together
     # Why none is certified whatever validation shows, see `Evidence.doubts`.
     doubt: str | None = None
 
@@ -276,6 +280,8 @@ class Threshold:
         trusts = self.decision == "trust"
         share = f"{self.wanted:g} is {'right' if trusts else 'wrong'}"
         promise = f"a share of at least {share} with {CONFIDENCE:.0%} confidence"
+        if self.n_tried > 1:
+            promise += f" after a choice among {self.n_tried} encoders"
         if self.wanted >= 1:
             return f"no threshold to {self.decision}: no data can show that {promise}"
         if self.p_correct is None:
@@ -288,8 +294,8 @@ class Threshold:
                 seen = f"{self.n_errors} of the {self.n_decided} {which}"
             return (
                 f"no threshold to {self.decision} at which {promise}: "
-                f"{fewest_decided(self.wanted)} validation answers without an error "
-                f"would show that, but {seen}"
+                f"{fewest_decided(self.wanted, n_tried=self.n_tried)} validation "
+                f"answers without an error would show that, but {seen}"
             )
         return (
             f"{self.decision} at P {'>=' if trusts else '<='} {self.digits}, "
@@ -355,11 +361,16 @@ def _at_most(n_errors: int, n: int, share: float) -> float:
     )
 
 
-def fewest_decided(wanted: float, n_errors: int = 0) -> int:
+def _level(n_tried: int) -> float:
+    """Return the level at which each of `n_tried` heads is tested (Bonferroni)."""
+    return (1 - CONFIDENCE) / n_tried
+
+
+def fewest_decided(wanted: float, n_errors: int = 0, n_tried: int = 1) -> int:
     """Return the fewest decisions that certify a precision below 1 with some errors."""
 
     def shows(n: int) -> bool:
-        return _at_most(n_errors, n, 1 - wanted) <= 1 - CONFIDENCE
+        return _at_most(n_errors, n, 1 - wanted) <= _level(n_tried)
 
     most = n_errors + 1
     while not shows(most):
@@ -367,14 +378,14 @@ def fewest_decided(wanted: float, n_errors: int = 0) -> int:
     return bisect.bisect_left(range(most), True, lo=n_errors + 1, key=shows)
 
 
-def _lower_bound(n_errors: int, n: int) -> float:
+def _lower_bound(n_errors: int, n: int, n_tried: int) -> float:
     """Return the lower bound of the share of right decisions (Clopper-Pearson)."""
     low, high = 0.0, 1.0  # bounds of the share of errors
     if n_errors == n:
         return 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        if _at_most(n_errors, n, middle) > 1 - CONFIDENCE:
+        if _at_most(n_errors, n, middle) > _level(n_tried):
             low = middle
         else:
             high = middle
@@ -382,7 +393,10 @@ def _lower_bound(n_errors: int, n: int) -> float:
 
 
 def certify(
-    validation: Validation, wanted: float, decision: Literal["trust", "distrust"]
+    validation: Validation,
+    wanted: float,
+    decision: Literal["trust", "distrust"],
+    n_tried: int = 1,
 ) -> Threshold:
     """Certify the threshold that decides the most answers at a wanted precision.
 
@@ -395,6 +409,9 @@ def certify(
     the steps of an isotonic map end, and tests there would often pass by chance. To
     distrust an answer is to trust, with probability 1 - P, that it is wrong. Only
     answers beyond one half take part. A precision of 1 is never certified.
+
+    The best of `n_tried` heads on these answers has fewer errors there by chance. So
+    the level is divided by their number, and the promise holds whichever is chosen.
     """
     sign = 1 if decision == "trust" else -1  # of P, so that the surest come first
     least = 0.5 if decision == "trust" else np.nextafter(-0.5, 0)
@@ -403,12 +420,13 @@ def certify(
     order = np.argsort(validation.p_correct, kind="stable")[::-sign]
     p = np.append(p[order], -np.inf)
     n_errors = np.append(0, np.cumsum(errors[order]))
-    starts = [fewest_decided(wanted, e) for e in _ERRORS_AT_START if wanted < 1]
+    errors_at_start = _ERRORS_AT_START if wanted < 1 else ()
+    starts = [fewest_decided(wanted, e, n_tried) for e in errors_at_start]
     start = next((m for m in starts if m <= n_beyond / 2), min(starts, default=n + 1))
     counts = [*range(start, n_beyond, max(1, n // _N_STEPS)), n_beyond]
     threshold, m, tested = None, 0, 0
     for count in counts if n_beyond >= start else ():
-        if _at_most(int(n_errors[count]), count, 1 - wanted) > 1 - CONFIDENCE:
+        if _at_most(int(n_errors[count]), count, 1 - wanted) > _level(n_tried):
             if threshold is None:
                 m = tested = count
             break
@@ -423,15 +441,17 @@ def certify(
         p_correct=threshold,
         n_decided=m,
         n_errors=int(n_errors[m]),
-        low=_lower_bound(int(n_errors[tested]), tested),
+        low=_lower_bound(int(n_errors[tested]), tested, n_tried),
         n=n,
+        n_tried=n_tried,
     )
 
 
-def certified(validation: Validation, wanted: float) -> Thresholds:
+def certified(validation: Validation, wanted: float, n_tried: int = 1) -> Thresholds:
     """Certify both thresholds at a wanted precision; see `certify`."""
     if not 0 < wanted <= 1:
         raise ValueError(f"precision: expected a share in (0, 1], got {wanted}")
     return Thresholds(
-        certify(validation, wanted, "trust"), certify(validation, wanted, "distrust")
+        certify(validation, wanted, "trust", n_tried),
+        certify(validation, wanted, "distrust", n_tried),
     )

@@ -15,6 +15,8 @@ from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.label import labels, stage
 from beatrice.extract.records import Passage
 from beatrice.extract.run.files import sha256_json
+from beatrice.jaxprobe import detector
+from beatrice.jaxprobe.calibrate import CALIBRATE
 from beatrice.jaxprobe.config import PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
@@ -130,6 +132,7 @@ def test_a_version_number_changes_with_what_it_stands_for(name):
 IN_RECORDS = [
     (TRAINED, "protocol", PROTOCOL),
     (stage.LABEL, "format", stage._FORMAT),
+    (CALIBRATE, "format", detector.FORMAT),
     (judge.BASELINES, "format", judge.SCORE_FORMAT),
     (anatomy.ANATOMY, "format", anatomy.FORMAT),
     (control.CONTROL, "served", control._SERVED),

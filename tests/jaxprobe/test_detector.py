@@ -232,7 +232,9 @@ def test_a_runs_interval_allows_for_the_choice_among_all_encoders(
     where = rows.where("validation")
     scores = run_selection(run, branch)[0]["champion"]["scores"].mean(axis=0)[where]
     answers = scores, rows.labels[where], rows.ids[where]
-    interval = Detector.load(run.detector).heads[branch].evidence.auroc
+    evidence = Detector.load(run.detector).heads[branch].evidence
+    interval = evidence.auroc
+    assert evidence.n_tried == n_tried
     assert interval == pytest.approx(auroc_interval(*answers, n_tried))
     assert np.ptp(interval) > np.ptp(auroc_interval(*answers)) + 0.01
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scipy.stats import beta, norm
+from scipy.stats import beta, norm, rankdata
 
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_checksums
@@ -108,9 +108,10 @@ def test_the_fewest_decided_answers_match_a_table_of_binomial_bounds():
     assert fewest_decided(0.01) == fewest_decided(1e-17) == 1
 
 
-def trust(p, labels, wanted=0.9, decision="trust"):
+def trust(p, labels, wanted=0.9, decision="trust", n_tried=1):
     """The threshold from which answers to different questions are trusted."""
-    return certify(Validation(np.asarray(p), np.asarray(labels)), wanted, decision)
+    validation = Validation(np.asarray(p), np.asarray(labels))
+    return certify(validation, wanted, decision, n_tried)
 
 
 distrust = partial(trust, decision="distrust")  # up to which answers are distrusted
@@ -129,6 +130,17 @@ def test_trust_needs_at_least_22_answers_without_an_error():
     few = trust(p[:21], np.ones(21, bool))
     assert few.p_correct is None and "fewer of the 21 have" in few.in_words()
     assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
+
+
+def test_trust_in_the_best_of_fifteen_heads_needs_48_answers_without_an_error():
+    p = np.linspace(0.99, 0.51, 60)
+    certified = trust(p, np.arange(60) < 48, n_tried=15)
+    assert (certified.n_decided, certified.n_errors) == (48, 0)
+    assert certified.low == pytest.approx((0.1 / 15) ** (1 / 48))
+    assert "90% confidence after a choice among 15 enc" in certified.in_words()
+    never = trust(p, np.arange(60) < 47, n_tried=15)
+    assert never.p_correct is None
+    assert "48 validation answers without an error" in never.in_words()
 
 
 def test_one_error_among_the_surest_does_not_prevent_trust_in_many_answers():
@@ -233,6 +245,20 @@ def lowest_at_precision(p, labels, wanted):
     return float(p[order][np.flatnonzero(reached)[-1]]) if reached.any() else None
 
 
+def breaks_its_promise(base, shift, decide, wanted, p, centre=0.0):
+    """Whether too few decisions are right, for normal classes around 0 and `shift`.
+
+    Decisions begin at P = `p`, or never; P is one half where a score is `centre`.
+    """
+    if p is None:
+        return False
+    z = np.log(max(p, 1e-9)) - np.log1p(-p) + centre
+    shares = base * norm.sf(z - shift), (1 - base) * norm.sf(z)
+    if decide is distrust:
+        shares = (1 - base) * norm.cdf(z), base * norm.cdf(z - shift)
+    return shares[0] < wanted * sum(shares)
+
+
 @pytest.mark.parametrize(("base", "shift"), [(0.5, 1.81), (0.8, 1.9), (0.5, 1.045)])
 @pytest.mark.parametrize("n", [200, 600])
 @pytest.mark.parametrize("decide", [trust, distrust])
@@ -241,16 +267,7 @@ def test_a_threshold_breaks_its_promise_in_at_most_one_draw_of_ten(
 ):
     """Two normal classes, whose precision at a threshold is known exactly."""
     rng, n_draws = np.random.default_rng(n), 200
-
-    def is_broken(p):
-        if p is None:
-            return False
-        z = np.log(max(p, 1e-9)) - np.log1p(-p)
-        shares = base * norm.sf(z - shift), (1 - base) * norm.sf(z)
-        if decide is distrust:
-            shares = (1 - base) * norm.cdf(z), base * norm.cdf(z - shift)
-        return shares[0] < 0.9 * sum(shares)
-
+    is_broken = partial(breaks_its_promise, base, shift, decide, 0.9)
     n_broken, n_broken_before = 0, 0
     for _ in range(n_draws):
         labels = rng.random(n) < base
@@ -265,6 +282,24 @@ def test_a_threshold_breaks_its_promise_in_at_most_one_draw_of_ten(
         n_broken_before += is_broken(before)
     most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
     assert n_broken <= most * n_draws < n_broken_before
+
+
+@pytest.mark.parametrize("decide", [trust, distrust])
+def test_the_threshold_of_the_best_of_fifteen_heads_keeps_its_promise(decide):
+    """The heads are equally good, so that the best is so by chance alone."""
+    rng, n_draws, shift, n_broken = np.random.default_rng(0), 300, 1.045, {1: 0, 15: 0}
+    for _ in range(n_draws):
+        labels = rng.random(300) < 0.5
+        noise = rng.standard_normal(300), rng.standard_normal((15, 300))
+        scores = shift * labels + sum(noise) / 2**0.5
+        best = scores[rankdata(scores, axis=1)[:, labels].sum(axis=1).argmax()]
+        p = 1 / (1 + np.exp(shift / 2 - best))
+        for n_tried in n_broken:
+            at = decide(p, labels, 0.7, n_tried=n_tried).p_correct
+            about = 0.5, shift, decide, 0.7, at, shift / 2
+            n_broken[n_tried] += breaks_its_promise(*about)
+    most = 0.1 + 3 * (0.1 * 0.9 / n_draws) ** 0.5
+    assert n_broken[15] <= most * n_draws < n_broken[1]
 
 
 @pytest.mark.parametrize("n", [200, 600])
@@ -320,6 +355,27 @@ def test_a_detector_saved_in_format_8_certifies_nothing(
     write_checksums(tmp_path)
     decided = Detector.load(tmp_path).heads["closed_book"].thresholds(0.9)
     assert decided.trust.p_correct is decided.distrust.p_correct is None
+
+
+def test_a_saved_head_knows_how_many_were_tried_and_in_format_10_it_is_alone(
+    detector,  # noqa: F811
+    tmp_path,
+):
+    validation = Validation(np.linspace(0.51, 0.99, 40), np.ones(40, bool))
+    head = dataclasses.replace(detector.heads["closed_book"], validation=validation)
+    evidence = dataclasses.replace(head.evidence, n_tried=15)
+    chosen = dataclasses.replace(head, evidence=evidence)
+    dataclasses.replace(detector, heads={"closed_book": chosen}).save(tmp_path)
+    loaded = Detector.load(tmp_path).heads["closed_book"]
+    assert loaded.thresholds() == certified(validation, 0.9, n_tried=15)
+    assert loaded.thresholds().trust.p_correct is None
+    config = json.loads((tmp_path / CONFIG).read_text())
+    del config["heads"]["closed_book"]["evidence"]["n_tried"]
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"format": 10}))
+    write_checksums(tmp_path)
+    loaded = Detector.load(tmp_path).heads["closed_book"]
+    assert loaded.thresholds() == certified(validation, 0.9)
+    assert loaded.thresholds().trust.p_correct is not None
 
 
 def test_another_precision_calibrates_again_and_the_same_one_does_not(tmp_path):
