@@ -46,7 +46,12 @@ from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.evaluation import difference_row
-from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
+from beatrice.jaxprobe.metrics import (
+    BootstrapConfig,
+    interval_of,
+    resamples,
+    wilson_interval,
+)
 from beatrice.jaxprobe.train import open_rows
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, CROSS_FIT
@@ -131,9 +136,11 @@ class _ResampledMean(NamedTuple):
     draws: np.ndarray  # [n_resamples]
     n: int
 
-    def row(self, **fields: Any) -> ResultRow:
+    def row(self, *, metric: str, **fields: Any) -> ResultRow:
         low, high = interval_of(self.draws)
-        fields |= {"setting": "both", "n": self.n}
+        if low == high and metric in QUALITY:  # all answers are right, or all wrong
+            low, high = wilson_interval(self.value, self.n)
+        fields |= {"setting": "both", "n": self.n, "metric": metric}
         return ResultRow(value=self.value, ci_low=low, ci_high=high, **fields)
 
     def minus(self, other: "_ResampledMean", **fields: Any) -> ResultRow:

@@ -16,7 +16,12 @@ from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.calibrate import N_FOLDS
 from beatrice.jaxprobe.calibration import folds_of
-from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from beatrice.jaxprobe.metrics import (
+    BootstrapConfig,
+    drawn_clusters,
+    interval_of,
+    wilson_interval,
+)
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.commands import ControlOptions
 from beatrice.pgir.controllers.loop import (
@@ -405,6 +410,13 @@ def measured(metric):
 def test_controllers_have_the_expected_accuracy_and_every_call_is_counted(metric, sums):
     values = {name: row.value for name, row in measured(metric).items()}
     assert values == {name: n / 4 for name, n in zip(RANKED, sums, strict=True)}
+
+
+def test_four_right_answers_of_four_have_the_interval_of_a_share():
+    row = measured("em")["perfect_judge"]
+    assert (row.value, row.ci_low, row.ci_high) == (1, *wilson_interval(1, 4))
+    (row, *_) = measured("forwards").values()  # costs that are equal are certain
+    assert row.ci_low == row.ci_high == 0
 
 
 def test_a_larger_budget_never_generates_less():
