@@ -421,6 +421,7 @@ def shown_sets(
             n=len(where),
             threshold=trusted_from,
             is_certified=wanted is not None,
+            wanted=threshold.wanted,
             kinds=tuple(kinds),
         )
         sets.append(shown)

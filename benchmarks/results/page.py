@@ -220,7 +220,7 @@ def _ranking_in_words(results: pandas.DataFrame) -> str:
 
 def _trust_in_words(shown: Sequence[ShownSet]) -> str:
     """Say what share of test answers is trusted, and how many of these are right."""
-    parts = []
+    parts, wanted = [], {x.wanted for x in shown if x.wanted is not None}
     for setting, words in SETTINGS_IN_WORDS.items():
         n: Counter[str] = Counter()
         is_certified = True
@@ -240,7 +240,8 @@ def _trust_in_words(shown: Sequence[ShownSet]) -> str:
             text += f", of which {100 * right / n_trusted:.0f} % are right"
         every = 100 * (right + all_right) / n.total()
         parts.append(f"{text} (all answers: {every:.0f} % right)")
-    return f"beatrice trusts {' and '.join(parts)}." if parts else ""
+    asked = "".join(f"At a requested precision of {100 * x:g} %, " for x in wanted)
+    return f"{asked}beatrice trusts {' and '.join(parts)}." if parts else ""
 
 
 def _distrust_in_words(results: pandas.DataFrame) -> str:

@@ -100,6 +100,7 @@ class ShownSet(Record, frozen=True, kw_only=True):
     n: int
     threshold: Share
     is_certified: bool = True
+    wanted: Share | None = None  # requested precision; older runs lack it
     kinds: tuple[ShownKind, ...]
 
 

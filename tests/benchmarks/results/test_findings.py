@@ -382,6 +382,7 @@ def test_shown_answers_cover_test_and_held_out_sets_once_each(smoke_run):
     assert len({*places}) == len(places)
     assert {split for *_, split in places} == {"test", "ood"}
     assert IN_DOMAIN not in {dataset for _, dataset, _ in places}
+    assert {x.wanted for x in shown} == {0.9}
 
 
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])

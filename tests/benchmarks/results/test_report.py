@@ -185,6 +185,9 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
     bare = [replace(shown, is_certified=False) for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bare)
     assert second.startswith("beatrice trusts none of the answers from memory")
+    bolder = [replace(shown, wanted=0.7) for shown in PARTS["shown"]]
+    _, second = headline(sample_results(), bolder)
+    assert second.startswith("At a requested precision of 70 %, beatrice trusts ")
 
 
 def test_the_headline_says_how_many_answers_are_distrusted_and_how_rightly():
