@@ -174,13 +174,15 @@ def cell_of(row: Mapping[str, Any] | None) -> str:
 
 def _decisions(detector: Detector) -> list[str]:
     """Return the section on decisions: the thresholds on P at several precisions."""
-    lines = []
-    for name, head in sorted(detector.heads.items()):
+    lines, heads = [], sorted(detector.heads.items())
+    n_tried = max((head.evidence.n_tried for _, head in heads), default=1)
+    chosen = f" after a choice among {n_tried} encoders" if n_tried > 1 else ""
+    for name, head in heads:
         for precision in PRECISIONS:
             cells = [
                 "–"
                 if threshold.p_correct is None
-                else f"{threshold.p_correct:.3f} ({threshold.coverage:.1%})"
+                else f"{threshold.digits} ({threshold.coverage:.1%})"
                 for threshold in head.thresholds(precision)
             ]
             line = [answers_of(detector, name), str(precision), *cells]
@@ -190,8 +192,9 @@ def _decisions(detector: Detector) -> list[str]:
         "",
         'With `load(…, precision=0.8)`, a decision is "trust" from a P above which '
         '.8 of the answers are right, and "distrust" up to a P below which .8 are '
-        f'wrong, each with {CONFIDENCE:.0%} confidence; otherwise it is "unknown". '
-        "In brackets: the share of validation answers decided so; –: no such P.",
+        f"wrong, each with {CONFIDENCE:.0%} confidence{chosen}; otherwise it is "
+        '"unknown". In brackets: the share of validation answers decided so; –: no '
+        "such P.",
         "",
         "| answers | precision | trusted from | distrusted up to |",
         "|---|---|---|---|",

@@ -36,7 +36,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
 from beatrice.jaxprobe.detector import CONFIG, OWN_PASS_HEADS, Detector
-from beatrice.jaxprobe.scope import PRECISIONS, Evidence
+from beatrice.jaxprobe.scope import PRECISIONS, Evidence, Validation
 from beatrice.pgir.given import READING, AnswerToScore
 from beatrice.pgir.scorer import Scorer
 from beatrice.probe import published
@@ -252,6 +252,22 @@ def test_a_card_mentions_both_passes_only_if_a_head_reads_both(probe, n_passes):
         line = f"\n| answers with context, read in {which} |"
         result = f'"name": "answers with context, read in {which}"'
         assert (text.count(line), text.count(result)) == (n * n_lines, n)
+
+
+def test_a_card_rounds_thresholds_to_the_side_of_the_decided_answers(probe):
+    p, labels = np.repeat([0.1, 0.43351, 0.56649, 0.9], 100), np.arange(400) >= 200
+    labels[100:300] = np.arange(200) % 2 == 0
+    evidence = Evidence(train=(99, 99), validation=(99, 99), auroc=(0.6, 0.9))
+    for n_tried, chosen in ((1, ""), (2, " after a choice among 2 encoders")):
+        head = dataclasses.replace(
+            probe.detector.heads["closed_book"],
+            validation=Validation(p, labels),
+            evidence=dataclasses.replace(evidence, n_tried=n_tried),
+        )
+        few = dataclasses.replace(probe.detector, heads={"closed_book": head})
+        text = card(few, [])
+        assert "| 0.9 | 0.5665 (25.0%) | 0.4335 (25.0%) |" in text
+        assert f"each with 90% confidence{chosen}; otherwise" in text
 
 
 @pytest.mark.parametrize("name", ["config.json", "probe.safetensors", "eval.json"])
