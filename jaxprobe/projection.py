@@ -424,16 +424,9 @@ class RealTokens(NamedTuple):
 
 
 def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
-    """Gather the real tokens of a batch, one chunk at a time."""
+    """Gather the real tokens of a batch; what follows them is finite."""
     positions = _positions(tokens, rows, real, jnp.array(True))
-    every = AllTokens(tokens, positions)
-
-    def put(chunk, gathered):
-        values = every.chunk(chunk)
-        return jax.lax.dynamic_update_slice(gathered, values, (chunk * _N_CHUNK, 0))
-
-    shape = len(positions.order), tokens.shape[-1]
-    gathered = jax.lax.fori_loop(0, positions.n_chunks, put, jnp.zeros(shape))
+    gathered = take_rows(tokens, positions.rows[positions.order])
     return RealTokens(gathered, positions)
 
 
