@@ -402,7 +402,10 @@ def number_text(cell: PaperCell, value: float | None) -> str:
 def _printed(cell: PaperCell) -> str:
     """Format a number of the paper; a loss of at most x is a change of ≥ -x."""
     bound = "< " if cell.metric == "p_value" else "≥ "
-    return bound * cell.below + number_text(cell, cell.value)
+    text = number_text(cell, cell.value)
+    if str(cell.value) == "-0.0":  # the paper's −.000: an end just below zero
+        text = text.replace("+", "-")
+    return bound * cell.below + text
 
 
 class Sign(NamedTuple):

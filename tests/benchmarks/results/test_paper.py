@@ -207,6 +207,12 @@ def test_a_gain_is_shown_with_its_interval_next_to_the_papers():
     assert "up to 3 here without a label or a score" in page
 
 
+def test_an_end_that_the_paper_prints_as_below_zero_stays_so():
+    fields = dict(experiment="paired", rival="hidden_only", ci_low=0.001, ci_high=0.02)
+    gain = row("champion", "closed_book", ("popqa", "ood"), "auroc", 0.01, **fields)
+    assert "| +.007/-.000/+.014 → +.010/+.001/+.020 |" in page_of(gain)
+
+
 def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
     about = dict(setting="with_context", split="test")
     accuracy = [
