@@ -447,7 +447,9 @@ def _ranked(run: RunDir, setting: Setting) -> Ranked:
 def run_ledger(run: RunDir) -> str:
     """Return the paper's tables next to an evaluated run's numbers, as Markdown."""
     rows, labels, examples = read_result_rows(run), read_labels(run), read_examples(run)
-    reworded = {example.split for example in examples if example.rewritten}
+    reworded = {
+        e.split for e in examples if (e.id, "with_context", "rewritten") in labels
+    }
     wordings = "two wordings" if reworded else "one wording"
     if reworded and "ood" not in reworded:
         wordings += " where in-domain"
