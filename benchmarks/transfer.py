@@ -300,10 +300,8 @@ def selected_scores(
         stores["closed_book"] = scenario.closed_book.store
         if "single_pass" in detector.heads:
             heads["without_closed_book"] = "single_pass"
-    layer, device = (
-        scenario.trained.layer,
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = scenario.trained.layer
     seeds = [TorchForward(each, device) for each in _seeds_of(detector)]
     return {
         Subject(name): np.stack(
@@ -560,10 +558,8 @@ def run_published(
     update: Update,
 ) -> list[DetectorScores]:
     """Return the `published_scores` of a run; readings are cached in both runs."""
-    detectors, here = (
-        [x for x in detectors if scenario.setting in x.settings],
-        _inner(run),
-    )
+    here = _inner(run)
+    detectors = [x for x in detectors if scenario.setting in x.settings]
     chunks = (len(chunks_of(len(x.rows.ids))) for x in (scenario.trained, scenario.new))
     total = len(detectors) + sum(chunks) * any(x.reads for x in detectors)
     ticks = itertools.count(1)

@@ -177,7 +177,7 @@ def reliability(curves: Curves, setting: str) -> Figure:
 
 @styled()
 def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
-    """Draw the hidden-state encoder's AUROC by layer: seeds, means and the best."""
+    """Draw the AUROC of a linear probe by layer: seeds, means and the best."""
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     for setting, curve in sweep.items():

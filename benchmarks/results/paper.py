@@ -402,7 +402,10 @@ def number_text(cell: PaperCell, value: float | None) -> str:
 def _printed(cell: PaperCell) -> str:
     """Format a number of the paper; a loss of at most x is a change of ≥ -x."""
     bound = "< " if cell.metric == "p_value" else "≥ "
-    return bound * cell.below + number_text(cell, cell.value)
+    text = number_text(cell, cell.value)
+    if str(cell.value) == "-0.0":  # the paper's −.000: an end just below zero
+        text = text.replace("+", "-")
+    return bound * cell.below + text
 
 
 class Sign(NamedTuple):
@@ -567,8 +570,11 @@ PAPER = {
     "Resamples": "10,000",
 }
 _MISSING = "this run has none of the table's sets or detectors"
-_NO_ANATOMY = "this run has no rows of `beatrice anatomy`"
-_NO_ROWS = {RETRIEVED: "this run has no rows of `beatrice transfer`"}
+_NO_ANATOMY = "this run has no such rows of `beatrice anatomy`"
+_NO_ROWS = {
+    RETRIEVED: "this run has no rows of `beatrice transfer`",
+    "exhaustive": "this run has no rows of `beatrice select --exhaustive`",
+}
 
 
 def _backbones(cells: Iterable[PaperCell]) -> str:
@@ -670,7 +676,8 @@ def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[PaperPair]) -
         is_of_detection = cell.experiment in (None, RETRIEVED)
         if id(cell) in have or (cell.reason is None and is_of_detection):
             continue  # numbers of other sets and detectors are counted, not named
-        reasons.setdefault(cell.reason or _NO_ANATOMY, []).append(cell)
+        missing = _NO_ROWS.get(cell.experiment or "", _NO_ANATOMY)
+        reasons.setdefault(cell.reason or missing, []).append(cell)
     return "".join(
         f"* {len(cells)} of its numbers without a counterpart here: {reason} "
         f"({'; '.join(dict.fromkeys(f'{c.row}, {c.column}' for c in cells))})\n"

@@ -446,9 +446,13 @@ def _ranked(run: RunDir, setting: Setting) -> Ranked:
 
 def run_ledger(run: RunDir) -> str:
     """Return the paper's tables next to an evaluated run's numbers, as Markdown."""
-    rows, labels = read_result_rows(run), read_labels(run)
-    is_reworded = any(label.variant == "rewritten" for label in labels.values())
-    wordings = "two wordings" if is_reworded else "one wording"
+    rows, labels, examples = read_result_rows(run), read_labels(run), read_examples(run)
+    reworded = {
+        e.split for e in examples if (e.id, "with_context", "rewritten") in labels
+    }
+    wordings = "two wordings" if reworded else "one wording"
+    if reworded and "ood" not in reworded:
+        wordings += " where in-domain"
     data = read_manifest(run.path)["sections"].get("data", {})
     passages = data.get("context", "of the embedded world")
     here = {
@@ -458,7 +462,7 @@ def run_ledger(run: RunDir) -> str:
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Resamples": f"{run_bootstrap(run).n_resamples:,}",
     }
-    return ledger(rows, here, read_examples(run), labels)
+    return ledger(rows, here, examples, labels)
 
 
 def summary(path: Path) -> dict[str, Any]:

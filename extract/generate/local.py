@@ -298,9 +298,8 @@ class RowsDone(StoppingCriteria):
     edges: tuple[int, int]  # columns of the padded prompts, without and with new tokens
     stop: Sequence[str]  # stop strings
     stop_ids: tuple[int, ...]
-    watch: (
-        ForwardWatcher | None
-    )  # is told which tokens were chosen, and which rows are done
+    # Is told which tokens were chosen, and which rows are done.
+    watch: ForwardWatcher | None
     least_done: float  # share of done rows that ends a run; 0 is one token per run
     # `[n_rows]` bool, whether each is done; set from the first call on.
     rows: torch.Tensor = dataclasses.field(init=False, repr=False)

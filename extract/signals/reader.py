@@ -46,9 +46,7 @@ from beatrice.extract.store.spec import (
 class AnswerSignals:
     """The four families of one example, with a row per token from `first_token` on."""
 
-    first_token: (
-        int  # the token of the first row, see `signals.sequence.first_read_token`
-    )
+    first_token: int  # of the first row, see `signals.sequence.first_read_token`
     # `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states; only rows
     # of the answer span if the reader keeps no others.
     hidden: np.ndarray

@@ -367,7 +367,7 @@ def test_the_ledger_of_a_run_names_what_differs_from_the_paper(smoke_run):
     text = beatrice("report", smoke_run, "--ledger").stdout
     for fact in (
         "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |",
-        " | of the embedded world, in two wordings |\n| Training seeds | 3 | 1 |",
+        " | of the embedded world, in two wordings where in-domain |\n| Training s",
         "2wikimultihopqa 500 | microworld 32 |",
         "## tab:main-detection (Qwen3.5-9B)",
     ):

@@ -55,7 +55,7 @@ N_IN_TEXT = {
     "fig:complementarity": 2,
     "fig:signal-synergy": 2,
     "fig:combination-search": 3,
-    "fig:gemma-combination-search": 4,
+    "fig:gemma-combination-search": 5,
     "sec:anatomy": 3,
     "app:span": 4,
     "fig:layer-sweep": 1,
@@ -207,6 +207,12 @@ def test_a_gain_is_shown_with_its_interval_next_to_the_papers():
     assert "up to 3 here without a label or a score" in page
 
 
+def test_an_end_that_the_paper_prints_as_below_zero_stays_so():
+    fields = dict(experiment="paired", rival="hidden_only", ci_low=0.001, ci_high=0.02)
+    gain = row("champion", "closed_book", ("popqa", "ood"), "auroc", 0.01, **fields)
+    assert "| +.007/-.000/+.014 → +.010/+.001/+.020 |" in page_of(gain)
+
+
 def test_accuracy_of_all_in_domain_sets_counts_every_answer_of_the_wording():
     about = dict(setting="with_context", split="test")
     accuracy = [
@@ -276,7 +282,7 @@ def summaries(rows):
 def test_every_number_of_the_anatomy_has_a_row_of_ours_or_a_reason():
     tables = {c.table for c in ANATOMY}
     of_anatomy = [c for c in CELLS if c.table in tables]
-    assert len(of_anatomy) == 64 + 18 + 11 + 40 + 13
+    assert len(of_anatomy) == 64 + 18 + 11 + 41 + 13
     for cell in of_anatomy:
         assert cell.has_counterpart != (cell.reason is not None), cell
 
@@ -294,6 +300,15 @@ def test_rows_of_every_analysis_that_the_paper_has_find_their_numbers():
     assert lacking == {"case-studies", "app:cases", "fig:signal-synergy"}
     page = as_markdown(ANATOMY, matches, [])
     assert "≥ -0.6" in page and "< -0.6" not in page  # a loss of at most .6
+
+
+def test_the_rank_of_the_greedy_set_among_all_sets_is_compared():
+    rank = of_run("exhaustive", "greedy_three", "rank", 3, split="validation")
+    page = page_of(rank)
+    line = "| Rank of the greedy selection among them |"
+    (ours,) = (x for x in page.splitlines() if x.startswith(line))
+    assert "| 1 → 3 |" in ours
+    assert "no rows of `beatrice select --exhaustive` (Rank of the greedy" in page
 
 
 def test_an_order_that_our_intervals_decide_agrees_or_differs():
