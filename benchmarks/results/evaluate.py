@@ -138,7 +138,7 @@ def layer_rows(
     return detection_rows(detectors, rows, config, "layer", pairs)
 
 
-def _bins(curve: Reliability) -> tuple[Bin, ...]:
+def _bins(curve: Reliability, questions: np.ndarray) -> tuple[Bin, ...]:
     return tuple(
         Bin(
             lower=float(curve.edges[i]),
@@ -146,6 +146,7 @@ def _bins(curve: Reliability) -> tuple[Bin, ...]:
             mean_p=float(curve.confidence[i]),
             accuracy=float(curve.accuracy[i]),
             n=int(n),
+            n_questions=len(set(questions[curve.bins == i].tolist())),
         )
         for i, n in enumerate(curve.n_examples)
         if n
@@ -165,7 +166,7 @@ def reliability_of(
     at: dict[str, Any] = {"experiment": "calibration", "detector": "champion"}
     at |= rows.fields_of(IN_DOMAIN, "test")
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
-        curves[kind] = _bins(reliability(p_correct, labels))
+        curves[kind] = _bins(reliability(p_correct, labels), rows.ids)
         values = {
             "brier": brier(p_correct, labels),
             "ece": ece(p_correct, labels),

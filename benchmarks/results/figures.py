@@ -148,7 +148,7 @@ def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
 def reliability(curves: Curves, setting: str) -> Figure:
     """Draw the share of right answers against P(correct), with bin counts below.
 
-    The calibrated shares have Wilson's 95 % intervals.
+    The calibrated shares have Wilson's 95 % intervals, of the number of questions.
     """
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
@@ -160,7 +160,8 @@ def reliability(curves: Curves, setting: str) -> Figure:
         x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
         top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
         if label == "calibrated":
-            tests = [binomtest(round(b.accuracy * b.n), b.n) for b in bins]
+            counts = [(b.accuracy, b.n_questions or b.n) for b in bins]
+            tests = [binomtest(round(share * n), n) for share, n in counts]
             ends = [test.proportion_ci(method="wilson") for test in tests]
             top.vlines(x, *zip(*ends, strict=True), color=colour, linewidth=1)
         lower, upper = np.array([(b.lower, b.upper) for b in bins]).T

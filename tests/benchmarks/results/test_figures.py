@@ -2,6 +2,7 @@ import itertools
 import xml.etree.ElementTree
 
 import matplotlib
+import msgspec
 import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,12 +56,19 @@ def test_reliability_has_a_point_and_a_bar_for_every_bin():
     assert len(bottom.patches) == 18
 
 
-def test_calibrated_shares_have_the_intervals_of_their_numbers_of_answers():
-    top, _ = figures.reliability(RELIABILITY, "with_context").axes
+@pytest.mark.parametrize("n_wordings", [1, 2])
+def test_calibrated_shares_have_the_intervals_of_their_numbers_of_questions(n_wordings):
+    bins = [
+        msgspec.structs.replace(x, n_questions=-(-x.n // n_wordings))
+        for x in RELIABILITY.calibrated
+    ]
+    curves = msgspec.structs.replace(RELIABILITY, calibrated=tuple(bins))
+    top, _ = figures.reliability(curves, "with_context").axes
     segments = top.collections[0].get_segments()
-    for segment, bin in zip(segments, RELIABILITY.calibrated, strict=True):
-        n_right = round(bin.accuracy * bin.n)
-        ends = binomtest(n_right, bin.n).proportion_ci(0.95, method="wilson")
+    for segment, bin in zip(segments, bins, strict=True):
+        n_right = round(bin.accuracy * bin.n_questions)
+        test = binomtest(n_right, bin.n_questions)
+        ends = test.proportion_ci(0.95, method="wilson")
         assert segment.T.tolist() == [[bin.mean_p] * 2, pytest.approx([*ends])]
 
 
