@@ -470,10 +470,11 @@ def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
 def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     """Return what spells tokens, or None if the run's backbone is not available."""
     # This loads Torch, which tables and figures do not need.
-    from beatrice.extract.backbone.loading import load_outline
+    from beatrice.extract.backbone.loading import commit_of, load_outline
 
+    config = run.section("backbone", BackboneConfig)
     try:
-        outline = load_outline(run.section("backbone", BackboneConfig).path)
+        outline = load_outline(config.path, commit_of(config, run.answers))
     except (ValueError, OSError) as error:
         progress.note(
             "evaluate: the example answers have no tokens, because the tokenizer could "
