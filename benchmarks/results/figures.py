@@ -296,12 +296,13 @@ def frontier(
     curves = {_label(name): points for name, points in curves.items()}
     rivals = {_label(name): point for name, point in rivals.items()}
     heights = [score for _, score in rivals.values()]
-    colours = (STRONG["closed_book"], INK, MUTED)
+    # Blue and orange would stand for one setting.
+    styles = itertools.cycle(((INK, "-"), (MUTED, "--"), (MUTED, ":")))
     for number, (label, curve) in enumerate(curves.items()):
         points = sorted(curve, key=lambda point: point["budget"])
-        colour = colours[number % len(colours)]
+        colour, line = next(styles)
         x, y = [p["generations"] for p in points], [p[metric] for p in points]
-        axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
+        axes.plot(x, y, f"{line}o", color=colour, markersize=5, label=label)
         heights += y
         budgets: dict[tuple[float, float], list[int]] = {}
         for point in points:
@@ -315,7 +316,7 @@ def frontier(
             _name(axes, label, *here, colour, fontweight=weight)
     shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
     for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
-        axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
+        axes.plot(cost, score, marker, color=MUTED, label=label)
     low, high = _cropped(heights, 0.15)
     axes.set(ylim=(low - 0.1 * (high - low), high))
     axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])

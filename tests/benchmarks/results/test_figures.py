@@ -96,6 +96,17 @@ def test_budgets_are_readable_where_they_cost_nearly_the_same():
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+def test_loops_of_both_settings_have_neither_ones_colour_and_lines_of_their_own():
+    curve = [{"budget": b, "generations": b + 1.0, "em": 0.4} for b in range(2)]
+    curves = {name: curve for name in ("PGIR", "another query", "perplexity")}
+    figure = figures.frontier(curves, {"SKR": (2.0, 0.3)}, "em", 1)
+    loops = figure.axes[0].lines
+    colours = {line.get_color() for line in loops}
+    assert not colours & {*figures.STRONG.values(), *figures.SOFT.values()}
+    styles = [x.get_linestyle() for x in loops if len(x.get_xdata()) == 2]
+    assert len(styles) == len(set(styles)) == 3
+
+
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
     figure = figures.ranking(PARTS["ranking"][setting], setting)
