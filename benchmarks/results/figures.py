@@ -685,7 +685,9 @@ def cost_figure(
         # Numbers, since names would overlap: the best often cost the same.
         text = f"{number + 1}"
         shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
-        axes.annotate(text, (cost, auroc), color=MUTED, **shift)
+        # A line may pass behind a number, but not through it.
+        under: Any = {"facecolor": PAPER, "linewidth": 0, "pad": 0.5}
+        axes.annotate(text, (cost, auroc), color=MUTED, bbox=under, **shift)
         axes.plot([], [], " ", label=_label(f"{text}  {title}", 99))
     for (label, auroc), style in zip(ours.items(), ((0, (4, 3)), ":"), strict=False):
         axes.axhline(auroc, label=label, **_DASHED | {"linestyle": style})

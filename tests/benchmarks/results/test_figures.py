@@ -107,6 +107,17 @@ def test_loops_of_both_settings_have_neither_ones_colour_and_lines_of_their_own(
     assert len(styles) == len(set(styles)) == 3
 
 
+def test_no_line_runs_through_a_detectors_number():
+    points = [("probe", "trained", 0.1, 0.8), ("length", "plain", 0.2, 0.7)]
+    how = {"ours": {"selected": 0.801}, "is_log": True}
+    axes = figures.cost_figure(points, "closed_book", "seconds", **how).axes[0]
+    for number in axes.texts:
+        assert matplotlib.colors.same_color(
+            number.get_bbox_patch().get_facecolor(), figures.PAPER
+        )
+        assert number.get_zorder() > max(line.get_zorder() for line in axes.lines)
+
+
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
     figure = figures.ranking(PARTS["ranking"][setting], setting)
