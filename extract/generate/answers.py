@@ -399,7 +399,7 @@ def load_tokenizer_only(
     check(config.model, outline)
     try:
         path = loadable_path(config.path)
-        defaults = Defaults.from_pretrained(path, revision=commit)
+        defaults = Defaults.from_pretrained(path, revision=commit or "main")
     except OSError:  # there is no such file, so the config has the defaults
         defaults = outline.model.generation_config
     model = TokenizerOnly(
