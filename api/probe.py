@@ -225,8 +225,8 @@ class Probe(AnswerScorer):
                 f"signals: {unlike[0]}; to predict with a warning instead, load the "
                 "probe in Python with strict=False"
             )
-        dtype = str(about.get("dtype", trained.dtype))
-        mixed = warn_of_path(trained, dtype, signals.store.spec.path)
+        dtype, setting = str(about.get("dtype", trained.dtype)), signals.setting
+        mixed = warn_of_path(trained, setting, dtype, signals.store.spec.path)
         for text in (*unlike, *warn_of_prompt(trained, about), *mixed):
             warnings.warn(text, stacklevel=3)
 

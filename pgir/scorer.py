@@ -446,7 +446,7 @@ class Scorer(AnswerScorer):
         dtype = str(probed.backbone.dtype)
         for i, prepared in enumerate(inputs):
             path = reading.signals[i].path
-            mixed = warn_of_path(probed.trained, dtype, path)
+            mixed = warn_of_path(probed.trained, setting, dtype, path)
             warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
             if not np.isfinite(scores.raw[i]):
                 yield _unknown(prepared, REASONS["not_finite"], warnings)
