@@ -161,7 +161,10 @@ def test_the_spread_of_the_seeds_is_shown_with_the_interval():
     ]
     results = results_of([*sample_rows(), *seeds])
     beside = facts(results, ENOUGH, PARTS["sweep"], PARTS["selection"])
-    line = ("SD over seeds, microworld, test", ".010 over 3, questions ±.030")
+    line = (
+        "SD over seeds, microworld, test",
+        ".010 over 3, 95 % over questions ±.030",
+    )
     assert line in beside["closed_book"]
     text = as_markdown(findings(results, ENOUGH), beside)
     assert f"| {line[0]} | {line[1]} |" in text
