@@ -590,6 +590,10 @@ def load(
             "a model in memory keeps its device and dtype; leave them out, or give a "
             "path instead of the model"
         )
+    if is_in_memory:
+        from beatrice.pgir.scorer import backbone_of  # Torch, like the model
+
+        backbone_of(model)
     options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
     options |= {"strict": strict, "precision": precision}
     if str(path).startswith(_HUB):

@@ -92,7 +92,7 @@ class Scorer(AnswerScorer):
         if precision is not None:
             as_probability(precision, "precision")
         self.probed = ProbedBackbone(
-            _backbone_of(model), detector, generation, strict=strict
+            backbone_of(model), detector, generation, strict=strict
         )
         self._thresholds = {
             name: head.thresholds(precision) for name, head in detector.heads.items()
@@ -498,7 +498,7 @@ class Scorer(AnswerScorer):
         return self.probed.forward.score(OWN_PASS_HEADS[setting], passes)
 
 
-def _backbone_of(model: Any) -> Backbone:
+def backbone_of(model: Any) -> Backbone:
     """Return a backbone, given itself or an object with a `backbone`."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, Backbone):

@@ -376,6 +376,11 @@ def test_a_model_in_memory_accepts_no_larger_tokenizer_and_no_device(model):
         beatrice.LanguageModel(model.backbone.model, tokenizer)
 
 
+def test_a_bare_model_is_refused_when_its_probe_is_loaded(model):
+    with pytest.raises(ValueError, match="model: expected .* from a Transformers mod"):
+        beatrice.load("embedded", model=model.backbone.model)
+
+
 def test_a_model_without_its_tokenizer_neither_answers_nor_makes_answers(model):
     bare = beatrice.LanguageModel(model.backbone.model)
     for call in (bare.answer, bare.as_answers):
