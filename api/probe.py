@@ -148,6 +148,9 @@ class Probe(AnswerScorer):
     ) -> np.ndarray:
         """Return the calibrated P(correct) of answers, `[n_answers]`, from signals.
 
+        Warns if the probe rests on too few answers or is not shown to beat chance; only
+        `score` warns of a single answer, such as one outside the training range.
+
         Args:
           signals: signals of answers in one setting, read as for the fit.
           closed_book: for with-context answers, signals of the same questions asked
@@ -205,6 +208,8 @@ class Probe(AnswerScorer):
                 f"float32, the first that of {signals.ids[odd[0]]!r}; they lie far "
                 "outside the training range: check that they were read as for the fit"
             )
+        for doubt in self.detector.heads[branch].evidence.doubts:
+            warnings.warn(doubt, stacklevel=2)
         return scores.p_correct
 
     def _check_model(self, signals: "Signals") -> None:

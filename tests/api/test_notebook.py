@@ -47,6 +47,7 @@ from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 from tests.test_house import ROOMS
 
+pytestmark = pytest.mark.filterwarnings("ignore:too few to", "ignore:the probe is not")
 README = (ROOT / "README.md").read_text()
 FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
 
