@@ -482,7 +482,7 @@ def _provenance(
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
         scripts=tuple(sorted(set(scripts))),
-        path=store.spec.path,
+        paths={setting: part.store.spec.path for setting, part in passes.items()},
         attention_layers=facts.get("attention_layers", "all"),
         hashes=ModelHashes() if model is None else model.backbone.hashes,
         files_sha256="" if model is None else model.backbone.files_sha256,

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import shutil
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -404,7 +405,9 @@ def compare(
     where = labelled.splits == "test"
     labels, signals = labelled.labels[where], labelled.signals
     questions = np.array(question_names(labelled.questions))[where]
-    p_correct = probe.predict(signals[np.flatnonzero(where)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of doubts, which `fit_own` reports
+        p_correct = probe.predict(signals[np.flatnonzero(where)])
     lengths = np.array([len(answer.token_ids) for answer in labelled.answers])
     head = OWN_PASS_HEADS[setting]
     lines = [

@@ -148,6 +148,9 @@ class Probe(AnswerScorer):
     ) -> np.ndarray:
         """Return the calibrated P(correct) of answers, `[n_answers]`, from signals.
 
+        Warns if the probe rests on too few answers or is not shown to beat chance; only
+        `score` warns of a single answer, such as one outside the training range.
+
         Args:
           signals: signals of answers in one setting, read as for the fit.
           closed_book: for with-context answers, signals of the same questions asked
@@ -205,6 +208,8 @@ class Probe(AnswerScorer):
                 f"float32, the first that of {signals.ids[odd[0]]!r}; they lie far "
                 "outside the training range: check that they were read as for the fit"
             )
+        for doubt in self.detector.heads[branch].evidence.doubts:
+            warnings.warn(doubt, stacklevel=2)
         return scores.p_correct
 
     def _check_model(self, signals: "Signals") -> None:
@@ -225,8 +230,8 @@ class Probe(AnswerScorer):
                 f"signals: {unlike[0]}; to predict with a warning instead, load the "
                 "probe in Python with strict=False"
             )
-        dtype = str(about.get("dtype", trained.dtype))
-        mixed = warn_of_path(trained, dtype, signals.store.spec.path)
+        dtype, setting = str(about.get("dtype", trained.dtype)), signals.setting
+        mixed = warn_of_path(trained, setting, dtype, signals.store.spec.path)
         for text in (*unlike, *warn_of_prompt(trained, about), *mixed):
             warnings.warn(text, stacklevel=3)
 
@@ -590,6 +595,10 @@ def load(
             "a model in memory keeps its device and dtype; leave them out, or give a "
             "path instead of the model"
         )
+    if is_in_memory:
+        from beatrice.pgir.scorer import backbone_of  # Torch, like the model
+
+        backbone_of(model)
     options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
     options |= {"strict": strict, "precision": precision}
     if str(path).startswith(_HUB):

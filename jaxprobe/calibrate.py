@@ -538,8 +538,9 @@ def _grid(run: RunDir, setting: Setting) -> TrainedGrid:
     )
 
 
-def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
-    """Return the provenance of a run's detector; `store` is any of the run's."""
+def _provenance(run: RunDir, grids: Mapping[Setting, TrainedGrid]) -> Provenance:
+    """Return the provenance of a run's detector, given the grids of all settings."""
+    store = next(iter(grids.values())).store
     sections = read_manifest(run.path)["sections"]
     ends = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
     questions = (e for e in read_examples(run) if e.split == "train")
@@ -559,7 +560,7 @@ def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
             for e in questions
             for text in (e.question, *(p.text for p in e.passages))
         ),
-        path=store.spec.path,
+        paths={setting: grid.store.spec.path for setting, grid in grids.items()},
         attention_layers=store.spec.fingerprint.get("attention_layers", "all"),
     )
 
@@ -572,7 +573,7 @@ def _calibrate(
     detector = calibrated(
         {branch: _fused(run, branch) for branch in run_branches(run)},
         grids,
-        provenance=_provenance(run, next(iter(grids.values())).store),
+        provenance=_provenance(run, grids),
         precision=config.precision,
         kind=config.maps,
     )

@@ -65,12 +65,14 @@ class Reliability(NamedTuple):
       confidence: `[n_bins]` mean prediction; NaN in an empty bin.
       accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
       n_examples: `[n_bins]`.
+      bins: `[n]` the bin of each example.
     """
 
     edges: np.ndarray
     confidence: np.ndarray
     accuracy: np.ndarray
     n_examples: np.ndarray
+    bins: np.ndarray
 
 
 def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
@@ -268,7 +270,7 @@ def reliability(
     with np.errstate(invalid="ignore"):
         confidence = np.bincount(bins, p_correct, n_bins) / count
         accuracy = np.bincount(bins, labels, n_bins) / count
-    return Reliability(edges, confidence, accuracy, count)
+    return Reliability(edges, confidence, accuracy, count, bins)
 
 
 def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:

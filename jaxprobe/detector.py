@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save
 
 from beatrice.extract.backbone.names import COMMIT, AttentionLayers, ModelHashes
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
-from beatrice.extract.records import AnswerSpan, Record, Setting
+from beatrice.extract.records import SETTINGS, AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
 from beatrice.extract.store.spec import Dtype, ReadingPath
 from beatrice.jaxprobe.calibration import Calibrator
@@ -150,9 +150,9 @@ class Provenance:
     # Hash of the weight and config files, which copies and later commits of a Hub model
     # may share; empty if unknown, or if the model was in memory.
     files_sha256: str = ""
-    # Where most signals came from: "decode", the passes that wrote the answers, or
-    # "teacher_forced", later passes over the finished answers.
-    path: ReadingPath = "teacher_forced"
+    # Where most signals of a setting came from: "decode", the passes that wrote the
+    # answers, or "teacher_forced", later passes over the finished answers.
+    paths: Mapping[Setting, ReadingPath] = dataclasses.field(default_factory=dict)
     attention_layers: AttentionLayers = "all"  # layers whose attention was read
     max_new_tokens: int = MAX_NEW_TOKENS  # per answer
     stop: tuple[str, ...] | None = None  # stop strings; None: `prompt.usual_stop`
@@ -164,7 +164,8 @@ class Provenance:
 
 
 # Format of saved detectors. In format 8, answers of equal P are in file order; format 9
-# has no hash of a Hub model's files; format 10 does not count the encoders tried.
+# has no hash of a Hub model's files; format 10 does not count the encoders tried, and
+# has one reading path for all settings.
 FORMAT = 11
 
 
@@ -218,6 +219,9 @@ def _names(fields: Mapping[str, Any]) -> set[str]:
 
 def _read_provenance(fields: dict[str, Any] | None) -> Provenance | None:
     """Return a detector's provenance; missing fields have their defaults."""
+    if fields is not None and "path" in fields:  # of formats up to 10
+        path = fields.pop("path")
+        fields["paths"] = dict.fromkeys(SETTINGS, path)
     value = msgspec.convert(fields, Provenance | None)
     known = _names(msgspec.to_builtins(value) or {})
     if names := sorted(_names(fields or {}) - known):

@@ -42,7 +42,8 @@ class Bm25Retriever:
     def search(self, queries: Sequence[str], depth: int) -> list[np.ndarray]:
         """Return at most `depth` indices per query, best first.
 
-        Passages that share no word with the query score 0 and are left out.
+        Of equal scores, the earlier passage's is first, as in JAX's `top_k`. Passages
+        that share no word with the query score 0 and are left out.
         """
         rankings, scores = self.index.retrieve(
             _words(queries), k=min(depth, self._n), show_progress=False, n_threads=0

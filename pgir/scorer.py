@@ -92,7 +92,7 @@ class Scorer(AnswerScorer):
         if precision is not None:
             as_probability(precision, "precision")
         self.probed = ProbedBackbone(
-            _backbone_of(model), detector, generation, strict=strict
+            backbone_of(model), detector, generation, strict=strict
         )
         self._thresholds = {
             name: head.thresholds(precision) for name, head in detector.heads.items()
@@ -446,7 +446,7 @@ class Scorer(AnswerScorer):
         dtype = str(probed.backbone.dtype)
         for i, prepared in enumerate(inputs):
             path = reading.signals[i].path
-            mixed = warn_of_path(probed.trained, dtype, path)
+            mixed = warn_of_path(probed.trained, setting, dtype, path)
             warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
             if not np.isfinite(scores.raw[i]):
                 yield _unknown(prepared, REASONS["not_finite"], warnings)
@@ -498,7 +498,7 @@ class Scorer(AnswerScorer):
         return self.probed.forward.score(OWN_PASS_HEADS[setting], passes)
 
 
-def _backbone_of(model: Any) -> Backbone:
+def backbone_of(model: Any) -> Backbone:
     """Return a backbone, given itself or an object with a `backbone`."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, Backbone):

@@ -99,7 +99,9 @@ def _name_dtype(model: "Backbone") -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def warn_of_path(trained: Provenance, dtype: str, path: ReadingPath) -> Iterator[str]:
+def warn_of_path(
+    trained: Provenance, setting: Setting, dtype: str, path: ReadingPath
+) -> Iterator[str]:
     """Yield the warning for signals that were read by another path than in training.
 
     None in float32, where the two paths differ only by the order of sums. `dtype` is
@@ -110,8 +112,9 @@ def warn_of_path(trained: Provenance, dtype: str, path: ReadingPath) -> Iterator
         "decode": "the passes that write an answer",
         "teacher_forced": "a pass that reads it again",
     }
-    if trained.path != path and dtype != "float32":
-        paths = {"actual": passes[path], "trained": passes[trained.path]}
+    usual = trained.paths.get(setting, "teacher_forced")
+    if usual != path and dtype != "float32":
+        paths = {"actual": passes[path], "trained": passes[usual]}
         yield _warning("other_path", **paths, dtype=dtype)
 
 

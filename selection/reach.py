@@ -248,6 +248,15 @@ def sources_of(
     return {name: pool[rows.datasets[pool] == name] for name in names}
 
 
+def teachers_of(sources: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the sets that have enough rows to train on, or else the largest ones.
+
+    All sets train on equally many, and one validation answer has only one class.
+    """
+    enough = min(2 * _FOR_VALIDATION, max(map(len, sources.values())))
+    return {name: where for name, where in sources.items() if len(where) >= enough}
+
+
 def transfer(inputs: AnalysisInput) -> AnalysisOutput:
     """Return the AUROC on every set of encoders and probes trained on each one."""
     return per_setting(lambda deployed: _matrix(deployed, inputs.folder))(inputs)
@@ -257,9 +266,7 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     rows, judged = deployed.rows, deployed.judged
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
-    # All sets train on equally many, and one validation answer has only one class.
-    enough = min(2 * _FOR_VALIDATION, max(map(len, sources.values())))
-    teachers = {name: where for name, where in sources.items() if len(where) >= enough}
+    teachers = teachers_of(sources)
     n = min(*map(len, teachers.values()), max(SIZES))
     orders = [draw_rows(rows, where, n, deployed.seed) for where in teachers.values()]
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])

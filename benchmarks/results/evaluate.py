@@ -138,7 +138,7 @@ def layer_rows(
     return detection_rows(detectors, rows, config, "layer", pairs)
 
 
-def _bins(curve: Reliability) -> tuple[Bin, ...]:
+def _bins(curve: Reliability, questions: np.ndarray) -> tuple[Bin, ...]:
     return tuple(
         Bin(
             lower=float(curve.edges[i]),
@@ -146,6 +146,7 @@ def _bins(curve: Reliability) -> tuple[Bin, ...]:
             mean_p=float(curve.confidence[i]),
             accuracy=float(curve.accuracy[i]),
             n=int(n),
+            n_questions=len(set(questions[curve.bins == i].tolist())),
         )
         for i, n in enumerate(curve.n_examples)
         if n
@@ -165,7 +166,7 @@ def reliability_of(
     at: dict[str, Any] = {"experiment": "calibration", "detector": "champion"}
     at |= rows.fields_of(IN_DOMAIN, "test")
     for kind, p_correct in (("raw", raw), ("calibrated", calibrated)):
-        curves[kind] = _bins(reliability(p_correct, labels))
+        curves[kind] = _bins(reliability(p_correct, labels), rows.ids)
         values = {
             "brier": brier(p_correct, labels),
             "ece": ece(p_correct, labels),
@@ -470,10 +471,11 @@ def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
 def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     """Return what spells tokens, or None if the run's backbone is not available."""
     # This loads Torch, which tables and figures do not need.
-    from beatrice.extract.backbone.loading import load_outline
+    from beatrice.extract.backbone.loading import commit_of, load_outline
 
+    config = run.section("backbone", BackboneConfig)
     try:
-        outline = load_outline(run.section("backbone", BackboneConfig).path)
+        outline = load_outline(config.path, commit_of(config, run.answers))
     except (ValueError, OSError) as error:
         progress.note(
             "evaluate: the example answers have no tokens, because the tokenizer could "

@@ -148,7 +148,7 @@ def _cropped(values: Sequence[float], above: float) -> tuple[float, float]:
 def reliability(curves: Curves, setting: str) -> Figure:
     """Draw the share of right answers against P(correct), with bin counts below.
 
-    The calibrated shares have Wilson's 95 % intervals.
+    The calibrated shares have Wilson's 95 % intervals, of the number of questions.
     """
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
@@ -160,7 +160,8 @@ def reliability(curves: Curves, setting: str) -> Figure:
         x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
         top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
         if label == "calibrated":
-            tests = [binomtest(round(b.accuracy * b.n), b.n) for b in bins]
+            counts = [(b.accuracy, b.n_questions or b.n) for b in bins]
+            tests = [binomtest(round(share * n), n) for share, n in counts]
             ends = [test.proportion_ci(method="wilson") for test in tests]
             top.vlines(x, *zip(*ends, strict=True), color=colour, linewidth=1)
         lower, upper = np.array([(b.lower, b.upper) for b in bins]).T
@@ -295,12 +296,13 @@ def frontier(
     curves = {_label(name): points for name, points in curves.items()}
     rivals = {_label(name): point for name, point in rivals.items()}
     heights = [score for _, score in rivals.values()]
-    colours = (STRONG["closed_book"], INK, MUTED)
+    # Blue and orange would stand for one setting.
+    styles = itertools.cycle(((INK, "-"), (MUTED, "--"), (MUTED, ":")))
     for number, (label, curve) in enumerate(curves.items()):
         points = sorted(curve, key=lambda point: point["budget"])
-        colour = colours[number % len(colours)]
+        colour, line = next(styles)
         x, y = [p["generations"] for p in points], [p[metric] for p in points]
-        axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
+        axes.plot(x, y, f"{line}o", color=colour, markersize=5, label=label)
         heights += y
         budgets: dict[tuple[float, float], list[int]] = {}
         for point in points:
@@ -314,7 +316,7 @@ def frontier(
             _name(axes, label, *here, colour, fontweight=weight)
     shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
     for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
-        axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
+        axes.plot(cost, score, marker, color=MUTED, label=label)
     low, high = _cropped(heights, 0.15)
     axes.set(ylim=(low - 0.1 * (high - low), high))
     axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
@@ -683,7 +685,9 @@ def cost_figure(
         # Numbers, since names would overlap: the best often cost the same.
         text = f"{number + 1}"
         shift = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 9.5}
-        axes.annotate(text, (cost, auroc), color=MUTED, **shift)
+        # A line may pass behind a number, but not through it.
+        under: Any = {"facecolor": PAPER, "linewidth": 0, "pad": 0.5}
+        axes.annotate(text, (cost, auroc), color=MUTED, bbox=under, **shift)
         axes.plot([], [], " ", label=_label(f"{text}  {title}", 99))
     for (label, auroc), style in zip(ours.items(), ((0, (4, 3)), ":"), strict=False):
         axes.axhline(auroc, label=label, **_DASHED | {"linestyle": style})

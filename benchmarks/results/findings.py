@@ -284,7 +284,8 @@ def facts(
             mean, spread = find(here, seed="mean"), seed_spread(here, place)
             if spread is not None and mean and mean.ci_low is not None:
                 half = number(((mean.ci_high or 0.0) - mean.ci_low) / 2)
-                numbers = f"{number(spread)} over {len(here) - 1}, questions ±{half}"
+                numbers = f"{number(spread)} over {len(here) - 1}"
+                numbers += f", 95 % over questions ±{half}"
                 lines.append((f"SD over seeds, {place.title}", numbers))
         by_setting[setting] = lines
     return by_setting

@@ -51,7 +51,8 @@ COMPARISONS: dict[Against, str] = {
     "strongest": "Against the strongest rival of each column",
     "hidden_only": "Against hidden states only",
 }
-HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "SD over seeds")
+HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm",
+         "SD over seeds, 95 % over questions")  # fmt: skip
 FEWER = (
     "If a line says n of N answers, only n have a score from both detectors; all its "
     "numbers are of these n, and – is a number that is unknown for them."

@@ -11,6 +11,7 @@ class Bin(Record, frozen=True, kw_only=True):
     mean_p: Share
     accuracy: Share
     n: int
+    n_questions: int | None = None  # fewer with two wordings; older runs lack it
 
 
 class Curves(Record, frozen=True, kw_only=True):

@@ -319,13 +319,16 @@ class Outline:
     quantization: Any | None  # how its weights are quantised, or None
 
 
-def load_outline(name: str) -> Outline:
-    """Load a checkpoint without its weights, which takes seconds whatever its size."""
+def load_outline(name: str, commit: str | None = None) -> Outline:
+    """Load a checkpoint without its weights, which takes seconds whatever its size.
+
+    If `commit` is None, the head of the repository's main branch is used.
+    """
     from beatrice.extract.backbone.gguf import outline_folder  # not needed for scoring
 
     check_name(name)
     with outline_folder(name) as source:
-        commit, packing = _check_configs(source)
+        commit, packing = _check_configs(source, commit)
         with _checkpoint_errors(source):
             config = AutoConfig.from_pretrained(
                 source, revision=commit, trust_remote_code=False
@@ -758,19 +761,22 @@ def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
                 )
 
 
-def open_backbone(config: BackboneConfig, answers: Path | None = None) -> Backbone:
-    """Load a model with the run's number of threads.
+def commit_of(config: BackboneConfig, answers: Path) -> str | None:
+    """Return the commit of a Hub model that wrote a run's answers, if there are any.
 
-    A run's backbone on the Hub is loaded at the commit that wrote the run's `answers`,
-    if there are any: its main branch may have moved since.
+    The model's main branch may have moved since. None for a model on this machine.
     """
+    revision = str(_answering_backend(answers).get("revision"))
+    is_here = Path(os.path.expanduser(config.path)).exists()
+    return None if is_here or not COMMIT.fullmatch(revision) else revision
+
+
+def open_backbone(config: BackboneConfig, answers: Path | None = None) -> Backbone:
+    """Load a model with the run's number of threads, as it wrote the run's answers."""
     silence_transformers()
     torch.set_num_threads(config.n_threads)
     device = torch_device(config.device, torch.cuda.device_count())
-    backend = {} if answers is None else _answering_backend(answers)
-    revision = str(backend.get("revision"))
-    is_here = Path(os.path.expanduser(config.path)).exists()
-    commit = None if is_here or not COMMIT.fullmatch(revision) else revision
+    commit = None if answers is None else commit_of(config, answers)
     backbone = load_backbone(
         config.path, dtype=config.dtype, device=device, revision=commit
     )

@@ -654,6 +654,23 @@ def _fits_ircot(record: Record) -> bool:
     )
 
 
+_read_plain = reader(
+    ids=("id", "_id", "question_id", "qid"),
+    questions=_QUESTIONS,
+    dataset=dataset_marked,
+    passages=any_passages,
+)
+
+
+def read_plain(record: Record) -> Question:
+    """Read a question and its answers under names in any case, as tables have them."""
+    folded = {**{name.lower(): value for name, value in record.items()}, **record}
+    question = _read_plain(folded)
+    if not question.passages:
+        check_no_passages(folded)
+    return question
+
+
 _NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
 
 
@@ -665,7 +682,8 @@ FORMATS: tuple[Format, ...] = (
            read_lm_eval),
     Format("TriviaQA",
            lambda r: "QuestionId" in r
-           or ("Question" in r and bool({"Answer", "EntityPages"} & r.keys())),
+           or ("Question" in r
+               and ("EntityPages" in r or isinstance(r.get("Answer"), dict))),
            read_official, "triviaqa"),
     Format("TriviaQA (hub rows)", _fits_hub, read_hub, "triviaqa"),
     Format("PopQA with paragraphs",
@@ -749,9 +767,8 @@ FORMATS: tuple[Format, ...] = (
            reader(ids=("_id", "id"), dataset=_multihop_set, golds=_answer,
                   meta=lambda r: {"type": r["type"]}), is_weak=True),
     Format("questions and answers",
-           lambda r: bool({"question", "query", "Question"} & r.keys()),
-           reader(ids=("id", "_id", "question_id", "qid"), questions=_QUESTIONS,
-                  dataset=dataset_marked, passages=any_passages), is_weak=True),
+           lambda r: not {"question", "query"}.isdisjoint(map(str.lower, r)),
+           read_plain, is_weak=True),
 )  # fmt: skip
 _STRONG_FIRST = sorted(FORMATS, key=lambda layout: layout.is_weak)
 

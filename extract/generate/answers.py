@@ -384,17 +384,22 @@ def _answer(
 def load_tokenizer_only(
     run: RunDir, check: Callable[[str, "Outline"], object] = lambda name, outline: None
 ) -> tuple[TokenizerOnly, tuple[int, ...]]:
-    """Load a run's tokenizer and stop tokens, without the backbone's weights."""
+    """Load a run's tokenizer and stop tokens, without the backbone's weights.
+
+    They are those of the commit that wrote the run's answers, if there are any.
+    """
     from transformers import GenerationConfig as Defaults
 
     from beatrice.extract.backbone.gguf import loadable_path
-    from beatrice.extract.backbone.loading import load_outline, window_of
+    from beatrice.extract.backbone.loading import commit_of, load_outline, window_of
 
     config = run.section("backbone", BackboneConfig)
-    outline = load_outline(config.path)
+    commit = commit_of(config, run.answers)
+    outline = load_outline(config.path, commit)
     check(config.model, outline)
     try:
-        defaults = Defaults.from_pretrained(loadable_path(config.path))
+        path = loadable_path(config.path)
+        defaults = Defaults.from_pretrained(path, revision=commit or "main")
     except OSError:  # there is no such file, so the config has the defaults
         defaults = outline.model.generation_config
     model = TokenizerOnly(

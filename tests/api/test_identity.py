@@ -92,19 +92,29 @@ def test_a_probe_of_a_commit_loads_it_or_the_same_files_from_elsewhere(
         beatrice.LanguageModel(copied, revision=OLDER)
 
 
-@pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])
-def test_predicting_from_another_reading_warns_if_the_dtype_rounds(dtype, n):
+@pytest.mark.parametrize(
+    ("dtype", "paths", "ns"),
+    [
+        ("float32", {}, (0, 0)),
+        ("bfloat16", {}, (0, 1)),
+        ("bfloat16", {"closed_book": "decode"}, (1, 0)),
+        ("bfloat16", {"with_context": "decode"}, (0, 1)),
+    ],
+)
+def test_predicting_from_another_reading_warns_if_the_dtype_rounds(dtype, paths, ns):
     model = beatrice.LanguageModel("embedded", dtype=dtype)
-    probe = probe_of(model, dtype=dtype)
+    probe = probe_of(model, dtype=dtype, paths=paths)
     asked = ["where was Skiband Rugrond born?"]
     answers, written = model.answer(asked, read=True, layers=[LAYER])
-    probe.predict(model.read(answers, layers=[LAYER]))  # read as for the fit
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        probe.predict(written)
-    texts = [str(each.message) for each in noted]
-    assert sum(f"{dtype} rounds the two differently" in text for text in texts) == n
-    assert len(texts) == n
+    for signals, n in zip(
+        (model.read(answers, layers=[LAYER]), written), ns, strict=True
+    ):
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            probe.predict(signals)
+        texts = [str(each.message) for each in noted]
+        assert sum(f"{dtype} rounds the two differently" in text for text in texts) == n
+        assert len(texts) == n
 
 
 def test_signals_of_another_model_precision_or_answer_span_are_refused(model, changed):

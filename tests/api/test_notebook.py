@@ -47,6 +47,7 @@ from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 from tests.test_house import ROOMS
 
+pytestmark = pytest.mark.filterwarnings("ignore:too few to", "ignore:the probe is not")
 README = (ROOT / "README.md").read_text()
 FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
 
@@ -329,6 +330,16 @@ def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
         beatrice.fit(both, dict.fromkeys(both, labels), config="smoke", progress=False)
 
 
+def test_a_probe_records_how_the_answers_of_each_setting_were_read(model):
+    asked, labels = [f"where is {n}?" for n in range(20)], [True, False] * 10
+    _, written = model.answer(asked, max_new_tokens=3, read=True)
+    shown = model.read(model.answer(asked, [PASSAGE] * 20, max_new_tokens=3))
+    both = {"closed_book": written, "with_context": shown}
+    probe = beatrice.fit(both, dict.fromkeys(both, labels), progress=False)
+    paths = {"closed_book": "decode", "with_context": "teacher_forced"}
+    assert probe.detector.provenance.paths == paths
+
+
 def test_a_question_has_one_id_in_every_list_and_another_if_it_is_repeated():
     first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
     again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
@@ -364,6 +375,11 @@ def test_a_model_in_memory_accepts_no_larger_tokenizer_and_no_device(model):
     tokenizer.add_tokens(["Zyxw"])
     with pytest.raises(ValueError, match="ids up to .* or resize the embeddings"):
         beatrice.LanguageModel(model.backbone.model, tokenizer)
+
+
+def test_a_bare_model_is_refused_when_its_probe_is_loaded(model):
+    with pytest.raises(ValueError, match="model: expected .* from a Transformers mod"):
+        beatrice.load("embedded", model=model.backbone.model)
 
 
 def test_a_model_without_its_tokenizer_neither_answers_nor_makes_answers(model):

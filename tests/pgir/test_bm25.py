@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from beatrice.extract.records import Passage
 from beatrice.extract.run.files import SETTLED
 from beatrice.pgir.bm25 import Bm25Retriever, open_bm25
 from beatrice.pgir.corpus import Corpus
@@ -23,6 +24,12 @@ def files_of(folder):
 @pytest.fixture
 def corpus(tmp_path):
     return make_corpus(tmp_path / "corpus", 40)
+
+
+def test_of_passages_with_equal_scores_the_first_are_found_in_order():
+    passages = [Passage(title="", text=f"bridge {i % 7}") for i in range(300)]
+    (ranking,) = Bm25Retriever(passages).search(["bridge"], 40)
+    assert ranking.tolist() == [*range(40)]
 
 
 def search(corpus, notes):

@@ -45,7 +45,13 @@ from beatrice.selection.places import (
     linear_scores,
     position_ratios,
 )
-from beatrice.selection.reach import _half, candidates, sources_of, train_valid_split
+from beatrice.selection.reach import (
+    _half,
+    candidates,
+    sources_of,
+    teachers_of,
+    train_valid_split,
+)
 from tests.jaxprobe.samples import rows_like
 from tests.records import an_answer, an_example
 
@@ -323,6 +329,14 @@ def test_a_fifth_validates_and_only_part_of_a_held_out_set_is_a_source():
     is_source = np.isin(np.arange(30, 70), sources.pop("held"))
     np.testing.assert_array_equal(is_source, _half(rows.ids[30:]))  # the rest: judged
     assert set(sources) == {"one"} and 8 < is_source.sum() < 32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "teachers"), [((9, 10, 40), [1, 2]), ((3, 9, 8), [1]), ((7, 7), [0, 1])]
+)
+def test_sets_of_ten_answers_teach_or_the_largest_if_there_are_none(sizes, teachers):
+    sources = {str(i): np.arange(n) for i, n in enumerate(sizes)}
+    assert [*map(int, teachers_of(sources))] == teachers
 
 
 def test_a_case_is_the_surest_of_its_kind_and_ties_go_to_the_smaller_id():

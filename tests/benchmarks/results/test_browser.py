@@ -71,6 +71,14 @@ def report(tmp_path_factory):
     return path
 
 
+def test_a_folded_section_is_printed_whole(browser, report):
+    page = opened(browser, report)
+    (words, *_) = page.locator("details.fold > p").all()
+    assert not words.is_visible()
+    page.emulate_media(media="print")
+    assert words.is_visible()
+
+
 @pytest.mark.parametrize(("size", "most"), [(WIDE, 8), (PHONE, 12)])
 def test_the_report_opens_short_and_nothing_overflows(browser, report, size, most):
     assert report.stat().st_size < 1_000_000

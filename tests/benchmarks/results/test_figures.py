@@ -2,6 +2,7 @@ import itertools
 import xml.etree.ElementTree
 
 import matplotlib
+import msgspec
 import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,12 +56,19 @@ def test_reliability_has_a_point_and_a_bar_for_every_bin():
     assert len(bottom.patches) == 18
 
 
-def test_calibrated_shares_have_the_intervals_of_their_numbers_of_answers():
-    top, _ = figures.reliability(RELIABILITY, "with_context").axes
+@pytest.mark.parametrize("n_wordings", [1, 2])
+def test_calibrated_shares_have_the_intervals_of_their_numbers_of_questions(n_wordings):
+    bins = [
+        msgspec.structs.replace(x, n_questions=-(-x.n // n_wordings))
+        for x in RELIABILITY.calibrated
+    ]
+    curves = msgspec.structs.replace(RELIABILITY, calibrated=tuple(bins))
+    top, _ = figures.reliability(curves, "with_context").axes
     segments = top.collections[0].get_segments()
-    for segment, bin in zip(segments, RELIABILITY.calibrated, strict=True):
-        n_right = round(bin.accuracy * bin.n)
-        ends = binomtest(n_right, bin.n).proportion_ci(0.95, method="wilson")
+    for segment, bin in zip(segments, bins, strict=True):
+        n_right = round(bin.accuracy * bin.n_questions)
+        test = binomtest(n_right, bin.n_questions)
+        ends = test.proportion_ci(0.95, method="wilson")
         assert segment.T.tolist() == [[bin.mean_p] * 2, pytest.approx([*ends])]
 
 
@@ -86,6 +94,28 @@ def test_budgets_are_readable_where_they_cost_nearly_the_same():
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert len(boxes) == len(costs)
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_loops_of_both_settings_have_neither_ones_colour_and_lines_of_their_own():
+    curve = [{"budget": b, "generations": b + 1.0, "em": 0.4} for b in range(2)]
+    curves = {name: curve for name in ("PGIR", "another query", "perplexity")}
+    figure = figures.frontier(curves, {"SKR": (2.0, 0.3)}, "em", 1)
+    loops = figure.axes[0].lines
+    colours = {line.get_color() for line in loops}
+    assert not colours & {*figures.STRONG.values(), *figures.SOFT.values()}
+    styles = [x.get_linestyle() for x in loops if len(x.get_xdata()) == 2]
+    assert len(styles) == len(set(styles)) == 3
+
+
+def test_no_line_runs_through_a_detectors_number():
+    points = [("probe", "trained", 0.1, 0.8), ("length", "plain", 0.2, 0.7)]
+    how = {"ours": {"selected": 0.801}, "is_log": True}
+    axes = figures.cost_figure(points, "closed_book", "seconds", **how).axes[0]
+    for number in axes.texts:
+        assert matplotlib.colors.same_color(
+            number.get_bbox_patch().get_facecolor(), figures.PAPER
+        )
+        assert number.get_zorder() > max(line.get_zorder() for line in axes.lines)
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])

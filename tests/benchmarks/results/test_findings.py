@@ -10,7 +10,11 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.results.evaluate import choose_answers, decision_rows
+from beatrice.benchmarks.results.evaluate import (
+    choose_answers,
+    decision_rows,
+    reliability_of,
+)
 from beatrice.benchmarks.results.findings import (
     as_latex,
     as_markdown,
@@ -157,7 +161,10 @@ def test_the_spread_of_the_seeds_is_shown_with_the_interval():
     ]
     results = results_of([*sample_rows(), *seeds])
     beside = facts(results, ENOUGH, PARTS["sweep"], PARTS["selection"])
-    line = ("SD over seeds, microworld, test", ".010 over 3, questions ±.030")
+    line = (
+        "SD over seeds, microworld, test",
+        ".010 over 3, 95 % over questions ±.030",
+    )
     assert line in beside["closed_book"]
     text = as_markdown(findings(results, ENOUGH), beside)
     assert f"| {line[0]} | {line[1]} |" in text
@@ -491,6 +498,12 @@ def test_a_question_left_out_of_decisions_is_counted_once():
     measured = decision_rows(head, np.full(2400, 0.9), rows)
     assert {r.n_failed for r in measured if r.split == "test"} == {n_left_out}
     assert n_left_out > 0
+
+
+def test_a_bin_counts_a_question_with_two_wordings_once():
+    twice = rows_of(np.arange(300) % 2 == 0).take(np.repeat(np.arange(300), 2))
+    curves, _ = reliability_of(np.full(600, 0.5), np.full(600, 0.6), twice)
+    assert [(x.n, x.n_questions) for x in curves.calibrated] == [(600, 300)]
 
 
 def test_shown_tokens_keep_their_numbers_if_first_rows_are_not_stored():

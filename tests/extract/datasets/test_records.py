@@ -223,6 +223,9 @@ TABLE = [
     ("words in brackets", answered(possible_answers="[a, b]"), "'possible_answers'"),
     ("code", answered(answers="[print('x')]"), "'answers': expected a list"),
     ("bars", answered(possible_answers="a|b"), "whether the bars"),
+    # Names in any case, as in tables
+    ("capitals", {"Question": "who", "ANSWER": "Ann", "Context": ["It is Ann."]}, ANN),
+    ("Context", {"Question": "q", "Answer": "a", "Context": 5}, "'context': expected"),
     # A model's answer is not a gold
     *(
         (f"an answer beside {name}", plain(contexts=["x"], **{name: ["a", "b"]}), TWO)

@@ -67,6 +67,7 @@ from tests.extract.generate.loopback import (
     texts,
 )
 from tests.extract.small_run import questions, smoke
+from tests.process import run_python
 from tests.records import an_answer, an_example
 
 QUESTION = GeneratorPrompt(text="Question: who? Answer:")
@@ -620,6 +621,30 @@ def test_the_token_that_ends_a_turn_in_the_template_is_found_without_weights(tmp
     with RunDir.open(tmp_path / "run", smoke(model)) as run:
         _, stops = load_tokenizer_only(run)
     assert stops == stop_ids(load_backbone(model)) == (2, 1)
+
+
+def test_the_tokenizer_of_a_run_is_of_the_commit_that_answered_it(tmp_path):
+    written, newer = "a" * 40, "b" * 40
+    repository = tmp_path / "models--owner--name"
+    for commit in (written, newer):
+        shutil.copytree(WEIGHTS, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(newer)
+    changed = repository / "snapshots" / newer
+    (changed / "generation_config.json").write_text('{"eos_token_id": 5}')
+    (changed / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}<s>{% endfor %}"
+    )
+    program = (
+        "import pathlib, sys\n"
+        "from beatrice.extract.generate.answers import load_tokenizer_only\n"
+        "from beatrice.extract.run.directory import RunDir\n"
+        "print(*load_tokenizer_only(RunDir(pathlib.Path(sys.argv[1])))[1])"
+    )
+    with RunDir.open(tmp_path / "run", smoke("owner/name")) as run:
+        record_backend(run.answers, {"backend": "served", "revision": written})
+    done = run_python(program, run.path, HF_HUB_CACHE=str(tmp_path))
+    assert done.stdout.split() == ["2"]
 
 
 def test_served_texts_end_at_the_same_tokens_as_local_texts(local, server, requests):
