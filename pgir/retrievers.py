@@ -303,7 +303,7 @@ class ServedRetriever(CachedRetriever):
         note: Note = _no_note,
     ) -> None:
         """Read the cache; the server is not asked yet."""
-        if "@" in url.partition("//")[2].partition("/")[0]:
+        if "@" in url.split("//", 1)[-1].split("/")[0]:
             # No request would send them, and every error would print them.
             raise ValueError("expected a URL without a name or password")
         if re.search("[?#]", url):  # the run and every error would show it

@@ -531,6 +531,9 @@ def test_a_key_in_a_url_or_with_a_line_end_is_refused_and_not_repeated(
     with pytest.raises(click.UsageError, match="BEATRICE_RETRIEVAL_KEY") as refused:
         RetrievalOptions(url="http://there/retrieve?key=sk-planned").write(run.path)
     assert "sk-planned" not in str(refused.value)
+    with pytest.raises(ValueError, match="without a name or password") as refused:
+        ServedRetriever("me:sk-planned@there/retrieve", None)
+    assert "sk-planned" not in str(refused.value)
     assert run.manifest.read_bytes() == before
     monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-one\nsk-two")
     with pytest.raises(ValueError, match="printable ASCII") as refused:
