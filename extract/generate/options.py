@@ -6,7 +6,9 @@ Whether a model can be read is checked at once, not after an hour of answers.
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,20 @@ def check_server(url: str) -> None:
             f"expected a URL such as http://localhost:8000/v1, found {url!r}",
             param_hint="--server",
         )
+
+
+def seconds_asked_for(retry_after: str) -> float:
+    """Return the seconds that a server's header Retry-After asks to wait, at least 0.
+
+    It holds seconds or a date; an invalid one asks for nothing.
+    """
+    try:
+        if retry_after.endswith("GMT"):
+            until = parsedate_to_datetime(retry_after).timestamp()
+            return max(0.0, until - time.time())
+        return max(0.0, float(retry_after))  # of NaN too
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

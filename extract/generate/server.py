@@ -13,10 +13,8 @@ import os
 import random
 import ssl
 import threading
-import time
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +28,7 @@ from beatrice.extract.generate.generator import (
     draw_seed,
     tokenizer_identity,
 )
-from beatrice.extract.generate.options import ServerOptions
+from beatrice.extract.generate.options import ServerOptions, seconds_asked_for
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
 from beatrice.extract.records import UNSPACED
 
@@ -130,14 +128,7 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -
     A server asks in seconds or with a date, and gets `most` seconds at most.
     """
     if isinstance(error, openai.APIStatusError):
-        delay = error.response.headers.get("retry-after", "")
-        try:
-            if delay.endswith("GMT"):
-                seconds = parsedate_to_datetime(delay).timestamp() - time.time()
-            else:
-                seconds = float(delay)
-        except (ValueError, OverflowError):
-            seconds = 0.0  # absent, or neither of these
+        seconds = seconds_asked_for(error.response.headers.get("retry-after", ""))
         if seconds > 0:
             return min(seconds, most)
     # As in the `openai` client. Random, since requests that failed together would
