@@ -72,7 +72,7 @@ class Account:
 
 Reply = TypeVar("Reply")
 # By name: which library the `openai` client connects with may change.
-_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
+_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError")
 
 
 class DeadlineExceeded(openai.OpenAIError):

@@ -378,6 +378,16 @@ def test_a_key_that_cannot_be_in_a_header_is_refused_before_anything_is_sent(
     assert "sk-" not in finding.text and server.requests == []
 
 
+def test_a_request_that_a_proxy_refuses_to_pass_on_costs_nothing(
+    client, server, monkeypatch
+):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)  # it does not know CONNECT
+    generator = client(server="https://far.invalid/v1", **UNIT_PRICES)
+    with pytest.raises(ValueError, match="no answer .retries: 0; .*501"):
+        texts(generator, [THREE_IDS])
+    assert generator.account.spent == 0
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
 def test_a_certificate_that_does_not_verify_is_reported_and_not_retried(tmp_path):
     words = (
