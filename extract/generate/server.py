@@ -184,7 +184,10 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     if log_probs is None and content is not None:  # a chat, or a text of llama.cpp
         entries = (x if isinstance(x, dict) else vars(x) for x in content)
         log_probs = [entry["logprob"] for entry in entries]
-    if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
+    if log_probs is not None and not (
+        len(log_probs) >= max(1, len(ids or ()))
+        and all(p is not None and math.isfinite(p) for p in log_probs)
+    ):
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
     text.encode()  # raises for half of a surrogate pair

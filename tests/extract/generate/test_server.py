@@ -247,6 +247,18 @@ def test_log_probs_are_read_in_both_layouts_from_both_endpoints(
         assert texts(generator, [prompt])[0].log_probs == (-0.5,)
 
 
+def test_log_probs_that_lack_a_token_count_as_missing(client, server):
+    choice = {"finish_reason": "length", "text": "a b", "token_ids": [5, 6]}
+    for log_probs, expected in (
+        ([-0.5, -0.1], (-0.5, -0.1)),
+        ([-0.5], None),
+        ([-0.5, None], None),
+    ):
+        logprobs = {"token_logprobs": log_probs}
+        server.failures = [(200, {"choices": [{**choice, "logprobs": logprobs}]})]
+        assert texts(client(), [QUESTION])[0].log_probs == expected
+
+
 FILTER = {"message": "triggered a policy", "code": "content_filter"}
 
 
