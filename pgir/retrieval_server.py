@@ -133,6 +133,7 @@ class RetrievalServer(ThreadingHTTPServer):
         A KeyError means an unknown path, a ValueError a request that breaks the
         protocol; `_Closed` and `_SearchFailed` may be raised too.
         """
+        path = path.rstrip("/")
         if path == "/retrieve":
             rankings = self._rank(request.get("queries"), request.get("topk"))
             if not request.get("return_scores"):

@@ -57,7 +57,7 @@ def test_replies_have_the_shapes_of_the_two_protocols():
         single = post(f"{url}/search", query)
         queries = {"query": ["word3 shared"], "top_n": 2, "return_score": True}
         many = post(f"{url}/batch_search", queries)
-        default = post(f"{url}/retrieve", {"queries": ["word3 shared"]})
+        default = post(f"{url}/retrieve/", {"queries": ["word3 shared"]})
         nothing = {"queries": ["zzzz"], "return_scores": True}
         assert post(f"{url}/retrieve", nothing) == {"result": [[]]}
     document = {"id": "3", "contents": '"T3"\nword3 shared text'}
