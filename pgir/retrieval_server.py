@@ -59,6 +59,8 @@ class RetrievalServer(ThreadingHTTPServer):
         self.client_timeout, self._is_closed = timeout, False
         self._depth, self._lock = depth, threading.Lock()
         self._connections: set[Any] = set()  # the open ones
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
