@@ -265,20 +265,32 @@ async def _check_encoding(response: Any) -> None:
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
     """Return a client, for requests that `reply_before_deadline` ends in time.
 
-    Raises ValueError if the key in the environment cannot be sent in a header.
+    Raises ValueError if the key in the environment cannot be sent in a header, or if
+    the URL, or a proxy or certificate that the environment names, cannot be used.
     """
-    return openai.AsyncOpenAI(
-        base_url=url,
-        # Local servers need no key, but the client insists on one.
-        api_key=_api_key() or "none",
-        http_client=openai.DefaultAsyncHttpxClient(
-            headers={"Accept-Encoding": "identity"},
-            event_hooks={"response": [_check_encoding]},
-        ),
-        max_retries=0,  # `ServedGenerator._send` retries
-        # Shorter to connect, so that a connection never made, which is free, is seen.
-        timeout=openai.Timeout(timeout, connect=0.9 * timeout),
-    )
+    key = _api_key()
+    try:
+        return openai.AsyncOpenAI(
+            base_url=url,
+            # Local servers need no key, but the client insists on one.
+            api_key=key or "none",
+            http_client=openai.DefaultAsyncHttpxClient(
+                headers={"Accept-Encoding": "identity"},
+                event_hooks={"response": [_check_encoding]},
+            ),
+            max_retries=0,  # `ServedGenerator._send` retries
+            # Shorter to connect, so that a connection never made, which is free, is
+            # seen.
+            timeout=openai.Timeout(timeout, connect=0.9 * timeout),
+        )
+    except Exception as error:  # the library that connects has errors of its own
+        # Its words on a malformed URL may be a part of a proxy's password.
+        is_shown = isinstance(error, ValueError | OSError | ImportError)
+        reason = error if is_shown else "invalid URL"
+        raise ValueError(
+            f"no request can be sent to {url} ({reason}); check it, and HTTP_PROXY, "
+            "HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the environment"
+        ) from error
 
 
 async def reply_before_deadline(seconds: float, request: Awaitable[Reply]) -> Reply:

@@ -376,6 +376,26 @@ def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeyp
     assert finding.status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "url", "words"),
+    [
+        ("SSL_CERT_FILE", "/no/such/file", "http://x/v1", "No such file"),
+        ("ALL_PROXY", "socks://me:hush@x:1080", "http://x/v1", "Unknown scheme"),
+        ("ALL_PROXY", "http://me:hu/sh@x:1080", "http://x/v1", "invalid URL"),
+        ("ALL_PROXY", "", "http://[::1/v1", "invalid URL"),
+    ],
+)
+def test_a_url_proxy_or_certificate_that_cannot_be_used_is_named_and_no_secret_shown(
+    client, monkeypatch, name, value, url, words
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"no request .*{words}.*{name}") as refused:
+        client(server=url)
+    (finding,) = look_at_server(url)
+    assert finding.status == "problem" and str(refused.value) in finding.text
+    assert "hu" not in finding.text
+
+
 @pytest.mark.parametrize("key", ["sk-\u201cquoted\u201d", "sk-one\nsk-two"])
 def test_a_key_that_cannot_be_in_a_header_is_refused_before_anything_is_sent(
     client, server, monkeypatch, key
