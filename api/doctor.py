@@ -176,7 +176,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
 
     async def list_models(client: openai.AsyncOpenAI) -> list[str]:
         async with client:
-            return [model.id async for model in client.models.list()]
+            return [str(model.id) async for model in client.models.list()]
 
     try:
         client = open_client(url, timeout)

@@ -485,6 +485,9 @@ def test_a_server_that_trickles_is_left_at_the_time_out(client, server, requests
 def test_the_doctor_leaves_a_trickling_server_at_the_time_out(server):
     (finding,) = look_at_server(server.url)
     assert (finding.status, finding.text) == ("ok", f"{server.url} serves m")
+    server.failures = [(200, {"data": [{"name": "x"}]})]
+    (finding,) = look_at_server(server.url)
+    assert finding.text.endswith("serves None")
     server.trickle, began = 0.1, time.monotonic()
     (finding,) = look_at_server(server.url, timeout=1.0)
     assert finding.status == "problem" and "does not list its models" in finding.text
