@@ -80,7 +80,7 @@ class DeadlineExceeded(openai.OpenAIError):
 
 
 class UnreadableReply(openai.OpenAIError):
-    """A server's reply is not JSON: it is cut off, empty, or not UTF-8."""
+    """A server's reply is cut off, empty, not JSON, or an error despite status 200."""
 
 
 # The errors of reading a reply that is JSON, but has other fields or types.
@@ -158,6 +158,9 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     stopped at a string.
     """
     choices = getattr(reply, "choices", None) or []
+    if not choices and (error := getattr(reply, "error", None)):
+        # Of a gateway whose model failed after the gateway had begun to reply.
+        raise UnreadableReply(f"its reply is an error: {_words_in(error)}")
     if len(choices) != 1:
         raise ValueError(
             f"its reply has {len(choices)} choices, expected 1; does it speak OpenAI's "
@@ -253,6 +256,17 @@ def redacted(text: str) -> str:
     """Return a text with the key removed: some servers repeat what they were sent."""
     key = _api_key()
     return text if key is None else text.replace(key, "…")
+
+
+def _words_in(body: Any) -> str:
+    """Return what the body of an error says; servers differ in its layout."""
+    words = body.get("message") or body if isinstance(body, dict) else body
+    return " ".join(redacted(str(words)).split())[:300]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a server gave no answer, in its words if it has sent some."""
+    return _words_in(getattr(error, "body", None) or cause_of(error))
 
 
 async def _check_encoding(response: Any) -> None:
@@ -466,7 +480,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def _in_words(self, error: openai.OpenAIError, prompt: GeneratorPrompt) -> str:
         where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
-            reason = " ".join(redacted(str(error.message)).split())[:300]
+            reason = reason_of(error)
             status, dialect, hint = error.status_code, self._server.dialect, ""
             if status in (400, 422) and dialect == "vllm":
                 hint = " (a server other than vLLM may need the dialect 'openai')"

@@ -150,7 +150,13 @@ def test_a_reasoning_model_gets_only_fields_that_it_takes_and_is_not_sampled(
         texts(generator, [message], SamplingConfig(temperature=1.0))
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
+LATE_ERROR = {"error": {"message": "overloaded", "code": 502}}  # with status 200
+
+
+@pytest.mark.parametrize(
+    "status",
+    [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"', json.dumps(LATE_ERROR).encode()],
+)
 def test_a_request_is_repeated_after_a_failure_of_the_server(client, server, status):
     server.failures = [status, status]
     (reply,) = texts(client(retries=2), [QUESTION])
@@ -193,6 +199,10 @@ def test_a_retry_waits_for_the_date_that_the_server_gives():
         (b'{"id": "1', "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
         (b'{"hello": "world"}', "0 choices, expected 1"),
+        (json.dumps(LATE_ERROR).encode(), "its reply is an error: overloaded"),
+        ((401, {"error": "Unauthorized"}), "status 401: Unauthorized"),  # of vLLM
+        ((404, {"detail": "Not Found"}), "status 404: {'detail': 'Not Found'}"),
+        ((503, b"<html>busy</html>"), "status 503: <html>busy</html>"),
         (
             b'{"choices": [{"finish_reason": "content_filter", "text": "x"}]}',
             "for the reason 'content_filter'",
