@@ -201,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         A browser would let the page read the passages (DNS rebinding). Only requests of
         pages have an Origin.
         """
-        is_private = self._retrieval.server_address[0] in ("127.0.0.1", "::1")
+        is_private = str(self._retrieval.server_address[0]).startswith(("127.", "::1"))
         host = self.headers.get("Host", "")
         if is_private and "Origin" in self.headers and not _ADDRESS.fullmatch(host):
             raise ValueError(
