@@ -45,6 +45,7 @@ class Account:
         self._server = server
         self.spent = self._cost(*earlier)  # on finished requests
         self._reserved = 0.0
+        self.n_under_way = 0  # requests that something is set aside for
 
     def _cost(self, n_prompt: int, n_new: int) -> float:
         prices = self._server.price_prompt, self._server.price_new
@@ -56,17 +57,18 @@ class Account:
         if cap is not None and self.spent + self._reserved + most > cap:
             raise SpendingCapReached(
                 f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
-                "spent (by earlier processes too), "
-                f"{self._reserved:.6g} is under way, and the next request may cost "
+                "spent (by earlier processes too), and the next request may cost "
                 f"{most:.6g}; the answers so far are kept, so repeat the command with "
                 "a higher cap to continue"
             )
         self._reserved += most
+        self.n_under_way += 1
         return most
 
     def book(self, reserved: float, n_prompt: int, n_new: int) -> None:
         """Replace a reservation by the request's true cost; 0 tokens if it was free."""
         self._reserved -= reserved
+        self.n_under_way -= 1
         self.spent += self._cost(n_prompt, n_new)
 
 
@@ -446,7 +448,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if n_prompt is None:
             n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         n_new = config.max_new_tokens
-        reserved = self.account.reserve(n_prompt, n_new)
+        reserved = await self._reserve(n_prompt, n_new)
         client = self._client.chat if prompt.is_chat else self._client
         try:
             request = client.completions.create(**self._fields(prompt, config))
@@ -472,6 +474,16 @@ class ServedGenerator(contextlib.AbstractContextManager):
             raise ValueError(f"{where}: {error}") from error
         finally:
             self.account.book(reserved, n_prompt, n_new)
+
+    async def _reserve(self, n_prompt: int, n_new: int) -> float:
+        """Set aside what a request can cost, if need be after those under way."""
+        while True:
+            try:
+                return self.account.reserve(n_prompt, n_new)
+            except SpendingCapReached:  # most requests cost less than was set aside
+                if not self.account.n_under_way:
+                    raise
+            await asyncio.sleep(0.05)
 
     def _where(self, prompt: GeneratorPrompt) -> str:
         name = f", question {prompt.name!r}" if prompt.name else ""

@@ -484,6 +484,18 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert again.n_new == 20 - n_before == len(server.requests) - n_sent
 
 
+def test_a_request_that_the_cap_may_not_allow_waits_for_those_under_way(
+    client, server, requests
+):
+    server.pause, prompts = 0.02, prompts_of(requests, 12)
+    free, wide = client(**UNIT_PRICES), {"concurrency": 4}
+    texts(free, prompts)
+    most = free.account.spent + GREEDY.max_new_tokens  # for one too many at a time
+    capped = client(**UNIT_PRICES, **wide, max_cost=most)
+    texts(capped, prompts)
+    assert capped.account.spent == free.account.spent
+
+
 def test_a_server_that_trickles_is_left_at_the_time_out(client, server, requests):
     server.trickle = 0.1  # seconds per byte, some 60 per reply
     began = time.monotonic()
