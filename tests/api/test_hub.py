@@ -9,7 +9,7 @@ import beatrice
 from beatrice.extract.run.files import CHECKSUMS
 from beatrice.probe import PROBES
 from tests.pgir.small import serving
-from tests.process import run_python
+from tests.process import call, run_python
 
 COMMIT = "c" * 40
 MODEL = ["config.json", "model.safetensors"]
@@ -109,6 +109,21 @@ def test_an_unreachable_hub_is_reported_in_one_sentence():
     done = run_python(PUSH, "acme/new", NO_PROXY="*", **nobody)
     (line,) = done.stdout.splitlines()
     assert line.startswith("hf://acme/new: ") and "can be reached" in line
+
+
+def test_a_push_whose_files_cannot_be_stored_is_reported_in_one_sentence():
+    once = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1"}
+    with a_hub() as (hub, where):
+        (line,) = run_python(PUSH, "acme/large", **where, **once).stdout.splitlines()
+    assert line.startswith("hf://acme/large: ") and "can be reached" in line
+    assert hub.repositories["acme/large"] == [".gitattributes"]
+
+
+def test_a_proxy_of_an_unknown_kind_is_reported_in_one_sentence():
+    words = "score --probe hf://acme/new --question q?".split()
+    proxy = {"ALL_PROXY": "socks5://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = call(*words, code=1, NO_PROXY="", **proxy)
+    assert done.stderr.startswith("Error: ") and "Traceback" not in done.stderr
 
 
 def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path):
