@@ -20,6 +20,11 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the Hub that publishing needs; repositories hold only file names."""
 
     def do_GET(self):
+        if self.server.page:
+            return self.reply(self.server.page)
+        if "/xet-write-token/" in self.path:  # nothing listens at that storage
+            where = {"casUrl": "http://127.0.0.1:9", "accessToken": "x", "exp": 2**32}
+            return self.reply(where)
         name = self.path.split("/tree/")[0].removeprefix("/api/models/")
         files = self.server.repositories.get(name)
         rows = [{"type": "file", "path": n, "size": 1, "oid": "0"} for n in files or ()]
@@ -42,6 +47,8 @@ class Hub(BaseHTTPRequestHandler):
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(content)["files"]]
             usual = {"uploadMode": "regular", "shouldIgnore": False}
+            if "/large/" in self.path:
+                usual["uploadMode"] = "lfs"
             self.reply({"files": [{"path": name, **usual} for name in names]})
         elif "/commit/" in self.path:
             rows = [json.loads(line) for line in content.splitlines()]
@@ -56,7 +63,7 @@ class Hub(BaseHTTPRequestHandler):
             self.reply({"errors": [], "warnings": []})
 
     def reply(self, value, code=200):
-        content = json.dumps(value).encode()
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Content-Type", "application/json")
@@ -72,7 +79,7 @@ def a_hub(**repositories):
     """Run a Hub with repositories of `acme`; yield it and the variables to reach it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repositories = {f"acme/{k}": list(v) for k, v in repositories.items()}
-    server.created = []
+    server.created, server.page = [], b""  # sent in place of every reply
     with serving(server) as url:
         where = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
         yield server, {**where, "HF_TOKEN": "hf_nobody"}
@@ -135,11 +142,13 @@ def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     program = "import beatrice; print(beatrice.load('hf://acme/probe'))"
-    with a_hub() as (_, where):
+    with a_hub() as (hub, where):
         proxy = {"HTTPS_PROXY": where["HF_ENDPOINT"], "HF_ENDPOINT": "https://hub"}
         cache = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         done = run_python(program, **proxy, **cache)
-    assert "fitted on embedded" in done.stdout
+        hub.page = b"<html>log in to this network</html>"
+        in_hotel = run_python(program, **{**where, **cache})
+    assert "fitted on embedded" in done.stdout == in_hotel.stdout
 
 
 def test_a_licence_next_to_a_probe_does_not_count_as_damage(tmp_path):
