@@ -22,9 +22,6 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.server.page:
             return self.reply(self.server.page)
-        if "/xet-write-token/" in self.path:  # nothing listens at that storage
-            where = {"casUrl": "http://127.0.0.1:9", "accessToken": "x", "exp": 2**32}
-            return self.reply(where)
         name = self.path.split("/tree/")[0].removeprefix("/api/models/")
         files = self.server.repositories.get(name)
         rows = [{"type": "file", "path": n, "size": 1, "oid": "0"} for n in files or ()]
@@ -47,8 +44,6 @@ class Hub(BaseHTTPRequestHandler):
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(content)["files"]]
             usual = {"uploadMode": "regular", "shouldIgnore": False}
-            if "/large/" in self.path:
-                usual["uploadMode"] = "lfs"
             self.reply({"files": [{"path": name, **usual} for name in names]})
         elif "/commit/" in self.path:
             rows = [json.loads(line) for line in content.splitlines()]
@@ -116,14 +111,6 @@ def test_an_unreachable_hub_is_reported_in_one_sentence():
     done = run_python(PUSH, "acme/new", NO_PROXY="*", **nobody)
     (line,) = done.stdout.splitlines()
     assert line.startswith("hf://acme/new: ") and "can be reached" in line
-
-
-def test_a_push_whose_files_cannot_be_stored_is_reported_in_one_sentence():
-    once = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1"}
-    with a_hub() as (hub, where):
-        (line,) = run_python(PUSH, "acme/large", **where, **once).stdout.splitlines()
-    assert line.startswith("hf://acme/large: ") and "can be reached" in line
-    assert hub.repositories["acme/large"] == [".gitattributes"]
 
 
 def test_a_proxy_of_an_unknown_kind_is_reported_in_one_sentence():
