@@ -168,15 +168,15 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
 
     from beatrice.extract.generate.server import (
         advice_on,
-        cause_of,
         open_client,
+        reason_of,
         redacted,
         reply_before_deadline,
     )
 
     async def list_models(client: openai.AsyncOpenAI) -> list[str]:
         async with client:
-            return [model.id async for model in client.models.list()]
+            return [str(model.id) async for model in client.models.list()]
 
     try:
         client = open_client(url, timeout)
@@ -188,7 +188,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
             f"{url} does not list its models "
-            f"({_shorten(redacted(str(cause_of(error))), 200)}); {advice_on(error)}"
+            f"({_shorten(reason_of(error), 200)}); {advice_on(error)}"
         )
         yield Finding("server", "problem", text)
         return

@@ -13,7 +13,9 @@ _TRAINING = {
 
 def missing_extra(error: ImportError) -> str | None:
     """Return what to install if a training package caused the error, else None."""
-    package = (error.name or "").partition(".")[0]
+    if error.name is None:
+        return str(error)  # of a library that says what to install
+    package = error.name.partition(".")[0]
     if package not in _TRAINING:
         return None
     if not isinstance(error, ModuleNotFoundError):

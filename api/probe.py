@@ -361,22 +361,22 @@ class Probe(AnswerScorer):
         from huggingface_hub.errors import HFValidationError
 
         hub = HfApi()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                work = Path(folder) / "probe"
-                ours = copy.copy(self)
-                ours.detector = published(self.detector)
-                ours.save(work, untrustworthy=untrustworthy)
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder) / "probe"
+            ours = copy.copy(self)
+            ours.detector = published(self.detector)
+            ours.save(work, untrustworthy=untrustworthy)
+            try:
                 hub.create_repo(repository, private=private, exist_ok=True)
                 names = {*hub.list_repo_files(repository)}
                 if ARRAYS not in names:  # next to a probe, other files are allowed
                     check_replaceable(f"{_HUB}{repository}", names - {*UNCHECKED})
                 commit = hub.upload_folder(repo_id=repository, folder_path=work)
-        except (*_hub_errors(), HFValidationError) as error:
-            raise ValueError(
-                f"{_HUB}{repository}: {_first_line(error)}; check that the Hub can be "
-                "reached, and log in with `hf auth login`"
-            ) from None
+            except (*_hub_errors(), HFValidationError) as error:
+                raise ValueError(
+                    f"{_HUB}{repository}: {_first_line(error)}; check that the Hub can "
+                    "be reached, and log in with `hf auth login`"
+                ) from None
         return str(commit.oid)
 
 
@@ -414,11 +414,13 @@ def _first_line(error: Exception) -> str:
 def _hub_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of the Hub's client: `OSError` and connection errors.
 
-    The connection errors come from a library that depends on the client's version.
+    The connection errors come from a library that depends on the client's version;
+    transfers of large files raise RuntimeError, and a proxy's page is no JSON.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
-    return cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
+    errors = *HfHubHTTPError.__bases__, RuntimeError, json.JSONDecodeError
+    return cast(tuple[type[Exception], ...], errors)
 
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
@@ -729,6 +731,6 @@ def _snapshot(address: str) -> Path:
                 "`beatrice probes`"
             ) from None
         raise ValueError(
-            f"{address}: no such probe on the Hub ({_first_line(error)}); check its "
-            "name, and log in with `hf auth login` if it is private"
+            f"{address}: cannot be fetched from the Hub ({_first_line(error)}); check "
+            "its name, and log in with `hf auth login` if it is private"
         ) from None

@@ -325,8 +325,9 @@ def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> N
 
     signal.signal(signal.SIGTERM, stop)
     with RetrievalServer(search, corpus, host=host, port=port, depth=depth) as server:
+        name = f"[{host}]" if ":" in host else host
         click.echo(
-            f"{len(corpus):,} passages at http://{host}:{server.server_port}/retrieve "
+            f"{len(corpus):,} passages at http://{name}:{server.server_port}/retrieve "
             "and /batch_search; press Ctrl-C to stop"
         )
         server.serve_forever()

@@ -7,6 +7,7 @@ this machine.
 
 import contextlib
 import json
+import re
 import socket
 import sys
 import threading
@@ -22,6 +23,8 @@ _MOST_REQUEST_BYTES = 16 << 20
 _MOST_DROPPED_BYTES = 1 << 30  # read and dropped of an unwanted body
 _MOST_DEPTH = 1000  # passages for a question
 _MOST_PASSAGES = 100_000  # of a reply, some 100 MB
+# A Host that no other site can have.
+_ADDRESS = re.compile(r"([\d.]+|\[[^]]*\]|(.+\.)?localhost)(:\d*)?", re.IGNORECASE)
 _PATHS = "use POST /retrieve, /batch_search or /search, or GET /health"
 
 
@@ -59,6 +62,8 @@ class RetrievalServer(ThreadingHTTPServer):
         self.client_timeout, self._is_closed = timeout, False
         self._depth, self._lock = depth, threading.Lock()
         self._connections: set[Any] = set()  # the open ones
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -133,6 +138,7 @@ class RetrievalServer(ThreadingHTTPServer):
         A KeyError means an unknown path, a ValueError a request that breaks the
         protocol; `_Closed` and `_SearchFailed` may be raised too.
         """
+        path = path.rstrip("/")
         if path == "/retrieve":
             rankings = self._rank(request.get("queries"), request.get("topk"))
             if not request.get("return_scores"):
@@ -189,6 +195,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def _check_site(self) -> None:
+        """Check that no web page has made its site's name an address of this machine.
+
+        A browser would let the page read the passages (DNS rebinding). Only requests of
+        pages have an Origin.
+        """
+        is_private = str(self._retrieval.server_address[0]).startswith(("127.", "::1"))
+        host = self.headers.get("Host", "")
+        if is_private and "Origin" in self.headers and not _ADDRESS.fullmatch(host):
+            raise ValueError(
+                f"a web page of {host} asks, but only this machine is served; a proxy "
+                "has to send the Host 127.0.0.1, or give the server another host"
+            )
+
     def do_POST(self) -> None:
         n_bytes = self._n_bytes()
         if not n_bytes or n_bytes > _MOST_REQUEST_BYTES:
@@ -198,6 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             request = json.loads(self.rfile.read(n_bytes))
+            self._check_site()
             if not isinstance(request, dict):
                 raise ValueError("expected a JSON object")
             self._reply(200, self._retrieval.answer(self.path, request))

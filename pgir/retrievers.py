@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import msgspec
 import numpy as np
 
+from beatrice.extract.generate.options import seconds_asked_for
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.directory import Preset
@@ -155,6 +156,8 @@ class _ServerFails(Exception):
 
 class _RequestFailed(Exception):
     """A request has failed for the reason in the message."""
+
+    pause = 0.0  # seconds that the server asks to wait before the next request
 
 
 class _CachedRanking(msgspec.Struct, frozen=True):
@@ -303,7 +306,7 @@ class ServedRetriever(CachedRetriever):
         note: Note = _no_note,
     ) -> None:
         """Read the cache; the server is not asked yet."""
-        if "@" in url.partition("//")[2].partition("/")[0]:
+        if "@" in url.split("//", 1)[-1].split("/")[0]:
             # No request would send them, and every error would print them.
             raise ValueError("expected a URL without a name or password")
         if re.search("[?#]", url):  # the run and every error would show it
@@ -347,7 +350,8 @@ class ServedRetriever(CachedRetriever):
             n_failed += 1
             if n_failed >= self._n_attempts:
                 raise error
-            time.sleep(self._pause * 2 ** (n_failed - 1))
+            asked = min(getattr(error, "pause", 0.0), self._timeout)
+            time.sleep(max(asked, self._pause * 2 ** (n_failed - 1)))
 
 
 def _can_be_sent_to(url: str) -> bool:
@@ -414,7 +418,9 @@ def _post_within(
     try:
         return reply.result(timeout=seconds)
     except urllib.error.HTTPError as error:
-        raise _RequestFailed(f"it answered with status {error.code}") from None
+        failure = _RequestFailed(f"it answered with status {error.code}")
+        failure.pause = seconds_asked_for(error.headers.get("Retry-After", ""))
+        raise failure from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):  # of the socket, or of `result`

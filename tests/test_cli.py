@@ -115,6 +115,8 @@ WRONG_USAGE = [
     ("answer RUN --server not-a-url", "expected a URL"),
     ("label RUN --server not-a-url --judge x", "expected a URL"),
     ("answer RUN --server http://me:secret@x/v1", "OPENAI_API_KEY"),
+    ("answer RUN --server me:secret@x/v1", "OPENAI_API_KEY"),
+    ("answer RUN --server http://x/v1?key=secret", "without a name, password or query"),
     ("label RUN --server http://x/v1", "--server"),
     ("label RUN --n-samples 5", "--n-samples is for --audit"),
     ("rewrite RUN --model /no/model", "--model"),

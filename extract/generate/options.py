@@ -5,7 +5,10 @@ Whether a model can be read is checked at once, not after an hour of answers.
 
 import dataclasses
 import os
+import re
+import time
 from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,18 +28,32 @@ from beatrice.extract.run.verbs import option
 
 
 def check_server(url: str) -> None:
-    """Check that a server's address is a URL without a password."""
+    """Check that a server's address is a URL that every message may show."""
+    if "@" in url.split("//", 1)[-1].split("/")[0] or re.search("[?#]", url):
+        raise click.BadParameter(
+            "expected a URL without a name, password or query; a key is read from the "
+            "environment variable OPENAI_API_KEY",
+            param_hint="--server",
+        )
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(
             f"expected a URL such as http://localhost:8000/v1, found {url!r}",
             param_hint="--server",
         )
-    if "@" in url.split("/")[2]:  # it would appear in every message
-        raise click.BadParameter(
-            "expected a URL without a name or password; a key is read from the "
-            "environment variable OPENAI_API_KEY",
-            param_hint="--server",
-        )
+
+
+def seconds_asked_for(retry_after: str) -> float:
+    """Return the seconds that a server's header Retry-After asks to wait, at least 0.
+
+    It holds seconds or a date; an invalid one asks for nothing.
+    """
+    try:
+        if retry_after.endswith("GMT"):
+            until = parsedate_to_datetime(retry_after).timestamp()
+            return max(0.0, until - time.time())
+        return max(0.0, float(retry_after))  # of NaN too
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

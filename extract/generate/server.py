@@ -13,10 +13,8 @@ import os
 import random
 import ssl
 import threading
-import time
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +28,7 @@ from beatrice.extract.generate.generator import (
     draw_seed,
     tokenizer_identity,
 )
-from beatrice.extract.generate.options import ServerOptions
+from beatrice.extract.generate.options import ServerOptions, seconds_asked_for
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
 from beatrice.extract.records import UNSPACED
 
@@ -47,6 +45,7 @@ class Account:
         self._server = server
         self.spent = self._cost(*earlier)  # on finished requests
         self._reserved = 0.0
+        self.n_under_way = 0  # requests that something is set aside for
 
     def _cost(self, n_prompt: int, n_new: int) -> float:
         prices = self._server.price_prompt, self._server.price_new
@@ -58,23 +57,24 @@ class Account:
         if cap is not None and self.spent + self._reserved + most > cap:
             raise SpendingCapReached(
                 f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
-                "spent (by earlier processes too), "
-                f"{self._reserved:.6g} is under way, and the next request may cost "
+                "spent (by earlier processes too), and the next request may cost "
                 f"{most:.6g}; the answers so far are kept, so repeat the command with "
                 "a higher cap to continue"
             )
         self._reserved += most
+        self.n_under_way += 1
         return most
 
     def book(self, reserved: float, n_prompt: int, n_new: int) -> None:
         """Replace a reservation by the request's true cost; 0 tokens if it was free."""
         self._reserved -= reserved
+        self.n_under_way -= 1
         self.spent += self._cost(n_prompt, n_new)
 
 
 Reply = TypeVar("Reply")
 # By name: which library the `openai` client connects with may change.
-_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
+_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError")
 
 
 class DeadlineExceeded(openai.OpenAIError):
@@ -82,7 +82,7 @@ class DeadlineExceeded(openai.OpenAIError):
 
 
 class UnreadableReply(openai.OpenAIError):
-    """A server's reply is not JSON: it is cut off, empty, or not UTF-8."""
+    """A server's reply is cut off, empty, not JSON, or an error despite status 200."""
 
 
 # The errors of reading a reply that is JSON, but has other fields or types.
@@ -130,14 +130,7 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -
     A server asks in seconds or with a date, and gets `most` seconds at most.
     """
     if isinstance(error, openai.APIStatusError):
-        delay = error.response.headers.get("retry-after", "")
-        try:
-            if delay.endswith("GMT"):
-                seconds = parsedate_to_datetime(delay).timestamp() - time.time()
-            else:
-                seconds = float(delay)
-        except (ValueError, OverflowError):
-            seconds = 0.0  # absent, or neither of these
+        seconds = seconds_asked_for(error.response.headers.get("retry-after", ""))
         if seconds > 0:
             return min(seconds, most)
     # As in the `openai` client. Random, since requests that failed together would
@@ -167,6 +160,9 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     stopped at a string.
     """
     choices = getattr(reply, "choices", None) or []
+    if not choices and (error := getattr(reply, "error", None)):
+        # Of a gateway whose model failed after the gateway had begun to reply.
+        raise UnreadableReply(f"its reply is an error: {_words_in(error)}")
     if len(choices) != 1:
         raise ValueError(
             f"its reply has {len(choices)} choices, expected 1; does it speak OpenAI's "
@@ -193,7 +189,10 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
     if log_probs is None and content is not None:  # a chat, or a text of llama.cpp
         entries = (x if isinstance(x, dict) else vars(x) for x in content)
         log_probs = [entry["logprob"] for entry in entries]
-    if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
+    if log_probs is not None and not (
+        len(log_probs) >= max(1, len(ids or ()))
+        and all(p is not None and math.isfinite(p) for p in log_probs)
+    ):
         log_probs = None
     text = (choice.message.content or "") if is_chat else choice.text
     text.encode()  # raises for half of a surrogate pair
@@ -261,6 +260,17 @@ def redacted(text: str) -> str:
     return text if key is None else text.replace(key, "…")
 
 
+def _words_in(body: Any) -> str:
+    """Return what the body of an error says; servers differ in its layout."""
+    words = body.get("message") or body if isinstance(body, dict) else body
+    return " ".join(redacted(str(words)).split())[:300]
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a server gave no answer, in its words if it has sent some."""
+    return _words_in(getattr(error, "body", None) or cause_of(error))
+
+
 async def _check_encoding(response: Any) -> None:
     """Check that a reply is not compressed, or it could fill the memory."""
     encoding = response.headers.get("Content-Encoding", "identity")
@@ -271,20 +281,32 @@ async def _check_encoding(response: Any) -> None:
 def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
     """Return a client, for requests that `reply_before_deadline` ends in time.
 
-    Raises ValueError if the key in the environment cannot be sent in a header.
+    Raises ValueError if the key in the environment cannot be sent in a header, or if
+    the URL, or a proxy or certificate that the environment names, cannot be used.
     """
-    return openai.AsyncOpenAI(
-        base_url=url,
-        # Local servers need no key, but the client insists on one.
-        api_key=_api_key() or "none",
-        http_client=openai.DefaultAsyncHttpxClient(
-            headers={"Accept-Encoding": "identity"},
-            event_hooks={"response": [_check_encoding]},
-        ),
-        max_retries=0,  # `ServedGenerator._send` retries
-        # Shorter to connect, so that a connection never made, which is free, is seen.
-        timeout=openai.Timeout(timeout, connect=0.9 * timeout),
-    )
+    key = _api_key()
+    try:
+        return openai.AsyncOpenAI(
+            base_url=url,
+            # Local servers need no key, but the client insists on one.
+            api_key=key or "none",
+            http_client=openai.DefaultAsyncHttpxClient(
+                headers={"Accept-Encoding": "identity"},
+                event_hooks={"response": [_check_encoding]},
+            ),
+            max_retries=0,  # `ServedGenerator._send` retries
+            # Shorter to connect, so that a connection never made, which is free, is
+            # seen.
+            timeout=openai.Timeout(timeout, connect=0.9 * timeout),
+        )
+    except Exception as error:  # the library that connects has errors of its own
+        # Its words on a malformed URL may be a part of a proxy's password.
+        is_shown = isinstance(error, ValueError | OSError | ImportError)
+        reason = error if is_shown else "invalid URL"
+        raise ValueError(
+            f"no request can be sent to {url} ({reason}); check it, and HTTP_PROXY, "
+            "HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the environment"
+        ) from error
 
 
 async def reply_before_deadline(seconds: float, request: Awaitable[Reply]) -> Reply:
@@ -426,7 +448,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if n_prompt is None:
             n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         n_new = config.max_new_tokens
-        reserved = self.account.reserve(n_prompt, n_new)
+        reserved = await self._reserve(n_prompt, n_new)
         client = self._client.chat if prompt.is_chat else self._client
         try:
             request = client.completions.create(**self._fields(prompt, config))
@@ -453,6 +475,16 @@ class ServedGenerator(contextlib.AbstractContextManager):
         finally:
             self.account.book(reserved, n_prompt, n_new)
 
+    async def _reserve(self, n_prompt: int, n_new: int) -> float:
+        """Set aside what a request can cost, if need be after those under way."""
+        while True:
+            try:
+                return self.account.reserve(n_prompt, n_new)
+            except SpendingCapReached:  # most requests cost less than was set aside
+                if not self.account.n_under_way:
+                    raise
+            await asyncio.sleep(0.05)
+
     def _where(self, prompt: GeneratorPrompt) -> str:
         name = f", question {prompt.name!r}" if prompt.name else ""
         return f"server {self._url}, model {self._model!r}{name}"
@@ -460,7 +492,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def _in_words(self, error: openai.OpenAIError, prompt: GeneratorPrompt) -> str:
         where = self._where(prompt)
         if isinstance(error, openai.APIStatusError):
-            reason = " ".join(redacted(str(error.message)).split())[:300]
+            reason = reason_of(error)
             status, dialect, hint = error.status_code, self._server.dialect, ""
             if status in (400, 422) and dialect == "vllm":
                 hint = " (a server other than vLLM may need the dialect 'openai')"

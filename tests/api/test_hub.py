@@ -9,7 +9,7 @@ import beatrice
 from beatrice.extract.run.files import CHECKSUMS
 from beatrice.probe import PROBES
 from tests.pgir.small import serving
-from tests.process import run_python
+from tests.process import call, run_python
 
 COMMIT = "c" * 40
 MODEL = ["config.json", "model.safetensors"]
@@ -20,6 +20,8 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the Hub that publishing needs; repositories hold only file names."""
 
     def do_GET(self):
+        if self.server.page:
+            return self.reply(self.server.page)
         name = self.path.split("/tree/")[0].removeprefix("/api/models/")
         files = self.server.repositories.get(name)
         rows = [{"type": "file", "path": n, "size": 1, "oid": "0"} for n in files or ()]
@@ -56,7 +58,7 @@ class Hub(BaseHTTPRequestHandler):
             self.reply({"errors": [], "warnings": []})
 
     def reply(self, value, code=200):
-        content = json.dumps(value).encode()
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Content-Type", "application/json")
@@ -72,7 +74,7 @@ def a_hub(**repositories):
     """Run a Hub with repositories of `acme`; yield it and the variables to reach it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repositories = {f"acme/{k}": list(v) for k, v in repositories.items()}
-    server.created = []
+    server.created, server.page = [], b""  # sent in place of every reply
     with serving(server) as url:
         where = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
         yield server, {**where, "HF_TOKEN": "hf_nobody"}
@@ -111,6 +113,13 @@ def test_an_unreachable_hub_is_reported_in_one_sentence():
     assert line.startswith("hf://acme/new: ") and "can be reached" in line
 
 
+def test_a_proxy_of_an_unknown_kind_is_reported_in_one_sentence():
+    words = "score --probe hf://acme/new --question q?".split()
+    proxy = {"ALL_PROXY": "socks5://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = call(*words, code=1, NO_PROXY="", **proxy)
+    assert done.stderr.startswith("Error: ") and "Traceback" not in done.stderr
+
+
 def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path):
     repository = tmp_path / "models--acme--probe"
     snapshot = repository / "snapshots" / COMMIT
@@ -120,11 +129,13 @@ def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     program = "import beatrice; print(beatrice.load('hf://acme/probe'))"
-    with a_hub() as (_, where):
+    with a_hub() as (hub, where):
         proxy = {"HTTPS_PROXY": where["HF_ENDPOINT"], "HF_ENDPOINT": "https://hub"}
         cache = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         done = run_python(program, **proxy, **cache)
-    assert "fitted on embedded" in done.stdout
+        hub.page = b"<html>log in to this network</html>"
+        in_hotel = run_python(program, **{**where, **cache})
+    assert "fitted on embedded" in done.stdout == in_hotel.stdout
 
 
 def test_a_licence_next_to_a_probe_does_not_count_as_damage(tmp_path):

@@ -412,7 +412,7 @@ def test_another_model_or_tokenizer_is_refused_or_named_in_a_warning(folder, wha
     [
         ("nowhere/at/all", "nowhere/at/all"),
         ("hf://no one/x", "no one/x: expected hf://owner/name"),
-        ("hf://x/not-there", "x/not-there: (not in the local cache|no such probe)"),
+        ("hf://x/not-there", "x/not-there: (not in the local cache|cannot be fetched)"),
         (".", "no manifest.json"),
         ("", "path: expected a path .* found ''"),
         (3, "path"),

@@ -1,5 +1,6 @@
 """The retrieval server: shapes of replies, wrong requests, shutting down."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -57,7 +58,7 @@ def test_replies_have_the_shapes_of_the_two_protocols():
         single = post(f"{url}/search", query)
         queries = {"query": ["word3 shared"], "top_n": 2, "return_score": True}
         many = post(f"{url}/batch_search", queries)
-        default = post(f"{url}/retrieve", {"queries": ["word3 shared"]})
+        default = post(f"{url}/retrieve/", {"queries": ["word3 shared"]})
         nothing = {"queries": ["zzzz"], "return_scores": True}
         assert post(f"{url}/retrieve", nothing) == {"result": [[]]}
     document = {"id": "3", "contents": '"T3"\nword3 shared text'}
@@ -209,7 +210,8 @@ def test_connections_are_accepted_with_tcp_nodelay():
 
 def replies_to(server, text):
     """Send a text, and return everything received until the connection closes."""
-    with socket.create_connection(server.server_address, timeout=10) as client:
+    address = server.server_address[:2]  # an IPv6 address has four parts
+    with socket.create_connection(address, timeout=10) as client:
         client.sendall(text.encode())
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
@@ -262,6 +264,33 @@ def test_a_client_can_send_an_unwanted_body_and_read_the_reply(head):
     with corpus_server() as server, serving(server):
         text = replies_to(server, f"{head}\r\n\r\n{'x' * (16 << 20)}")
     assert text.startswith("HTTP/1.1 ") and "Connection: close" in text
+
+
+def is_here(host):
+    """Return whether this machine has an address: not all have every one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as free:
+        free.bind((host, 0))
+        return True
+    return False
+
+
+@pytest.mark.parametrize("host", [*filter(is_here, ("127.0.0.1", "127.0.0.2", "::1"))])
+def test_a_page_that_gives_this_machine_its_sites_name_is_refused_others_are_served(
+    host,
+):
+    body = json.dumps({"queries": ["word3"]})
+    head = f"POST /retrieve HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
+
+    def status(asked, origin="Origin: http://evil.example\r\n"):
+        text = f"{head}Host: {asked}\r\n{origin}\r\n{body}"
+        return replies_to(server, text).split()[1]
+
+    with corpus_server(host=host) as server, serving(server):
+        assert status("evil.example:8000") == status("127.0.0.1.evil.example") == "400"
+        assert status("wiki.example", origin="") == "200"  # a program, by a proxy
+        for asked in ("127.0.0.1:8000", "[::1]:8000", "localhost", "app.localhost:80"):
+            assert status(asked) == "200"
 
 
 def test_a_head_request_is_answered_without_a_body():

@@ -119,6 +119,12 @@ class _Moods(BaseHTTPRequestHandler):
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
         content = babble.get(mood, content)
         with contextlib.suppress(OSError):  # the client has gone
+            if mood == "later":
+                server.moods.clear()
+                self.send_response(429)
+                self.send_header("Retry-After", "0.5")
+                self.end_headers()
+                return
             if mood == "trickling head":
                 self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
             self.send_response({"broken": 500, "elsewhere": 302}.get(mood, 200))
@@ -172,6 +178,14 @@ def test_only_the_questions_that_a_server_fails_on_are_failed_and_retried(
         again = client(f"{url}/retrieve", cache, timeout=5)
         assert np.shape(again.search(queries, 2)) == (4, 2)
         assert server.queries == [["poison"]]
+
+
+def test_a_request_is_repeated_when_the_server_asks_for_it(tmp_path):
+    server = Moody({"q": "later"})
+    with serving(server) as url:
+        asking, began = client(f"{url}/retrieve", None, pause=0.0), time.monotonic()
+        assert asking.search(["q"], 2) == [(0, 1)]
+    assert time.monotonic() - began >= 0.5 and len(server.queries) == 2
 
 
 def test_a_server_that_works_may_find_nothing_for_a_question(tmp_path):
@@ -530,6 +544,9 @@ def test_a_key_in_a_url_or_with_a_line_end_is_refused_and_not_repeated(
     before = run.manifest.read_bytes()
     with pytest.raises(click.UsageError, match="BEATRICE_RETRIEVAL_KEY") as refused:
         RetrievalOptions(url="http://there/retrieve?key=sk-planned").write(run.path)
+    assert "sk-planned" not in str(refused.value)
+    with pytest.raises(ValueError, match="without a name or password") as refused:
+        ServedRetriever("me:sk-planned@there/retrieve", None)
     assert "sk-planned" not in str(refused.value)
     assert run.manifest.read_bytes() == before
     monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-one\nsk-two")

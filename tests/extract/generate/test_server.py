@@ -151,7 +151,13 @@ def test_a_reasoning_model_gets_only_fields_that_it_takes_and_is_not_sampled(
         texts(generator, [message], SamplingConfig(temperature=1.0))
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"'])
+LATE_ERROR = {"error": {"message": "overloaded", "code": 502}}  # with status 200
+
+
+@pytest.mark.parametrize(
+    "status",
+    [429, 500, 503, 408, b'{"id": "1', b"", b'"\xff"', json.dumps(LATE_ERROR).encode()],
+)
 def test_a_request_is_repeated_after_a_failure_of_the_server(client, server, status):
     server.failures = [status, status]
     (reply,) = texts(client(retries=2), [QUESTION])
@@ -194,6 +200,10 @@ def test_a_retry_waits_for_the_date_that_the_server_gives():
         (b'{"id": "1', "is not JSON: "),
         (b"[" * 100_000, "is not JSON: "),
         (b'{"hello": "world"}', "0 choices, expected 1"),
+        (json.dumps(LATE_ERROR).encode(), "its reply is an error: overloaded"),
+        ((401, {"error": "Unauthorized"}), "status 401: Unauthorized"),  # of vLLM
+        ((404, {"detail": "Not Found"}), "status 404: {'detail': 'Not Found'}"),
+        ((503, b"<html>busy</html>"), "status 503: <html>busy</html>"),
         (
             b'{"choices": [{"finish_reason": "content_filter", "text": "x"}]}',
             "for the reason 'content_filter'",
@@ -246,6 +256,18 @@ def test_log_probs_are_read_in_both_layouts_from_both_endpoints(
     prompt, generator = GeneratorPrompt(text="who?", is_chat=is_chat), client()
     for _ in layouts:
         assert texts(generator, [prompt])[0].log_probs == (-0.5,)
+
+
+def test_log_probs_that_lack_a_token_count_as_missing(client, server):
+    choice = {"finish_reason": "length", "text": "a b", "token_ids": [5, 6]}
+    for log_probs, expected in (
+        ([-0.5, -0.1], (-0.5, -0.1)),
+        ([-0.5], None),
+        ([-0.5, None], None),
+    ):
+        logprobs = {"token_logprobs": log_probs}
+        server.failures = [(200, {"choices": [{**choice, "logprobs": logprobs}]})]
+        assert texts(client(), [QUESTION])[0].log_probs == expected
 
 
 FILTER = {"message": "triggered a policy", "code": "content_filter"}
@@ -365,6 +387,26 @@ def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeyp
     assert finding.status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "url", "words"),
+    [
+        ("SSL_CERT_FILE", "/no/such/file", "http://x/v1", "No such file"),
+        ("ALL_PROXY", "socks://me:hush@x:1080", "http://x/v1", "Unknown scheme"),
+        ("ALL_PROXY", "http://me:hu/sh@x:1080", "http://x/v1", "invalid URL"),
+        ("ALL_PROXY", "", "http://[::1/v1", "invalid URL"),
+    ],
+)
+def test_a_url_proxy_or_certificate_that_cannot_be_used_is_named_and_no_secret_shown(
+    client, monkeypatch, name, value, url, words
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"no request .*{words}.*{name}") as refused:
+        client(server=url)
+    (finding,) = look_at_server(url)
+    assert finding.status == "problem" and str(refused.value) in finding.text
+    assert "hu" not in finding.text
+
+
 @pytest.mark.parametrize("key", ["sk-\u201cquoted\u201d", "sk-one\nsk-two"])
 def test_a_key_that_cannot_be_in_a_header_is_refused_before_anything_is_sent(
     client, server, monkeypatch, key
@@ -377,6 +419,16 @@ def test_a_key_that_cannot_be_in_a_header_is_refused_before_anything_is_sent(
     (finding,) = look_at_server(server.url)
     assert finding.status == "problem" and str(refused.value) in finding.text
     assert "sk-" not in finding.text and server.requests == []
+
+
+def test_a_request_that_a_proxy_refuses_to_pass_on_costs_nothing(
+    client, server, monkeypatch
+):
+    monkeypatch.setenv("HTTPS_PROXY", server.url)  # it does not know CONNECT
+    generator = client(server="https://far.invalid/v1", **UNIT_PRICES)
+    with pytest.raises(ValueError, match="no answer .retries: 0; .*501"):
+        texts(generator, [THREE_IDS])
+    assert generator.account.spent == 0
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
@@ -433,6 +485,18 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert again.n_new == 20 - n_before == len(server.requests) - n_sent
 
 
+def test_a_request_that_the_cap_may_not_allow_waits_for_those_under_way(
+    client, server, requests
+):
+    server.pause, prompts = 0.02, prompts_of(requests, 12)
+    free, wide = client(**UNIT_PRICES), {"concurrency": 4}
+    texts(free, prompts)
+    most = free.account.spent + GREEDY.max_new_tokens  # for one too many at a time
+    capped = client(**UNIT_PRICES, **wide, max_cost=most)
+    texts(capped, prompts)
+    assert capped.account.spent == free.account.spent
+
+
 def test_a_server_that_trickles_is_left_at_the_time_out(client, server, requests):
     server.trickle = 0.1  # seconds per byte, some 60 per reply
     began = time.monotonic()
@@ -444,6 +508,9 @@ def test_a_server_that_trickles_is_left_at_the_time_out(client, server, requests
 def test_the_doctor_leaves_a_trickling_server_at_the_time_out(server):
     (finding,) = look_at_server(server.url)
     assert (finding.status, finding.text) == ("ok", f"{server.url} serves m")
+    server.failures = [(200, {"data": [{"name": "x"}]})]
+    (finding,) = look_at_server(server.url)
+    assert finding.text.endswith("serves None")
     server.trickle, began = 0.1, time.monotonic()
     (finding,) = look_at_server(server.url, timeout=1.0)
     assert finding.status == "problem" and "does not list its models" in finding.text
