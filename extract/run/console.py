@@ -127,14 +127,16 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print one line for the user."""
-        if not self.is_quiet:
+        # It is None if the process was started without it; `print` would use stdout.
+        if not self.is_quiet and sys.stderr is not None:
             print(printable(text), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:
         """Show one stage; yields a function to call with (done, total)."""
         began = time.monotonic()
-        if sys.stderr.isatty() and not self.is_quiet:
+        is_terminal = getattr(sys.stderr, "isatty", bool)()  # loggers may lack it
+        if is_terminal and not self.is_quiet:
             with _bar(name) as update:
                 yield update
         else:
