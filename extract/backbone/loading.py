@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -367,6 +368,11 @@ def layers_read(
     return tuple(i for i in layers if kinds[i] not in _WINDOWED) or layers
 
 
+# One per model in memory, however often it is wrapped: its lock guards the model.
+_SPLITTERS: weakref.WeakKeyDictionary[torch.nn.Module, BatchSplitter]
+_SPLITTERS = weakref.WeakKeyDictionary()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
     """A frozen causal language model, and how its signals are read."""
@@ -511,6 +517,7 @@ class Backbone:
             layout=layout,
             is_of_files=is_of_files,
             mark=_weights_version(bare),
+            splitter=_SPLITTERS.setdefault(bare, BatchSplitter()),
         )
 
     def is_of_revision(self, revision: str) -> bool:
