@@ -62,6 +62,7 @@ from beatrice.extract.signals.batch import BatchSplitter
 from beatrice.extract.signals.precision import (
     check_default_dtype,
     float32_precision,
+    loading_weights,
     rounding_of,
 )
 
@@ -292,7 +293,7 @@ def load_checkpoint(
     """Load model and tokenizer from a directory or Hub id; also return its commit."""
     commit, packing = _check_configs(name, commit)
     options = {} if packing is None else {"quantization_config": packing}
-    with _checkpoint_errors(name), transformers_silenced():
+    with _checkpoint_errors(name), loading_weights(dtype), transformers_silenced():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
