@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ _EXACT: collections.Counter[int] = collections.Counter()
 # Runs compiled code uncompiled while any thread is in such a block; not empty then, if
 # Torch's compiler is loaded. Without it nothing is compiled, and it takes a second.
 _UNCOMPILED: list[contextlib.ExitStack] = []
+_PROCESS: list[int] = []  # the process that first loaded weights or computed
 
 
 def _drop_lost_threads() -> None:
@@ -58,6 +60,7 @@ def loading_weights(dtype: torch.dtype) -> Iterator[None]:
     the weights, and some functions are replaced. A second thread that loaded at the
     same time would restore the first one's for good.
     """
+    _use_threads_of_this_process()
     with _LOADING, contextlib.ExitStack() as stack:
         if dtype != torch.float32:
             stack.enter_context(_DEFAULT_DTYPE)
@@ -69,8 +72,27 @@ def loading_weights(dtype: torch.dtype) -> Iterator[None]:
 
 def _computing() -> contextlib.AbstractContextManager[None]:
     """Wait while another thread loads weights, unless this thread computes already."""
+    _use_threads_of_this_process()
     is_inside = threading.get_ident() in _EXACT
     return contextlib.nullcontext() if is_inside else _DEFAULT_DTYPE
+
+
+def _use_threads_of_this_process() -> None:
+    """Limit Torch to one thread in a process forked from one that used Torch here.
+
+    Torch's thread pool does not survive a fork: in its first parallel operation, the
+    child would wait for threads that it does not have.
+    """
+    if not _PROCESS:
+        _PROCESS.append(os.getpid())
+    if _PROCESS[0] != os.getpid() and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        warnings.warn(
+            "this process was forked from one that had loaded a model, so Torch uses "
+            "one thread here, since its threads do not survive a fork; for more, load "
+            "models only in processes that were started by 'spawn'",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
-from beatrice.extract.signals.batch import ModelLock
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -276,15 +275,29 @@ def test_all_wrappers_of_a_model_take_turns():
 
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_fork_whose_warnings_are_errors_does_not_keep_the_models_lock():
+    reader = SignalReader(backbone_of("llama"))
+    lock = reader.backbone.splitter.lock
     torch.set_num_threads(2)
-    lock = ModelLock()
 
     def child():
         with warnings.catch_warnings(action="error"):
             with pytest.raises(UserWarning, match="was forked"):
-                lock.__enter__()
+                reader.read(make_batch())
         with concurrent.futures.ThreadPoolExecutor() as pool:
             pool.submit(lock.__enter__).result(20)
+
+    assert forked(child) == 0
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_model_loaded_after_a_fork_uses_no_thread_of_the_parents_models():
+    SignalReader(backbone_of("llama")).read(make_batch())
+    torch.set_num_threads(2)
+
+    def child():
+        with pytest.warns(UserWarning, match="was forked"):
+            SignalReader(backbone_of("llama")).read(make_batch())
+        assert torch.get_num_threads() == 1
 
     assert forked(child) == 0
 
