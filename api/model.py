@@ -41,7 +41,8 @@ class LanguageModel:
     """A frozen causal language model, loaded once.
 
     `answer` generates answers, and `read` reads the signals of answers. Nothing is
-    trained. Several threads may use a model; their batches run one after another.
+    trained. Several threads may use a model; their batches run one after another. Hold
+    `lock` to run a model in memory yourself next to them.
     """
 
     def __init__(
@@ -113,6 +114,14 @@ class LanguageModel:
             f"LanguageModel({self.name!r}, {backbone.n_layers} layers, width "
             f"{backbone.d_model}, {dtype} on {backbone.device})"
         )
+
+    @property
+    def lock(self) -> AbstractContextManager[None]:
+        """The model's lock: signals are read by hooks, which see every thread's passes.
+
+        It may be held several times by a thread.
+        """
+        return self.backbone.splitter.lock
 
     def __copy__(self) -> "LanguageModel":
         """Return a copy that shares the weights and may get another prompt."""

@@ -50,8 +50,9 @@ def place_of(store: str | Path | None) -> Iterator[str | Path]:
 
 
 def _forget(url: str) -> None:
-    """Free the memory of a store."""
-    open_kvstore(url).delete_range(ts.KvStore.KeyRange()).result()
+    """Free the memory of a store; a forked process has only a copy, which it leaves."""
+    with contextlib.suppress(RuntimeError):
+        open_kvstore(url).delete_range(ts.KvStore.KeyRange()).result()
 
 
 class Signals:

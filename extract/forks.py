@@ -32,12 +32,6 @@ class ForkLock:
         """Create a free lock."""
         self._owner: int | None = None
         self._depth = 0  # how many times the owner has entered
-        self._process = os.getpid()
-
-    @property
-    def is_forked(self) -> bool:
-        """Return whether the lock was made before this process was forked."""
-        return self._process != os.getpid()
 
     def _is_free_for(self, thread: int) -> bool:
         n_held = ForkLock._n_held

@@ -400,9 +400,10 @@ def set_compiler(preset: Preset) -> None:
     JAX then allocates GPU memory as needed instead of three quarters at once, because
     Torch's model is on the same GPU; XLA_PYTHON_CLIENT_PREALLOCATE overrides this.
 
-    Compiled code is kept in the user's cache directory, so that resumed runs, and other
-    runs of the same sizes, compile little. `JAX_COMPILATION_CACHE_DIR` names another
-    directory; `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
+    Compiled code is kept in the user's cache directory, if it can be written, so that
+    resumed runs, and other runs of the same sizes, compile little.
+    `JAX_COMPILATION_CACHE_DIR` names another directory;
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
     """
     import jax
 
@@ -413,7 +414,12 @@ def set_compiler(preset: Preset) -> None:
     if flags:  # JAX reads them when it makes its first array
         os.environ.setdefault("XLA_FLAGS", flags)
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(user_cache("compiled")))
+        folder = user_cache("compiled")
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # JAX would warn about each function
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         # Keep everything: a short run compiles a hundred functions of 50 ms each.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -431,10 +437,12 @@ def set_library_compiler() -> None:
 
     with _ENVIRONMENT:  # else another thread could take these flags for the user's
         names = {"XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"} - {*os.environ}
-        set_compiler("demo")
-        jax.devices()  # makes JAX read them
-        for name in names:
-            del os.environ[name]
+        try:
+            set_compiler("demo")
+            jax.devices()  # makes JAX read them
+        finally:
+            for name in names:
+                os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

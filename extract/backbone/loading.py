@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -61,6 +62,7 @@ from beatrice.extract.signals.batch import BatchSplitter
 from beatrice.extract.signals.precision import (
     check_default_dtype,
     float32_precision,
+    loading_weights,
     rounding_of,
 )
 
@@ -291,7 +293,7 @@ def load_checkpoint(
     """Load model and tokenizer from a directory or Hub id; also return its commit."""
     commit, packing = _check_configs(name, commit)
     options = {} if packing is None else {"quantization_config": packing}
-    with _checkpoint_errors(name), transformers_silenced():
+    with _checkpoint_errors(name), loading_weights(dtype), transformers_silenced():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -368,6 +370,11 @@ def layers_read(
     if choice == "all" or kinds is None:
         return layers
     return tuple(i for i in layers if kinds[i] not in _WINDOWED) or layers
+
+
+# One per model in memory, however often it is wrapped: its lock guards the model.
+_SPLITTERS: weakref.WeakKeyDictionary[torch.nn.Module, BatchSplitter]
+_SPLITTERS = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -514,6 +521,7 @@ class Backbone:
             layout=layout,
             is_of_files=is_of_files,
             mark=_weights_version(bare),
+            splitter=_SPLITTERS.setdefault(bare, BatchSplitter()),
         )
 
     def is_of_revision(self, revision: str) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, cast
 
+from beatrice.extract.forks import ForkLock
+
 # What TensorStore appends to its messages, up to a page long.
 _DUMPS = re.compile(
     r"\s*\[(os_error_code|tensorstore_spec|source locations|transform)=.*", re.DOTALL
@@ -127,14 +129,16 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print one line for the user."""
-        if not self.is_quiet:
+        # It is None if the process was started without it; `print` would use stdout.
+        if not self.is_quiet and sys.stderr is not None:
             print(printable(text), file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:
         """Show one stage; yields a function to call with (done, total)."""
         began = time.monotonic()
-        if sys.stderr.isatty() and not self.is_quiet:
+        is_terminal = getattr(sys.stderr, "isatty", bool)()  # loggers may lack it
+        if is_terminal and not self.is_quiet:
             with _bar(name) as update:
                 yield update
         else:
@@ -221,16 +225,24 @@ def lean_imports() -> Iterator[None]:
             del sys.modules["scipy"]
 
 
+_SILENCE = ForkLock()
+_loud: list[tuple[bool, int]] = []  # of each block that silences: bars and verbosity
+
+
 @contextlib.contextmanager
 def transformers_silenced() -> Iterator[None]:
     """Silence Transformers and its progress bars in this block, for library calls."""
     from transformers.utils import logging
 
-    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    silence_transformers()
+    with _SILENCE:
+        _loud.append((logging.is_progress_bar_enabled(), logging.get_verbosity()))
+        silence_transformers()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if was_shown:
-            logging.enable_progress_bar()
+        with _SILENCE:
+            (was_shown, verbosity), _ = _loud[0], _loud.pop()
+            if not _loud:  # the last of the threads that are in such a block
+                logging.set_verbosity(verbosity)
+                if was_shown:
+                    logging.enable_progress_bar()

@@ -179,6 +179,17 @@ _INERT = frozenset(
 _active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("reading")
 
 
+def _reading_of_this_thread() -> AttentionReading:
+    """Return the reading that the running pass belongs to."""
+    if (reading := _active.get(None)) is None:
+        raise RuntimeError(
+            "this model runs in one thread while another reads its signals, which "
+            "would mix both; run it inside `with language_model.lock:`, where "
+            "language_model is its LanguageModel"
+        )
+    return reading
+
+
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Check that attention is a causal softmax over queries and keys."""
     unread = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
@@ -258,12 +269,12 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, None]:
     """Read, then attend as the model would have, with Transformers' signature."""
+    reading = _reading_of_this_thread()
     n_cached = key.shape[2] - query.shape[2]
     mask = _selected(module, query, attention_mask, n_cached, kwargs)
     _check_readable(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
-    reading = _active.get()
     layer: Any = module.layer_idx
     attended = reading.read(layer, call, value)
     n_fused = query.shape[2] if attended is None else reading.rows[0]
@@ -370,6 +381,7 @@ class _CustomAttention(TorchFunctionMode):
             yield
 
     def _before(self, index: int, module: Any, inputs: Any) -> None:
+        _reading_of_this_thread()
         self.layer = index
 
     def _after(self, module: Any, inputs: Any, output: Any) -> Any:

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -32,26 +31,6 @@ class ReadingBudget:
 
 
 Done = TypeVar("Done")
-
-
-class ModelLock(ForkLock):
-    """Lets one thread at a time use a model; a forked process gets one Torch thread.
-
-    Torch's thread pool does not survive a fork: in its first parallel operation, the
-    child would wait for threads that it does not have.
-    """
-
-    def __enter__(self) -> None:
-        """Wait until no other thread of this process holds the lock."""
-        if self.is_forked and torch.get_num_threads() > 1:
-            torch.set_num_threads(1)
-            warnings.warn(
-                "this process was forked from one that had loaded the model, so Torch "
-                "uses one thread here, since its threads do not survive a fork; for "
-                "more, load the model in a process that was started by 'spawn'",
-                stacklevel=2,
-            )
-        super().__enter__()  # after the warning, which may be configured as an error
 
 
 class DoesNotFit(ValueError):
@@ -85,7 +64,7 @@ class BatchSplitter:
 
     # One per model: hooks see every pass of it, whichever thread runs it, and its
     # tokenizer keeps the settings of its last call.
-    lock: ModelLock = dataclasses.field(default_factory=ModelLock)
+    lock: ForkLock = dataclasses.field(default_factory=ForkLock)
     _too_many: float = math.inf  # tokens of a batch that did not fit, with padding
     _is_noted: bool = False  # whether it was reported that batches are split
 

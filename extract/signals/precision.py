@@ -10,8 +10,11 @@ a bfloat16 model. That setting is left unchanged, and logits then take longer.
 
 import collections
 import contextlib
+import os
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,20 +23,75 @@ import torch
 from beatrice.extract.forks import ForkLock
 
 _SETTING = ForkLock()
+_LOADING, _DEFAULT_DTYPE = ForkLock(), ForkLock()
 # How many nested `exact_products` blocks each thread is in.
 _EXACT: collections.Counter[int] = collections.Counter()
 # Runs compiled code uncompiled while any thread is in such a block; not empty then, if
 # Torch's compiler is loaded. Without it nothing is compiled, and it takes a second.
 _UNCOMPILED: list[contextlib.ExitStack] = []
+_PROCESS: list[int] = []  # the process that first loaded weights or computed
+
+
+def _drop_lost_threads() -> None:
+    for thread in _EXACT.keys() - {threading.get_ident()}:
+        del _EXACT[thread]
+
+
+os.register_at_fork(after_in_child=_drop_lost_threads)
 
 
 def check_default_dtype() -> None:
     """Check that Torch's default dtype is float32, in which sums are computed."""
-    if (default := torch.get_default_dtype()) != torch.float32:
+    with _computing():
+        default = torch.get_default_dtype()
+    if default != torch.float32:
         raise ValueError(
             f"Torch's default dtype is {str(default).removeprefix('torch.')}, in which "
             "sums would be computed; expected float32: call "
             "torch.set_default_dtype(torch.float32) after loading your weights"
+        )
+
+
+@contextlib.contextmanager
+def loading_weights(dtype: torch.dtype) -> Iterator[None]:
+    """Let one thread at a time load weights, and none compute if they are not float32.
+
+    While Transformers builds a model, the default dtype of the whole process is that of
+    the weights, and some functions are replaced. A second thread that loaded at the
+    same time would restore the first one's for good.
+    """
+    _use_threads_of_this_process()
+    with _LOADING, contextlib.ExitStack() as stack:
+        if dtype != torch.float32:
+            stack.enter_context(_DEFAULT_DTYPE)
+            # No other thread begins to compute, and all that do end.
+            while _EXACT.keys() - {threading.get_ident()}:
+                time.sleep(0.005)
+        yield
+
+
+def _computing() -> contextlib.AbstractContextManager[None]:
+    """Wait while another thread loads weights, unless this thread computes already."""
+    _use_threads_of_this_process()
+    is_inside = threading.get_ident() in _EXACT
+    return contextlib.nullcontext() if is_inside else _DEFAULT_DTYPE
+
+
+def _use_threads_of_this_process() -> None:
+    """Limit Torch to one thread in a process forked from one that used Torch here.
+
+    Torch's thread pool does not survive a fork: in its first parallel operation, the
+    child would wait for threads that it does not have.
+    """
+    if not _PROCESS:
+        _PROCESS.append(os.getpid())
+    if _PROCESS[0] != os.getpid() and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        warnings.warn(
+            "this process was forked from one that had loaded a model, so Torch uses "
+            "one thread here, since its threads do not survive a fork; for more, load "
+            "models only in processes that were started by 'spawn'",
+            stacklevel=2,
         )
 
 
@@ -45,14 +103,15 @@ def exact_products() -> Iterator[None]:
     Compiled code runs uncompiled in the whole process meanwhile: hooks would not see
     compiled layers, or would be compiled too, which takes minutes.
     """
-    check_default_dtype()
     thread = threading.get_ident()
-    with _SETTING:
-        if not _UNCOMPILED and "torch._dynamo" in sys.modules:
-            _UNCOMPILED.append(contextlib.ExitStack())
-            _UNCOMPILED[0].enter_context(torch.compiler.set_stance("force_eager"))
-        _EXACT[thread] += 1
+    depth = _EXACT[thread]
     try:
+        with _computing(), _SETTING:
+            check_default_dtype()
+            if not _UNCOMPILED and "torch._dynamo" in sys.modules:
+                _UNCOMPILED.append(contextlib.ExitStack())
+                _UNCOMPILED[0].enter_context(torch.compiler.set_stance("force_eager"))
+            _EXACT[thread] = depth + 1
         with contextlib.ExitStack() as stack:
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -60,9 +119,9 @@ def exact_products() -> Iterator[None]:
                 stack.enter_context(torch.device("cpu"))
             yield
     finally:
-        with _SETTING:
-            _EXACT[thread] -= 1
-            if not _EXACT[thread]:
+        with _SETTING:  # an interrupt may have come before the count was raised
+            _EXACT[thread] = depth
+            if not depth:
                 del _EXACT[thread]
             if not _EXACT and _UNCOMPILED:
                 _UNCOMPILED.pop().close()

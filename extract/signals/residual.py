@@ -14,6 +14,7 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass, Layout
 from beatrice.extract.signals.batch import HostCopies, TokenRows
+from beatrice.extract.signals.precision import exact_products
 from beatrice.extract.signals.probability import Head
 
 
@@ -40,6 +41,7 @@ def _eps_of(norm: torch.nn.Module) -> float:
     )
 
 
+@exact_products()
 @torch.no_grad()
 def measure_final_norm(layout: Layout) -> FinalNorm:
     """Measure the final norm by calling it on known states.

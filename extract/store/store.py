@@ -34,6 +34,7 @@ A store consists of `index.json`, `examples.safetensors`, one folder per family,
 import dataclasses
 import functools
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +58,21 @@ _BYTES_IN_FLIGHT = 256 << 20
 
 
 @functools.cache
+def _made_context() -> tuple[ts.Context, int]:
+    """Return the context that all stores share, and the process that made it."""
+    return ts.Context(), os.getpid()
+
+
 def _context() -> ts.Context:
     """Return the context that all stores share, since memory:// data lives in it."""
-    return ts.Context()
+    context, process = _made_context()
+    if process != os.getpid():
+        raise RuntimeError(
+            "signals cannot be used here: this process was forked from one that had "
+            "used some, and TensorStore would abort it, as its threads do not survive "
+            "a fork; start processes by 'spawn' (multiprocessing.get_context('spawn'))"
+        )
+    return context
 
 
 def as_url(where: str | Path) -> str:
@@ -280,6 +293,7 @@ def read_blocks(
     store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """Read blocks of rows `[start, stop)` as stored, that is, int8 as codes."""
+    _context()  # raises in a forked process
     array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
     values = np.empty((n_rows, *array.shape[1:]), array.dtype.numpy_dtype)

@@ -25,7 +25,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
-from tests.process import call, run_python
+from tests.process import call, forked, run_python
 from tests.records import a_label, labelled_rows, passage_rows, question_row
 
 SETTINGS = ("closed_book", "with_context")
@@ -291,6 +291,19 @@ def test_memory_of_signals_is_freed_with_the_last_object_that_uses_it(rng):
     assert len(some[0]["sae"]) and open_kvstore(url).list().result()
     del some
     assert not open_kvstore(url).list().result()
+
+
+def test_signals_in_a_forked_process_raise_an_error_and_do_not_end_it(rng):
+    owned = [planted_signals(rng, 20)[0]]
+
+    def child():
+        with pytest.raises(RuntimeError, match="forked .* by 'spawn'"):
+            owned[0][0]
+        with pytest.raises(RuntimeError, match="forked .* by 'spawn'"):
+            planted_signals(rng, 20)
+        owned.clear()  # frees them, which would need TensorStore
+
+    assert forked(child) == 0
 
 
 def test_signals_in_memory_survive_copying_and_pickling(rng):

@@ -297,6 +297,34 @@ def test_gpu_preallocation_is_off_unless_the_environment_sets_it():
     assert run_python(program, **{name: "true"}).stdout == "true\n"
 
 
+@pytest.mark.parametrize(
+    ("place", "expected"), [("free", "free/beatrice/compiled"), ("file/x", "None")]
+)
+def test_compiled_code_is_kept_only_in_a_cache_that_can_be_written(
+    tmp_path, place, expected
+):
+    """Otherwise JAX would warn about each function that it compiles."""
+    (tmp_path / "file").touch()
+    program = (
+        "import os; os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)\n"
+        "import jax; from beatrice.jaxprobe.config import set_compiler\n"
+        "set_compiler('paper'); print(jax.config.values['jax_compilation_cache_dir'])"
+    )
+    shown = run_python(program, XDG_CACHE_HOME=str(tmp_path / place)).stdout
+    assert shown.removeprefix(f"{tmp_path}/") == f"{expected}\n"
+
+
+def test_a_platform_that_is_missing_leaves_the_environment_as_it_was():
+    program = (
+        "import os; os.environ.pop('XLA_FLAGS', None)\n"
+        "import jax; from beatrice.jaxprobe.config import set_library_compiler\n"
+        "jax.config.update('jax_platforms', 'none')\n"
+        "try: set_library_compiler()\n"
+        "except RuntimeError: print({x for x in os.environ if x[:3] == 'XLA'})"
+    )
+    assert run_python(program).stdout == "set()\n"
+
+
 def test_threads_setting_the_compiler_at_once_leave_the_environment_unchanged():
     before, interval = {**os.environ}, sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

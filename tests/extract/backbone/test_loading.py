@@ -1,5 +1,6 @@
 """What a checkpoint's files may contain, and the errors for everything else."""
 
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -18,8 +19,10 @@ from transformers import (
     GptOssForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.tiny_models import (
@@ -199,6 +202,19 @@ def test_an_unreadable_model_in_memory_is_refused_with_the_reason(make, message)
     with pytest.raises(ValueError, match=message):
         Backbone.from_model(model)
     assert model.training  # unchanged
+
+
+def test_threads_that_load_models_at_once_leave_the_process_as_it_was(checkpoint):
+    """Transformers replaces methods, the default dtype and its verbosity meanwhile."""
+    before = PreTrainedModel.tie_weights, logging.get_verbosity()
+    shown, dtypes = logging.is_progress_bar_enabled(), ("bfloat16", "float16")
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        load = functools.partial(load_backbone, checkpoint)
+        loads = [pool.submit(load, dtype=dtype) for dtype in dtypes * 8]
+        assert {str(load.result().dtype)[6:] for load in loads} == {*dtypes}
+    assert (PreTrainedModel.tie_weights, logging.get_verbosity()) == before
+    assert logging.is_progress_bar_enabled() == shown
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_default_type_other_than_float32_is_refused():

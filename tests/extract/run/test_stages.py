@@ -1,5 +1,6 @@
 """A stage is done once; its parts are done in parallel."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -276,6 +277,24 @@ def test_a_stage_prints_how_long_it_took(capsys):
     with Progress().stage("answer") as update:
         update(1, 2)
     assert capsys.readouterr().err == "answer: done in 0 s\n"
+
+
+class Log:
+    """Stands in for stderr in programs whose messages go to a log."""
+
+    def __init__(self):
+        self.text, self.flush = "", lambda: None
+
+    def write(self, text):
+        self.text += text
+
+
+def test_a_stage_is_reported_to_a_log_and_to_nobody_without_stderr(capsys):
+    log = Log()
+    for stream in (log, None):
+        with contextlib.redirect_stderr(stream), Progress().stage("fit") as update:
+            update(1, 2)
+    assert log.text == "fit: done in 0 s\n" and capsys.readouterr().out == ""
 
 
 def test_a_stage_of_days_prints_its_progress_once_an_hour(capsys):

@@ -20,7 +20,6 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
-from beatrice.extract.signals.batch import ModelLock
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -243,17 +242,62 @@ def test_threads_that_share_a_model_write_and_read_the_same_as_one_thread():
             assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon", "mpt"])
+def test_a_pass_of_another_thread_is_told_to_take_the_lock_and_changes_no_signal(
+    family,
+):
+    """It runs between two layers of a reading, as the user's own thread may."""
+    (request,) = requests_of(lengths=(9,))
+    reader = SignalReader(backbone := backbone_of(family))
+    sequences = [
+        sequence_of(answer) for answer in generate(backbone, [request], CONFIG)
+    ]
+    expected, ids = reader.read(sequences), torch.tensor([request.prompt.ids])
+    errors = []
+
+    def run_in_another_thread(*_):
+        handle.remove()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            errors.append(pool.submit(backbone.model, ids).exception())
+
+    last = backbone.layout.layers[-1].module
+    handle = last.register_forward_pre_hook(run_in_another_thread)
+    assert_same_signals(reader.read(sequences), expected, 0)
+    assert "language_model.lock" in str(errors[0])
+
+
+def test_all_wrappers_of_a_model_take_turns():
+    model = tiny_model("llama")
+    one, other = (Backbone.from_model(model) for _ in range(2))
+    assert one.splitter.lock is other.splitter.lock
+    assert one.splitter.lock is not backbone_of("llama").splitter.lock
+
+
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_fork_whose_warnings_are_errors_does_not_keep_the_models_lock():
+    reader = SignalReader(backbone_of("llama"))
+    lock = reader.backbone.splitter.lock
     torch.set_num_threads(2)
-    lock = ModelLock()
 
     def child():
         with warnings.catch_warnings(action="error"):
             with pytest.raises(UserWarning, match="was forked"):
-                lock.__enter__()
+                reader.read(make_batch())
         with concurrent.futures.ThreadPoolExecutor() as pool:
             pool.submit(lock.__enter__).result(20)
+
+    assert forked(child) == 0
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_model_loaded_after_a_fork_uses_no_thread_of_the_parents_models():
+    SignalReader(backbone_of("llama")).read(make_batch())
+    torch.set_num_threads(2)
+
+    def child():
+        with pytest.warns(UserWarning, match="was forked"):
+            SignalReader(backbone_of("llama")).read(make_batch())
+        assert torch.get_num_threads() == 1
 
     assert forked(child) == 0
 

@@ -1,6 +1,7 @@
 """When float32 products are rounded: only in the thread that multiplies bfloat16."""
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -10,11 +11,13 @@ from beatrice.extract.generate.local import generate
 from beatrice.extract.signals.precision import (
     exact_products,
     float32_precision,
+    loading_weights,
     products_of_bfloat16,
 )
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of
+from tests.process import forked
 
 HOST = torch.device("cpu")
 matmul = torch.backends.mkldnn.matmul
@@ -73,6 +76,55 @@ def test_no_other_thread_rounds_until_the_last_exact_products_end():
         with products_of_bfloat16():  # allowed in the same thread
             assert matmul.fp32_precision == "bf16"
     assert precision_beside() == "bf16"
+
+
+def dtype_within():
+    with exact_products():
+        return torch.zeros(1).dtype
+
+
+def load_half():
+    with loading_weights(torch.bfloat16):
+        return True
+
+
+def test_while_a_thread_loads_half_precision_no_other_computes_in_its_default_dtype():
+    with ThreadPoolExecutor() as pool:
+        with loading_weights(torch.bfloat16):
+            torch.set_default_dtype(torch.bfloat16)  # as Transformers does
+            dtype = pool.submit(dtype_within)
+            wait([dtype], timeout=0.2)
+            torch.set_default_dtype(torch.float32)
+        assert dtype.result() == torch.float32
+
+
+def test_half_precision_is_loaded_after_the_products_of_other_threads():
+    with ThreadPoolExecutor() as pool:
+        with exact_products():
+            loading = pool.submit(load_half)
+            wait([loading], timeout=0.2)
+            assert not loading.done() and dtype_within() == torch.float32
+        assert loading.result()
+
+
+def test_a_process_forked_while_a_thread_computed_can_load_half_precision():
+    began, ended = threading.Event(), threading.Event()
+
+    def compute():
+        with exact_products():
+            began.set()
+            ended.wait()
+
+    def child():
+        with warnings.catch_warnings(action="ignore"):  # about the threads of Torch
+            load_half()
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(compute)
+        began.wait()
+        code = forked(child)
+        ended.set()
+    assert code == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
