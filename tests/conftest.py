@@ -7,7 +7,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from tests.process import ENVIRON, ROOT, call
+from tests.process import ENVIRON, ROOT
 
 MOST_COMPILED_BYTES = 2**31
 MOST_MAPPINGS = 20_000  # of memory
@@ -84,7 +84,11 @@ def threads_as_before():
 @pytest.fixture(scope="session")
 def smoke_run(shared_folder):
     """A finished run of the smallest preset, both settings, as `demo` leaves it."""
-    return shared_folder("smoke", lambda path: call("demo", path, "--preset", "smoke"))
+    from tests.extract.small_run import beatrice
+
+    return shared_folder(
+        "smoke", lambda path: beatrice("demo", path, "--preset", "smoke")
+    )
 
 
 @pytest.fixture
