@@ -136,9 +136,7 @@ class SlowBlock(Block):
         return super().members
 
 
-two_cores = pytest.mark.skipif(
-    n_cores() < 2, reason="one core trains one block at a time anyway"
-)
+two_cores = pytest.mark.skipif(n_cores() < 2, reason="one block trains at a time")
 
 
 @two_cores
