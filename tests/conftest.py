@@ -2,13 +2,15 @@ import gc
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import filelock
 import pytest
 
-from tests.process import ENVIRON, ROOT, call
+from tests.process import ENVIRON, ROOT
 
 MOST_COMPILED_BYTES = 2**31
+MOST_MAPPINGS = 20_000  # of memory
 for name, value in ENVIRON.items():  # before JAX or Torch start
     os.environ.setdefault(name, value)
 # All test files, workers and child processes share what they compile, also with the
@@ -32,7 +34,7 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def clear_compiled_code():
-    """Drop what a module has compiled, and freeze what its imports have loaded.
+    """Drop what is compiled before it is too much, and freeze what imports have loaded.
 
     A process that keeps everything it compiles reaches six gigabytes and the number of
     memory mappings that Linux allows (65,530), and then the compiler crashes. Scanning
@@ -43,7 +45,8 @@ def clear_compiled_code():
     yield
     import jax
 
-    jax.clear_caches()
+    if len(Path("/proc/self/maps").read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +84,11 @@ def threads_as_before():
 @pytest.fixture(scope="session")
 def smoke_run(shared_folder):
     """A finished run of the smallest preset, both settings, as `demo` leaves it."""
-    return shared_folder("smoke", lambda path: call("demo", path, "--preset", "smoke"))
+    from tests.extract.small_run import beatrice
+
+    return shared_folder(
+        "smoke", lambda path: beatrice("demo", path, "--preset", "smoke")
+    )
 
 
 @pytest.fixture

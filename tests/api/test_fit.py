@@ -25,7 +25,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
-from tests.process import call, forked, run_python
+from tests.process import forked, run_python
 from tests.records import a_label, labelled_rows, passage_rows, question_row
 
 SETTINGS = ("closed_book", "with_context")
@@ -74,7 +74,7 @@ def test_maps_of_a_run_tell_most_answers_apart_and_those_of_the_paper_do_not(
     run, signals, tmp_path
 ):
     paper = shutil.copytree(run.path, tmp_path / "run")
-    call("calibrate", paper, "--set", "maps=isotonic")
+    small_run.beatrice("calibrate", paper, "--set", "maps=isotonic")
     n_distinct = [
         len(np.unique(beatrice.load(folder).predict(signals["closed_book"])))
         for folder in (run.path, paper)

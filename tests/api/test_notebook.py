@@ -81,6 +81,7 @@ def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, working_fol
     assert score.text and 0 <= score.p_correct <= 1
 
 
+@pytest.mark.slow
 def test_the_first_lines_of_the_readme_print_what_it_shows(capsys):
     try:
         fetch_model(GEMMA, user_cache("models"), print)
@@ -182,7 +183,7 @@ def test_reading_into_a_folder_waits_until_its_lock_is_free(model, tmp_path):
     )
     with locked_folder(store):
         reading.start()
-        reading.join(3)
+        reading.join(0.5)
         assert reading.is_alive() and not (store / "index.json").exists()
     reading.join()
     assert len(read[0]) == len(answers)

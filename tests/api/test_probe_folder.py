@@ -121,27 +121,16 @@ def saved(probe, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("place", "copied"),
-    [
-        ("saved", "deep copy"),
-        ("saved", "other process"),
-        ("smoke_run", "other process"),
-    ],
-)
-def test_a_probe_with_a_loaded_model_scores_alike_in_copies_and_processes(
-    request, place, copied
+def test_probes_with_a_loaded_model_score_alike_in_copies_and_in_another_process(
+    saved, smoke_run
 ):
-    probe = beatrice.load(request.getfixturevalue(place))
-    expected = probe.score(**ROWS[0])
-    if copied == "deep copy":
-        there = copy.deepcopy(probe).score(**ROWS[0])
-    else:
-        spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawning) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for probe in map(beatrice.load, (saved, smoke_run)):
+            expected = probe.score(**ROWS[0]).p_correct
             there = pool.submit(probe.score, **ROWS[0]).result()
-    assert there.p_correct == expected.p_correct
-    assert copy.copy(probe).scorer is probe.scorer
+            assert there.p_correct == expected
+            assert copy.deepcopy(probe).score(**ROWS[0]).p_correct == expected
+            assert copy.copy(probe).scorer is probe.scorer
 
 
 @pytest.fixture
@@ -766,9 +755,16 @@ def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
     assert len(texts) == 1
 
 
-MODEL = "import beatrice; model = beatrice.LanguageModel('embedded'); "
-ASKED = "model.answer(['where was Skiband Rugrond born?']"
 TRAIN = "beatrice-probe[train]'"
+OF_ANSWERS = f"""
+import beatrice
+model = beatrice.LanguageModel("embedded")
+answers = model.answer(["where was Skiband Rugrond born?"])
+try: model.answer(["where?"], read=True)
+except ImportError as error: assert "{TRAIN}" in str(error)
+else: raise SystemExit("nothing is missing")
+model.read(answers)
+"""
 OF_FEW = """
 import numpy as np; from beatrice.jaxprobe import scope
 few = scope.Validation(np.ones(9), np.ones(9, bool))
@@ -783,8 +779,7 @@ beatrice.read_questions(file.name)
 CASES = {
     "a score without a threshold": (["-c", OF_FEW], 0, "22 validation answers"),
     "a function": (["-c", "import beatrice; beatrice.fit"], 1, TRAIN),
-    "answers with signals": (["-c", f"{MODEL}{ASKED}, read=True)"], 1, TRAIN),
-    "signals of answers": (["-c", f"{MODEL}model.read({ASKED}))"], 1, TRAIN),
+    "answers with signals, and signals of answers": (["-c", OF_ANSWERS], 1, TRAIN),
     "P of signals": (
         ["-c", "import beatrice; beatrice.load('embedded').predict(None)"], 1, TRAIN
     ),

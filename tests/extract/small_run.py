@@ -1,5 +1,8 @@
 """Runs of a few questions, made without running their first stage."""
 
+import os
+
+import torch
 from click.testing import CliRunner
 
 from beatrice.cli import main
@@ -36,7 +39,11 @@ def make_run(path, examples=None, model=EMBEDDED, **sections):
 
 def beatrice(*arguments, code=0, **environ):
     """Call the program within this process, which saves its start-up time."""
+    n_threads, names = torch.get_num_threads(), {*os.environ}
     done = CliRunner(env=environ).invoke(main, [str(a) for a in arguments])
+    torch.set_num_threads(n_threads)  # a verb asks for two, other tests for one
+    for name in os.environ.keys() - names:  # set for JAX
+        del os.environ[name]
     assert code is None or done.exit_code == code, (done.output, done.exception)
     return done
 

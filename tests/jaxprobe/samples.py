@@ -200,6 +200,19 @@ def random_detector(dims, config, reads, n_slots, is_mean=False):
     )
 
 
+@partial(jax.jit, static_argnames="encoder")
+def _encode(params, families, masks, *, encoder):
+    apply = partial(apply_module, encoder)
+    of_seed = jax.vmap(apply, in_axes=(0, None, 0))
+    return jax.vmap(of_seed, in_axes=(0, None, None))(params, families, masks)
+
+
+@partial(jax.jit, static_argnames="head")
+def _fuse(params, inputs, slots, mask, *, head):
+    apply = partial(apply_module, head)
+    return jax.vmap(apply, in_axes=(0, 0, None, None))(params, inputs, slots, mask)
+
+
 def score_as_trained(detector, branch, passes):
     """A head's scores by the JAX modules, which `TorchForward` reimplements."""
 
@@ -207,17 +220,14 @@ def score_as_trained(detector, branch, passes):
         bank = detector.banks[where]
         masks = bank.dims.subset_masks[list(map(bank.dims.subset_index, bank.names))]
         families = split_families(features, bank.dims, bank.standardizer)
-        apply = partial(apply_module, Encoder(bank.config, bank.dims))
-        of_seed = jax.vmap(apply, in_axes=(0, None, 0))
-        of_seeds = jax.vmap(of_seed, in_axes=(0, None, None))
-        return jax.jit(of_seeds)(bank.params, families, jnp.asarray(masks))
+        encoder = Encoder(bank.config, bank.dims)
+        return _encode(bank.params, families, jnp.asarray(masks), encoder=encoder)
 
     def fuse(head, logits, pooled):
         logits, pooled = (jnp.stack(x, axis=1) for x in (logits, pooled))
         slots = slots_of(tuple(range(logits.shape[1])), head.config.n_slots)
-        apply = partial(apply_module, FusionHead(head.config))
-        of_seeds = jax.jit(jax.vmap(apply, in_axes=(0, 0, None, None)))
-        fused = of_seeds(head.params, head_inputs(pooled, logits), *slots)
+        inputs = head_inputs(pooled, logits), *slots
+        fused = _fuse(head.params, *inputs, head=FusionHead(head.config))
         means = (jax.nn.sigmoid(x).mean(0) for x in (fused, logits))
         raw, encoders = (np.asarray(x, np.float64) for x in means)
         return raw, encoders.T

@@ -83,11 +83,11 @@ def test_a_detector_scores_as_its_encoders_and_its_head_do(detector):
     features, bank = features_of("closed_book"), detector.banks["closed_book"]
     scores = score_closed_book(detector, features)
     families = split_families(features, bank.dims, bank.standardizer)
-    encoder, outputs = Encoder(CONFIG, bank.dims), []
+    apply, outputs = jax.jit(Encoder(CONFIG, bank.dims).apply), []
     for seed, name in itertools.product((0, 1), ("HP", "A")):
         at = seed, subset_index(name)
         params = jax.tree.map(lambda x, at=at: x[at], bank.params)
-        outputs.append(encoder.apply(params, families, jnp.asarray(SUBSETS[at[1]])))
+        outputs.append(apply(params, families, jnp.asarray(SUBSETS[at[1]])))
     logits, pooled = (np.stack(x) for x in zip(*outputs, strict=True))
     logits = logits.reshape(2, 2, -1)
     inputs = fusion.head_inputs(pooled.reshape(2, 2, 7, -1), logits)

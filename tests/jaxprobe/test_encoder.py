@@ -81,7 +81,7 @@ def test_a_span_whose_states_are_not_read_gets_no_noise_in_training(spans):
     mask, everyone = jnp.asarray(SUBSETS[subset_index("H")]), jnp.arange(6)
 
     def logits(draw):
-        return encoder.apply(weights("H"), families, mask, draw)[0]
+        return jax.jit(encoder.apply)(weights("H"), families, mask, draw)[0]
 
     draw = Draw(everyone, jax.random.key(1), jax.random.key(2))
     # With "all", the question's states and their noise are read; otherwise nothing is.
@@ -130,8 +130,8 @@ def test_token_convolution_and_its_gradient_equal_those_of_jax(where, n_tokens):
         return lambda *operands: jnp.sin(f(*operands)).sum()
 
     np.testing.assert_allclose(ours(x, kernel), reference(x, kernel), atol=1e-5)
-    grads = (jax.grad(total(f), argnums=(0, 1))(x, kernel) for f in (ours, reference))
-    assert_same_leaves(*grads, atol=1e-5)
+    grads = (jax.grad(total(f), argnums=(0, 1)) for f in (ours, reference))
+    assert_same_leaves(*(jax.jit(f)(x, kernel) for f in grads), atol=1e-5)
 
 
 def count(name, n_spans, dims):

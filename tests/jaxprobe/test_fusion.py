@@ -15,6 +15,7 @@ from tests.jaxprobe.samples import N_SEEDS, random_codes
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=6)
 SLOTS, EVERY = jnp.arange(3), jnp.ones(3, bool)
 HEAD = fusion.FusionHead(FusionConfig(hidden=8, n_slots=3))
+APPLY = jax.jit(HEAD.apply)
 CODES = random_codes(200, 0, [2]), random_codes(100, 1, [2])  # encoder 2 knows
 
 
@@ -107,7 +108,7 @@ def test_a_head_begins_as_the_mean_logit():
     outputs = fusion.head_inputs(
         jax.random.normal(jax.random.key(0), (3, 50, 4)), logits
     )
-    first = HEAD.apply(started(outputs), outputs, SLOTS, EVERY)
+    first = APPLY(started(outputs), outputs, SLOTS, EVERY)
     np.testing.assert_allclose(first, logits.mean(axis=0), atol=1e-5)
 
 
@@ -130,9 +131,8 @@ def test_encoder_dropout_hides_whole_encoders_but_never_all():
 def test_dropout_acts_only_in_training():
     outputs = fusion.head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50)))
     params = jax.tree.map(lambda x: x + 0.1, started(outputs))
-    apply = jax.jit(HEAD.apply)
-    assert np.ptp(apply(params, outputs, SLOTS, EVERY)) < 1e-6
-    moved = apply(params, outputs, SLOTS, EVERY, None, jax.random.key(1))
+    assert np.ptp(APPLY(params, outputs, SLOTS, EVERY)) < 1e-6
+    moved = APPLY(params, outputs, SLOTS, EVERY, None, jax.random.key(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -154,7 +154,7 @@ def test_empty_slots_have_no_influence():
         for moved in (0.0, 9.0)
     )
     params = jax.tree.map(lambda x: x + 0.1, started(outputs))
-    before, after = (HEAD.apply(params, x, SLOTS, mask) for x in (outputs, other))
+    before, after = (APPLY(params, x, SLOTS, mask) for x in (outputs, other))
     np.testing.assert_array_equal(before, after)
     assert not np.array_equal(outputs, other)
 
@@ -176,7 +176,7 @@ def test_a_head_reads_the_gap_of_every_pair_of_filled_slots_and_no_other():
         gaps = arrays["gaps"].at[pair, 0].set(5.0)
         apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
-            HEAD.apply({"params": {**arrays, "gaps": g}}, apart, SLOTS, mask)
+            APPLY({"params": {**arrays, "gaps": g}}, apart, SLOTS, mask)
             for g in (arrays["gaps"], gaps)
         ]
         return float(jnp.abs(logits[0] - logits[1]).max())

@@ -136,6 +136,10 @@ class SlowBlock(Block):
         return super().members
 
 
+two_cores = pytest.mark.skipif(n_cores() < 2, reason="one block trains at a time")
+
+
+@two_cores
 def test_a_finished_block_does_not_wait_for_an_earlier_one(parts):
     blocks, groups = [SlowBlock((2,), (0,)), Block((0,), (0,))], ([x] for x in parts)
     protocol = {"encoder": ENCODER, "config": TRAIN, "n_threads": 2}
@@ -163,7 +167,7 @@ class WatchedBlock(Block):
         return super().members
 
 
-@pytest.mark.skipif(n_cores() < 2, reason="one core trains one block at a time anyway")
+@two_cores
 def test_with_a_plan_that_fills_memory_one_block_trains_at_a_time(parts):
     groups = ([x] for x in parts)
     config = PlannedConfig(**dataclasses.asdict(TRAIN), n_rows=64)

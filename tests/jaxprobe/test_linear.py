@@ -90,7 +90,7 @@ def test_pooled_signals_are_means_and_extremes_of_each_example():
     masks = (features.masks[0], features.masks[1].copy())
     masks[1][4] = False  # an answer without a token
     (tokens,) = families_of(Features(features.tokens, masks))
-    result = pooled_signals(tokens)
+    result = jax.jit(pooled_signals)(tokens)
     for family, token in zip(result, tokens.tokens, strict=True):
         for row in range(20):
             question, answer = (
@@ -112,7 +112,8 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     output = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
     x, y = [], []
-    signals = (pooled_signals(part)[1:3] for part in (tokens, valid_tokens))
+    pool = jax.jit(pooled_signals)
+    signals = (pool(part)[1:3] for part in (tokens, valid_tokens))
     for family in zip(*signals, strict=True):
         item, other = (np.asarray(part).T for part in family)
         mean, scale = item.mean(0), item.std(0) * item.shape[1] ** 0.5
@@ -136,7 +137,8 @@ def test_outputs_of_several_members_equal_each_encoder_applied_by_itself(rows):
     result = member_outputs(join(blocks, members), tokens, encoder=ENCODER)
     for row, (subset, _) in enumerate(members):
         alone = jax.tree.map(lambda x: x[0], blocks[row].params)
-        logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(SUBSETS[subset]))
+        mask = jnp.asarray(SUBSETS[subset])
+        logits, _ = jax.jit(ENCODER.apply)(alone, tokens, mask)
         np.testing.assert_allclose(result.logits[row], logits, atol=1e-4)
 
 

@@ -155,20 +155,6 @@ def test_a_question_that_no_prompt_can_hold_has_an_error_in_its_place(scorer, ba
     assert re.search("is empty|take it out|has a window", wrong.error)
 
 
-def test_a_prompt_too_large_for_the_device_fails_only_its_question(scorer):
-    questions = [QUESTION, "who is " * 30, OTHER]
-    with room_for(scorer.probed.backbone, n_tokens=60):
-        first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
-        drafts = strict(scorer).draft(questions)
-    reasons = [d.reason and "does not fit in the device" in d.reason for d in drafts]
-    assert reasons == [None, True, None] and drafts[1].retrieve
-    expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
-    assert [(x.answer, x.error) for x in (first, last)] == [
-        (x.answer, None) for x in expected
-    ]
-    assert wrong.answer is None and "does not fit in the device" in wrong.error
-
-
 def test_an_answer_too_long_to_be_read_again_fails_only_its_question(probed):
     scorer = Scorer(probed.backbone, probed.detector, probed.config)
     scorer.probed.why_read_again = "its attention does not allow it"
@@ -184,16 +170,18 @@ def test_an_answer_too_long_to_be_read_again_fails_only_its_question(probed):
 
 
 @pytest.mark.parametrize(
-    "ask",
+    ("ask", "why"),
     [
-        lambda scorer, questions: lenient(scorer).draft(questions),
-        lambda scorer, questions: run_pgir(
-            scorer, questions, finding(), threshold=1e-6
+        (lambda scorer, x: lenient(scorer).draft(x), "reason"),
+        (
+            lambda scorer, texts: run_pgir(scorer, texts, finding(), threshold=1),
+            "error",
         ),
     ],
 )
-def test_a_prompt_too_large_for_the_device_leaves_others_in_large_batches(scorer, ask):
+def test_a_prompt_too_large_for_the_device_fails_only_its_question(scorer, ask, why):
     questions, sizes = [f"where is Guzolt {i}?" for i in range(40)], []
+    expected = [result.answer for result in ask(scorer, questions)]
     questions[7] = "who is " * 30
     decoder = scorer.probed.backbone.layout.decoder
     with (
@@ -203,9 +191,12 @@ def test_a_prompt_too_large_for_the_device_leaves_others_in_large_batches(scorer
             with_kwargs=True,
         ),
     ):
-        answers = [result.answer for result in ask(scorer, questions)]
-    assert not answers.pop(7) and all(text is not None for text in answers)
-    assert max(sizes) >= 20
+        results = ask(scorer, questions)
+    failed = results.pop(7)
+    assert not failed.answer and getattr(failed, "retrieve", True)
+    assert "does not fit in the device" in getattr(failed, why)
+    assert [result.answer for result in results] == expected[:7] + expected[8:]
+    assert max(sizes) >= 20  # others are still answered together
 
 
 def test_a_gate_decides_alike_after_copying_or_pickling():

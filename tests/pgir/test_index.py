@@ -1,7 +1,9 @@
 """Dense retrieval finds what exact search finds, and refuses files of others."""
 
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,52 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
 from beatrice.pgir import index
+from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import make_corpus, save_encoder, text_of
 from tests.pretended_gpu import DEVICE, PretendedGpu
-from tests.process import ROOT, run_line, run_python
+from tests.process import ROOT, forked, run_python
 from tests.records import flip_bit
 
 N = 300
 NOTHING = lambda done, total: None  # noqa: E731
-BUILD = """
-import sys, time
-from pathlib import Path
-from beatrice.pgir.corpus import Corpus
-from beatrice.pgir.index import PassageEncoderConfig, TextEncoder
-from beatrice.pgir.index import *
-corpus = Corpus(Path(sys.argv[1]))
-encoder = TextEncoder(PassageEncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
-folder = index_folder(corpus, encoder.config.path.name)
-there = len(list(folder.glob("vectors-*")))
-def update(done, total):
-    if done > 16 * there:
-        print(done, flush=True)
-        time.sleep(float(sys.argv[3]))
-vectors = build_vectors(folder, corpus, encoder, update, rows_per_shard=16)
-for form in ("sq8", "ivf_pq"):
-    build_index(vectors, form)
-"""
-
-MANY_SHARDS = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
-from beatrice.pgir.index import *
-folder = Path(sys.argv[1])
-rows = np.eye(100, dtype=np.float16)
-for i in range(100):
-    np.save(folder / f"vectors-{i:05d}.npy", rows[i : i + 1])
-shards = {path.name: sha256_file(path) for path in folder.glob("*.npy")}
-write_json_atomic(folder / "vectors.json", seal({"shards": shards}))
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-vectors = Vectors(folder)
-build_index(vectors, "sq8")
-for form in ("flat", "sq8"):
-    open_index(vectors, form)
-assert (vectors.take(np.arange(100)) == rows).all()
-"""
 MEMORY = """
 import resource, sys
 from pathlib import Path
@@ -290,7 +256,21 @@ def test_a_planted_passage_is_found_and_a_permuted_index_misses_it(built):
 
 def test_an_index_of_more_shards_than_a_process_may_open_is_built_and_read(tmp_path):
     pytest.importorskip("faiss")
-    run_python(MANY_SHARDS, tmp_path)
+    rows = np.eye(100, dtype=np.float16)
+    for i in range(100):
+        np.save(tmp_path / f"vectors-{i:05d}.npy", rows[i : i + 1])
+    shards = {path.name: sha256_file(path) for path in tmp_path.glob("*.npy")}
+    write_json_atomic(tmp_path / "vectors.json", seal({"shards": shards}))
+
+    def child():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        vectors = index.Vectors(tmp_path)
+        index.build_index(vectors, "sq8")
+        for form in ("flat", "sq8"):
+            index.open_index(vectors, form)
+        assert (vectors.take(np.arange(100)) == rows).all()
+
+    assert forked(child) == 0
 
 
 def test_exact_search_holds_only_one_copy_of_its_vectors_in_memory(tmp_path):
@@ -298,31 +278,51 @@ def test_exact_search_holds_only_one_copy_of_its_vectors_in_memory(tmp_path):
     run_python(MEMORY, tmp_path)
 
 
-def kill_build(*words, n_lines):
-    """Start a build, and kill it soon after it has printed some lines."""
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    for _ in range(n_lines):
-        process.stdout.readline()
+def build(corpus, encoder, on_shard):
+    """Build both lossy indexes, in shards of 16 rows; report each one written anew."""
+    folder = index.index_folder(corpus, "tiny")
+    n_there = len([*folder.glob("vectors-*")])
+
+    def update(done, total):
+        if done > 16 * n_there:
+            on_shard(done)
+
+    vectors = index.build_vectors(folder, corpus, encoder, update, rows_per_shard=16)
+    for form in ("sq8", "ivf_pq"):
+        index.build_index(vectors, form)
+    return folder
+
+
+def kill_build(corpus, encoder, seconds, n_shards):
+    """Start a build that waits after each shard, and kill it soon after some."""
+    context = multiprocessing.get_context("fork")
+    near, far = context.Pipe()
+
+    def on_shard(done):
+        far.send(done)
+        time.sleep(seconds)
+
+    process = context.Process(target=build, args=(corpus, encoder, on_shard))
+    process.start()
+    for _ in range(n_shards):
+        near.recv()
     time.sleep(0.02)  # somewhere within a shard
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
 
 
-def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
+@pytest.mark.filterwarnings(r"ignore:os\.fork")  # JAX warns if other tests loaded it
+def test_a_build_killed_again_and_again_gives_the_same_bytes(encoder, tmp_path):
     pytest.importorskip("faiss")
     corpus = make_corpus(tmp_path, N)
-    encoder = save_encoder(tmp_path / "tiny")
-    whole = index.index_folder(corpus, "tiny")
-    words = [sys.executable, "-c", BUILD, str(corpus.folder), str(encoder.path)]
-    run_line(*words, 0)
+    whole = build(corpus, encoder, print)
     expected = {p.name: p.read_bytes() for p in whole.iterdir()}
     shutil.rmtree(whole)
     for _ in range(2):  # each after one more shard
-        kill_build(*words, "30", n_lines=1)
+        kill_build(corpus, encoder, 30, n_shards=1)
         assert not (whole / "vectors.json").exists()
-    kill_build(*words, "0.05", n_lines=4)
-    run_line(*words, 0)
+    kill_build(corpus, encoder, 0.05, n_shards=4)
+    build(corpus, encoder, print)
     built = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
     assert built == expected
 
@@ -382,11 +382,12 @@ def test_a_form_that_was_not_built_is_an_error_that_names_its_option(built, tmp_
 
 def test_without_faiss_one_sentence_says_what_to_install(encoded):
     corpus, encoder, _ = encoded
-    code = (
-        "import sys; sys.modules['faiss'] = None\nfrom beatrice.cli import main; main()"
-    )
     words = ["corpus", corpus.folder, "--retriever", "dense", "--search", "x"]
     words += ["--encoder", encoder.config.path, "--set", "max_tokens=48"]
-    done = run_python(code, *words, code=1)
-    assert "pip install 'beatrice-probe[dense]'" in done.stderr
-    assert "Traceback" not in done.stderr
+
+    def child():
+        sys.modules["faiss"] = None
+        done = beatrice(*words, code=1)
+        assert_error_sentence(done, "pip install 'beatrice-probe[dense]'")
+
+    assert forked(child) == 0

@@ -529,19 +529,6 @@ def test_a_weights_file_in_another_folder_or_format_is_refused(checkpoint, there
     assert_refused(checkpoint, repr(there), "expected *.safetensors files in the same")
 
 
-def test_the_revision_of_a_model_from_the_hub_is_its_commit(checkpoint):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = checkpoint.parent / "models--owner--name"
-    for folder in ("refs", "snapshots"):
-        (repository / folder).mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    checkpoint.rename(repository / "snapshots" / commit)
-    program = "from beatrice.extract.backbone.loading import load_backbone\n"
-    program += "print(load_backbone('owner/name').revision)"
-    done = run_python(program, HF_HUB_CACHE=str(checkpoint.parent))
-    assert done.stdout.strip() == commit
-
-
 def test_a_run_reads_its_answers_with_the_commit_that_wrote_them(checkpoint):
     repository = checkpoint.parent / "models--owner--name"
     for commit in (HERE, OTHER):

@@ -2,8 +2,7 @@
 
 import dataclasses
 import shutil
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.run.process import Share, find_share
+from beatrice.extract.run.process import Share
 from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.store.spec import model_shapes
@@ -25,7 +24,6 @@ from tests.extract.signals.readers import (
     sequence_of_ids,
     sequences_of,
 )
-from tests.process import finish, start
 
 BUDGET = 16384
 WIDE = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
@@ -88,15 +86,15 @@ def tiny_plan(reader=None, config=SMALL):
     return plan_of(tiny_sequences(), reader or tiny_reader(), config)
 
 
-def run_tiny(where, share=None):
-    reader = tiny_reader()
+def run_tiny(where, share=None, reader=None):
+    reader = reader or tiny_reader()
     plan = tiny_plan(reader)
     return run_plan(reader, tiny_sequences(), plan, where, share=share or Share())
 
 
 @pytest.fixture(autouse=True, scope="module")
 def single_thread():
-    """Use one thread like the launched processes, since last bits depend on it."""
+    """Use one thread, since last bits depend on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,10 +117,9 @@ def test_one_share_of_three_continued_by_two_workers_has_the_bytes_of_one(
 ):
     report = run_tiny(tmp_path, Share(1, 3))
     assert 0 < report.n_written < report.n_missing
-    words = (sys.executable, "-m", "tests.extract.signals.test_units", tmp_path)
-    workers = [start(*words, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
-    for worker in workers:
-        finish(worker)
+    shares, readers = (Share(0, 2), Share(1, 2)), (tiny_reader(), tiny_reader())
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run_tiny, [tmp_path] * 2, shares, readers))
     assert files_under(tmp_path) == files_under(whole)
 
 
@@ -161,7 +158,3 @@ def test_a_batch_may_start_before_the_result_of_another_is_taken():
     first, second = reader.start(batch[:4]), reader.start(batch[4:])
     together = [*first.result(), *second.result()]
     assert_same_signals(together, reader.read(batch[:4]) + reader.read(batch[4:]))
-
-
-if __name__ == "__main__":
-    run_tiny(Path(sys.argv[1]), find_share())
