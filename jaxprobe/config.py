@@ -361,6 +361,49 @@ SELECT_PRESETS: dict[Preset, SelectConfig] = {
 }
 
 
+MapKind = Literal["increasing", "isotonic"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """The section `calibrate` of a run.
+
+    Attributes:
+      precision: share of decisions, to trust or distrust, that should be right.
+      maps: kind of map from scores to P. Isotonic regression is the paper's; it gives
+        hundreds of answers the same P, and at its steps rounding can change P a lot.
+    """
+
+    precision: float = 0.9
+    maps: MapKind = "increasing"
+
+    def __post_init__(self) -> None:
+        """Check that precision is in (0, 1]."""
+        if not 0 < self.precision <= 1:
+            raise ValueError(
+                f"precision: expected a share in (0, 1], got {self.precision}"
+            )
+
+
+CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = {
+    **dict.fromkeys(get_args(Preset), CalibrateConfig()),
+    "paper": CalibrateConfig(maps="isotonic"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntervalConfig:
+    """The section `intervals` of a run: the number of bootstrap resamples."""
+
+    n_resamples: int = 10_000
+
+
+INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
+    **dict.fromkeys(get_args(Preset), IntervalConfig()),
+    "smoke": IntervalConfig(n_resamples=100),
+}
+
+
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 

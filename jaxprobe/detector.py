@@ -24,6 +24,7 @@ from beatrice.extract.store.spec import Dtype, ReadingPath
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.families import (
+    SUBSET_NAMES,
     FamilyDims,
     Features,
     Standardizer,
@@ -78,6 +79,38 @@ OWN_PASS_HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
 }
+
+
+BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+
+
+def branch_setting(branch: HeadName) -> Setting:
+    """Return the setting whose answers a branch scores."""
+    return "closed_book" if branch == "closed_book" else "with_context"
+
+
+def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of these settings."""
+    return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
+
+
+def encoders_read(
+    branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
+) -> tuple[tuple[Setting, str], ...]:
+    """Return the (pass, subset name) of each position in a branch's pool.
+
+    `names` are the names of all subsets.
+    """
+    setting, n = branch_setting(branch), len(names)
+    return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
+
+
+def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
+    """Return pool positions as printed: [HP] for with context, (HA) for closed-book."""
+    return [
+        f"({name})" if where == "closed_book" else f"[{name}]"
+        for where, name in encoders_read(branch, members)
+    ]
 
 
 class Scores(NamedTuple):

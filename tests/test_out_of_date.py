@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 
-from beatrice.benchmarks.results.evaluate import EVALUATE
+from beatrice.benchmarks.stages import EVALUATE
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_result_rows
 from beatrice.extract.run.stages import is_done
-from beatrice.jaxprobe.calibrate import select_config
-from beatrice.jaxprobe.train import TRAIN
+from beatrice.jaxprobe.stages import TRAIN, select_config
 from beatrice.selection.anatomy import ANATOMY
 from beatrice.selection.exhaustive import EXHAUSTIVE
 from tests.extract.label.test_audit import fill

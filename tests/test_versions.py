@@ -9,7 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines import judge, plain
+from beatrice.benchmarks import stages as measured
+from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.detectors import selfcheck
 from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.label import labels, stage
@@ -19,10 +20,10 @@ from beatrice.jaxprobe.config import PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
 from beatrice.jaxprobe.linear import feature_scale
-from beatrice.jaxprobe.train import TRAIN as TRAINED
+from beatrice.jaxprobe.stages import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
+from beatrice.pgir import stages as control
 from beatrice.pgir.controllers import dragin
-from beatrice.pgir.controllers import stage as control
 from beatrice.selection import anatomy
 from tests.extract.generate.test_local import byte_fallback
 from tests.jaxprobe.test_grid import BLOCK, ENCODER, TRAIN, planted_parts
@@ -103,9 +104,9 @@ def read_ids():
 STANDS_FOR = {
     "fits": (PROTOCOL, lambda: list(fits())),
     "verdicts": (stage._FORMAT, lambda: list(verdicts())),
-    "scores of detectors": (judge.SCORE_FORMAT, words_and_sentences),
+    "scores of detectors": (measured.SCORE_FORMAT, words_and_sentences),
     "analyses": (anatomy.FORMAT, lambda: list(grounded())),
-    "calls of controllers": (control._SERVED, lambda: list(owners())),
+    "calls of controllers": (control.SERVED, lambda: list(owners())),
     "ids of texts": (given.READING, lambda: list(read_ids())),
     "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
@@ -130,9 +131,9 @@ def test_a_version_number_changes_with_what_it_stands_for(name):
 IN_RECORDS = [
     (TRAINED, "protocol", PROTOCOL),
     (stage.LABEL, "format", stage._FORMAT),
-    (judge.BASELINES, "format", judge.SCORE_FORMAT),
+    (measured.BASELINES, "format", measured.SCORE_FORMAT),
     (anatomy.ANATOMY, "format", anatomy.FORMAT),
-    (control.CONTROL, "served", control._SERVED),
+    (control.CONTROL, "served", control.SERVED),
 ]
 
 
