@@ -238,11 +238,11 @@ def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
 
 def _report(run_dir: Path, how: ReportOptions) -> None:
     from beatrice.benchmarks.results.report import run_ledger, run_table
-    from beatrice.benchmarks.stages import REPORT
-    from beatrice.extract.run.stages import is_done, open_and_do
+    from beatrice.benchmarks.stages import REPORT, are_rows_gathered
+    from beatrice.extract.run.stages import open_and_do
 
-    # Printing from a current report needs no write access and no lock on the run.
-    if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
+    # Printing current rows needs no write access and no lock on the run.
+    if not (how.print or how.ledger) or not are_rows_gathered(run_dir):
         open_and_do(run_dir, REPORT)
     if how.print:
         with checking("--print"):

@@ -17,9 +17,9 @@ from beatrice.benchmarks.baselines.detector import (
 from beatrice.extract.plugs import NotNamed, identity_or_error, sha256_of_code
 from beatrice.extract.run.contents import question_files, row_files
 from beatrice.extract.run.directory import Preset, RunDir
-from beatrice.extract.run.files import read_json
+from beatrice.extract.run.files import read_json, sha256_file, sha256_json
 from beatrice.extract.run.rows import published, rows_file
-from beatrice.extract.run.stages import Stage, deferred
+from beatrice.extract.run.stages import Stage, deferred, is_done
 from beatrice.jaxprobe.stages import encoder_folders
 
 
@@ -131,9 +131,27 @@ def _report_inputs(run: RunDir) -> list[Path]:
     ]
 
 
+def _drawn_by(config: None) -> dict[str, str]:
+    """Return the identity of the code of the page, so that newer code draws it again.
+
+    No version number: every change of a table, a figure or a sentence would raise it.
+    """
+    files = sorted((Path(__file__).parent / "results").glob("*.*"))
+    return {"code": sha256_json([sha256_file(file) for file in files])}
+
+
 REPORT = Stage(
     name="report",
     inputs=_report_inputs,
     outputs=lambda run: [run.report, run.results, *(run.path / x for x in TABLES)],
     work=deferred("beatrice.benchmarks.results.report:report_run"),
+    identity=_drawn_by,
 )
+
+
+def are_rows_gathered(run_dir: Path) -> bool:
+    """Return whether the report has the run's current rows, whatever code drew it."""
+    record = RunDir(run_dir).stage_record("report")
+    inputs = {} if record is None else record.inputs
+    drawn_by = {name: inputs[name] for name in ("code",) if name in inputs}
+    return is_done(run_dir, dataclasses.replace(REPORT, identity=lambda _: drawn_by))
