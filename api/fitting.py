@@ -26,8 +26,6 @@ from beatrice.jaxprobe.calibrate import (
     FusedHead,
     Pool,
     TrainedGrid,
-    branch_setting,
-    branches_of,
     calibrated,
     passing_head,
     pool_of,
@@ -41,7 +39,13 @@ from beatrice.jaxprobe.config import (
     set_library_compiler,
     usual_jax,
 )
-from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
+from beatrice.jaxprobe.detector import (
+    Detector,
+    HeadName,
+    Provenance,
+    branch_setting,
+    branches_of,
+)
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -75,7 +79,8 @@ from beatrice.pgir.arguments import (
 )
 from beatrice.probe import Probe, scorer_of
 from beatrice.selection.greedy import HeadTrainer, select_heads
-from beatrice.selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
+from beatrice.selection.stages import SWEEP_PRESETS, SweepSection
+from beatrice.selection.sweep import choose_layer
 from beatrice.signals import Signals, by_setting
 
 Passes = Signals | Mapping[Setting, Signals]

@@ -15,14 +15,14 @@ CHAIN = (
     "beatrice.extract.engines:ANSWER",
     "beatrice.extract.label.stage:LABEL",
     "beatrice.extract.signals.extract:EXTRACT",
-    "beatrice.selection.sweep:SWEEP",
-    "beatrice.jaxprobe.train:TRAIN",
-    "beatrice.selection.greedy:SELECT",
-    "beatrice.jaxprobe.calibrate:CALIBRATE",
-    "beatrice.benchmarks.results.evaluate:EVALUATE",
-    "beatrice.benchmarks.baselines.judge:BASELINES",
-    "beatrice.pgir.controllers.stage:CONTROL",
-    "beatrice.benchmarks.results.report:REPORT",
+    "beatrice.selection.stages:SWEEP",
+    "beatrice.jaxprobe.stages:TRAIN",
+    "beatrice.selection.stages:SELECT",
+    "beatrice.jaxprobe.stages:CALIBRATE",
+    "beatrice.benchmarks.stages:EVALUATE",
+    "beatrice.benchmarks.stages:BASELINES",
+    "beatrice.pgir.stages:CONTROL",
+    "beatrice.benchmarks.stages:REPORT",
 )
 
 STAGES = [place.partition(":")[2].lower() for place in CHAIN]  # names of the verbs

@@ -34,7 +34,7 @@ from beatrice.extract.run.verbs import (
 from beatrice.pgir.commands import RetrievalOptions
 
 if TYPE_CHECKING:
-    from beatrice.benchmarks.baselines.judge import BaselinesConfig
+    from beatrice.benchmarks.stages import BaselinesConfig
     from beatrice.benchmarks.transfer import TransferConfig
 
 
@@ -50,7 +50,7 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
 
     Example: beatrice evaluate runs/demo --ablations
     """
-    from beatrice.benchmarks.results.evaluate import EVALUATE
+    from beatrice.benchmarks.stages import EVALUATE
     from beatrice.extract.run.stages import open_and_do
 
     open_and_do(run_dir, EVALUATE)
@@ -91,7 +91,6 @@ class BaselinesOptions:
     def change(self, config: "BaselinesConfig") -> "BaselinesConfig":
         """Return the run's configuration with the options given here applied."""
         from beatrice.benchmarks.baselines.detector import find_detector
-        from beatrice.benchmarks.baselines.judge import chosen_detectors
 
         changes: dict[str, Any] = {}
         if self.only:
@@ -105,6 +104,8 @@ class BaselinesOptions:
                 changes[name] = str(path.resolve())
         if not changes:
             return config
+        from beatrice.benchmarks.baselines.judge import chosen_detectors
+
         changed = dataclasses.replace(config, **changes)
         with checking("--only"):  # refuse it before the stage begins
             chosen_detectors(changed)
@@ -126,7 +127,7 @@ def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
         return
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
-    from beatrice.benchmarks.baselines.judge import BASELINES
+    from beatrice.benchmarks.stages import BASELINES
 
     if how.check is not None:
         _check(run_dir, how.check, how)
@@ -139,7 +140,8 @@ def baselines(run_dir: Path | None, how: BaselinesOptions) -> None:
 def _check(run_dir: Path, name: str, how: BaselinesOptions) -> None:
     """Print the faults of a user's detector; exit with code 1 if it has any."""
     from beatrice.benchmarks.baselines.detector import find_detector
-    from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
+    from beatrice.benchmarks.baselines.judge import run_violations
+    from beatrice.benchmarks.stages import BaselinesConfig
 
     with RunDir.open(run_dir) as run:
         with checking("--check"):
@@ -235,11 +237,12 @@ def _compare(run_a: Path, run_b: Path, out: Path | None) -> None:
 
 
 def _report(run_dir: Path, how: ReportOptions) -> None:
-    from beatrice.benchmarks.results.report import REPORT, run_ledger, run_table
-    from beatrice.extract.run.stages import is_done, open_and_do
+    from beatrice.benchmarks.results.report import run_ledger, run_table
+    from beatrice.benchmarks.stages import REPORT, are_rows_gathered
+    from beatrice.extract.run.stages import open_and_do
 
-    # Printing from a current report needs no write access and no lock on the run.
-    if not (how.print or how.ledger) or not is_done(run_dir, REPORT):
+    # Printing current rows needs no write access and no lock on the run.
+    if not (how.print or how.ledger) or not are_rows_gathered(run_dir):
         open_and_do(run_dir, REPORT)
     if how.print:
         with checking("--print"):

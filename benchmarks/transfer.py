@@ -26,8 +26,6 @@ import torch
 
 from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput, Relations
 from beatrice.benchmarks.baselines.judge import (
-    BASELINES_PRESETS,
-    BaselinesConfig,
     chosen_detectors,
     open_relations,
     read_again,
@@ -53,6 +51,7 @@ from beatrice.benchmarks.results.names import (
     PERPLEXITY,
     RETRIEVED,
 )
+from beatrice.benchmarks.stages import BASELINES_PRESETS, BaselinesConfig
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Refusal, open_dataset
 from beatrice.extract.engines import ANSWER
@@ -79,13 +78,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import NewRun, Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.rows import (
-    ResultRow,
-    Subject,
-    label_rule,
-    publish,
-    rows_file,
-)
+from beatrice.extract.run.rows import ResultRow, Subject, label_rule, publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.extract.store.store import FeatureStore, end_to_end
@@ -105,6 +98,7 @@ from beatrice.jaxprobe.families import (
 from beatrice.jaxprobe.grid import grid_members, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, rows_at_once
+from beatrice.jaxprobe.stages import chosen_layer, encoder_folders, grid_config
 from beatrice.jaxprobe.tokens import (
     answer_log_probs,
     family_dims,
@@ -112,17 +106,13 @@ from beatrice.jaxprobe.tokens import (
     split_families,
     stored_lengths,
 )
-from beatrice.jaxprobe.train import (
-    EVERY_FAMILY,
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-)
-from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
+from beatrice.jaxprobe.train import EVERY_FAMILY
+from beatrice.pgir.controllers.stage import retrieval_of
 from beatrice.pgir.controllers.waves import showable
 from beatrice.pgir.corpus import has_answer
 from beatrice.pgir.forward import TorchForward
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
+from beatrice.pgir.stages import retrieval_config
 
 LEARNED = ("train", "validation")  # splits that detectors are fitted and chosen on
 

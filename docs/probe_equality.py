@@ -21,7 +21,8 @@ def write(run, folder, n):
     """Write the files that `compare` reads."""
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.store.store import open_store
-    from beatrice.jaxprobe.calibrate import branch_setting, run_selection
+    from beatrice.jaxprobe.calibrate import run_selection
+    from beatrice.jaxprobe.detector import branch_setting
     from beatrice.jaxprobe.families import span_lengths, widths_of
     from beatrice.jaxprobe.rows import closed_book_rows
     from beatrice.jaxprobe.tokens import read_features

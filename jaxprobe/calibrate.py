@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,10 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.generate.templates import PromptConfig
-from beatrice.extract.records import Record, Setting
+from beatrice.extract.records import Setting
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import (
-    read_answers,
-    read_examples,
-    row_files,
-    settings_of,
-)
-from beatrice.extract.run.directory import Preset, RunDir, read_manifest
-from beatrice.extract.run.stages import Stage
+from beatrice.extract.run.contents import read_answers, read_examples, settings_of
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import (
@@ -40,26 +34,28 @@ from beatrice.jaxprobe.calibration import (
     folds_of,
 )
 from beatrice.jaxprobe.config import (
-    SELECT_PRESETS,
+    CALIBRATE_PRESETS,
+    INTERVAL_PRESETS,
+    CalibrateConfig,
     EncoderConfig,
     FusionConfig,
-    SelectConfig,
+    MapKind,
     set_compiler,
     usual_jax,
 )
 from beatrice.jaxprobe.detector import (
-    FORMAT,
     Detector,
     EncoderBank,
     HeadName,
     Provenance,
     Scores,
     SettingHead,
+    branch_setting,
+    branches_of,
+    encoders_read,
 )
 from beatrice.jaxprobe.encoder import MemberOutputs, Params
-from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
 from beatrice.jaxprobe.families import (
-    SUBSET_NAMES,
     FamilyDims,
     Features,
     Standardizer,
@@ -86,21 +82,19 @@ from beatrice.jaxprobe.scope import (
     n_of_classes,
     scripts_of,
 )
+from beatrice.jaxprobe.stages import (
+    SearchSummary,
+    chosen_layer,
+    grid_config,
+    select_config,
+)
 from beatrice.jaxprobe.tokens import (
     family_dims,
     read_features,
     stored_dtypes,
     stored_lengths,
 )
-from beatrice.jaxprobe.train import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    open_rows,
-    run_outputs,
-)
-
-BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+from beatrice.jaxprobe.train import open_rows, run_outputs
 
 
 class Pool(NamedTuple):
@@ -163,52 +157,6 @@ def _take(outputs: MemberOutputs, where: np.ndarray) -> MemberOutputs:
     return MemberOutputs(outputs.logits[:, where], outputs.pooled[:, where])
 
 
-def branch_setting(branch: HeadName) -> Setting:
-    """Return the setting whose answers a branch scores."""
-    return "closed_book" if branch == "closed_book" else "with_context"
-
-
-def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
-    """Return the branches that score answers of these settings."""
-    return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
-
-
-def encoders_read(
-    branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
-) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of each position in a branch's pool.
-
-    `names` are the names of all subsets.
-    """
-    setting, n = branch_setting(branch), len(names)
-    return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
-
-
-def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
-    """Return pool positions as printed: [HP] for with context, (HA) for closed-book."""
-    return [
-        f"({name})" if where == "closed_book" else f"[{name}]"
-        for where, name in encoders_read(branch, members)
-    ]
-
-
-class Round(Record, frozen=True, kw_only=True):
-    """An accepted round of a search; `candidates` are AUROCs by pool position."""
-
-    added: int
-    auroc: float
-    candidates: dict[str, float]
-
-
-class SearchSummary(Record, frozen=True, kw_only=True):
-    """The course of a search, saved with its heads."""
-
-    members: tuple[int, ...]
-    n_slots: int
-    stop: str
-    rounds: tuple[Round, ...]
-
-
 SEEN = ("train", "validation")  # splits that a detector was fitted on
 _MOST_BYTES = 1 << 30  # of signals and activations in memory at once
 _OF_A_KIND = 64  # fewest rows of similar length for a batch of their own
@@ -241,7 +189,7 @@ class FusedHead(NamedTuple):
     """The heads of a selected set, with their scores of every row of their setting.
 
     Attributes:
-      members: pool positions, see `jaxprobe.calibrate.encoders_read`.
+      members: pool positions, see `jaxprobe.detector.encoders_read`.
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       scores: `[n_seeds, n_rows]` uncalibrated probabilities.
@@ -269,7 +217,6 @@ def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
     return FusedHead((member,), config, params, 1 / (1 + np.exp(-ends)))
 
 
-MapKind = Literal["increasing", "isotonic"]
 # Fit maps to scores, labels and questions; the paper's, isotonic, needs no questions.
 FIT_MAP: dict[MapKind, Callable[..., Calibrator]] = {
     "increasing": choose_calibrator,
@@ -435,11 +382,6 @@ def _ids(store: FeatureStore) -> np.ndarray:
 N_FOLDS = 5  # folds of `fold_calibrators`
 
 
-def select_config(run: RunDir) -> SelectConfig:
-    """Return how a run's heads are trained and selected, with the run's seed."""
-    return run.resolve_section("select", SELECT_PRESETS).seeded(run.seed)
-
-
 def run_branches(run: RunDir) -> tuple[HeadName, ...]:
     """Return the branches that score answers of a run's settings."""
     return branches_of(settings_of(run))
@@ -468,7 +410,8 @@ def run_pool(run: RunDir, setting: Setting) -> Pool:
 
 def run_bootstrap(run: RunDir) -> BootstrapConfig:
     """Return the configuration of a run's intervals, with the run's seed."""
-    return run.resolve_section("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
+    config = run.resolve_section("intervals", INTERVAL_PRESETS)
+    return BootstrapConfig(n_resamples=config.n_resamples, seed=run.seed)
 
 
 def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
@@ -480,33 +423,6 @@ def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
     fit = FIT_MAP[run.resolve_section("calibrate", CALIBRATE_PRESETS).maps]
     folds = folds_of(questions, N_FOLDS)
     return cross_fit(fit, scores, rows.labels[where], questions, folds, N_FOLDS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
-    """The section `calibrate` of a run.
-
-    Attributes:
-      precision: share of decisions, to trust or distrust, that should be right.
-      maps: kind of map from scores to P. Isotonic regression is the paper's; it gives
-        hundreds of answers the same P, and at its steps rounding can change P a lot.
-    """
-
-    precision: float = 0.9
-    maps: MapKind = "increasing"
-
-    def __post_init__(self) -> None:
-        """Check that precision is in (0, 1]."""
-        if not 0 < self.precision <= 1:
-            raise ValueError(
-                f"precision: expected a share in (0, 1], got {self.precision}"
-            )
-
-
-CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = {
-    **dict.fromkeys(get_args(Preset), CalibrateConfig()),
-    "paper": CalibrateConfig(maps="isotonic"),
-}
 
 
 def _fused(run: RunDir, branch: HeadName) -> FusedHead:
@@ -565,9 +481,10 @@ def _provenance(run: RunDir, grids: Mapping[Setting, TrainedGrid]) -> Provenance
     )
 
 
-def _calibrate(
+def calibrate_run(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
+    """Fit the maps of a run's heads, and save its detector."""
     set_compiler(run.preset)
     grids: dict[Setting, TrainedGrid] = {s: _grid(run, s) for s in settings_of(run)}
     detector = calibrated(
@@ -581,18 +498,3 @@ def _calibrate(
         for threshold in head.thresholds():
             progress.note(f"{branch}: {threshold.in_words()}")
     detector.save(run.detector)
-
-
-CALIBRATE = Stage(
-    name="calibrate",
-    inputs=lambda run: [
-        *row_files(run),
-        run.sweep,
-        run.selection,
-        *encoder_folders(run),
-    ],
-    outputs=lambda run: [run.detector],
-    work=_calibrate,
-    identity=lambda config: {"format": str(FORMAT)},
-    presets=CALIBRATE_PRESETS,
-)

@@ -2,9 +2,9 @@
 
 Orbax does not notice a flipped bit, so all checksums are verified before anything is
 read. A checkpoint is written completely or not at all; a `Cache` keeps finished parts
-of longer work until the whole is saved. Orbax is imported inside functions, because
-importing it adds a handler to the root logger, after which a notebook's
-`logging.basicConfig` does nothing.
+of longer work until the whole is saved. Orbax and JAX are imported inside functions:
+descriptions and caches need neither, and importing Orbax adds a handler to the root
+logger, after which a notebook's `logging.basicConfig` does nothing.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
@@ -101,6 +100,7 @@ ARRAYS = "arrays"
 
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
     """Write a pytree of arrays and its JSON description, replacing what was there."""
+    import jax
     import orbax.checkpoint as ocp
 
     arrays = jax.tree.map(np.asarray, tree)
@@ -138,14 +138,20 @@ def _check_room(
             n_left -= n_bytes
 
 
+def read_config(path: Path, kind: type[Decoded] = dict[str, Any]) -> Decoded:
+    """Verify a checkpoint, and read its config without its arrays."""
+    verify_checksums(path)
+    what_to_do = "another version of this program wrote it; run its stage again"
+    return read_json(path / CONFIG, kind, what_to_do)
+
+
 def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:
     """Verify and read a checkpoint: nested dicts of NumPy arrays, and its config."""
+    import jax
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
-    verify_checksums(path)
-    what_to_do = "another version of this program wrote it; run its stage again"
-    config = read_json(path / CONFIG, kind, what_to_do)
+    config = read_config(path, kind)
     with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
         args = jax.tree.map(

@@ -21,7 +21,7 @@ from beatrice.extract.run.verbs import (
 from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, StreamConfig, as_bytes
 
 if TYPE_CHECKING:
-    from beatrice.jaxprobe.calibrate import CalibrateConfig
+    from beatrice.jaxprobe.config import CalibrateConfig
 
 # Sizes of heads in each preset; a test compares this with their configurations.
 HEAD_SIZES = (
@@ -120,7 +120,7 @@ def train(
     """
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import open_and_do
-    from beatrice.jaxprobe.train import TRAIN
+    from beatrice.jaxprobe.stages import TRAIN
 
     def change(config: GridConfig) -> GridConfig:
         config = training.change(sizes.change(config, RunDir(run_dir).preset))
@@ -161,6 +161,6 @@ def calibrate(run_dir: Path, settings: CalibrateOptions) -> None:
 
     Example: beatrice calibrate runs/demo --set maps=isotonic
     """
-    from beatrice.jaxprobe.calibrate import CALIBRATE
+    from beatrice.jaxprobe.stages import CALIBRATE
 
     do_again_if_changed(run_dir, CALIBRATE, settings.change)

@@ -22,6 +22,10 @@ MatmulDtype = Literal["float32", "bfloat16"]
 # Version of everything about a fit that its configuration does not record. Version 1
 # divided constant features by rounding errors and took steps on other groups of rows.
 PROTOCOL = 2
+# Format of saved detectors. In format 8, answers of equal P are in file order; format 9
+# has no hash of a Hub model's files; format 10 does not count the encoders tried, and
+# has one reading path for all settings.
+DETECTOR_FORMAT = 11
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -358,6 +362,49 @@ SELECT_PRESETS: dict[Preset, SelectConfig] = {
         train=TrainConfig(learning_rate=3e-3, batch_size=64, max_epochs=2, n_seeds=1),
     ),
     "paper": SelectConfig(),
+}
+
+
+MapKind = Literal["increasing", "isotonic"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """The section `calibrate` of a run.
+
+    Attributes:
+      precision: share of decisions, to trust or distrust, that should be right.
+      maps: kind of map from scores to P. Isotonic regression is the paper's; it gives
+        hundreds of answers the same P, and at its steps rounding can change P a lot.
+    """
+
+    precision: float = 0.9
+    maps: MapKind = "increasing"
+
+    def __post_init__(self) -> None:
+        """Check that precision is in (0, 1]."""
+        if not 0 < self.precision <= 1:
+            raise ValueError(
+                f"precision: expected a share in (0, 1], got {self.precision}"
+            )
+
+
+CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = {
+    **dict.fromkeys(get_args(Preset), CalibrateConfig()),
+    "paper": CalibrateConfig(maps="isotonic"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntervalConfig:
+    """The section `intervals` of a run: the number of bootstrap resamples."""
+
+    n_resamples: int = 10_000
+
+
+INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
+    **dict.fromkeys(get_args(Preset), IntervalConfig()),
+    "smoke": IntervalConfig(n_resamples=100),
 }
 
 

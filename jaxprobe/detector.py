@@ -22,8 +22,9 @@ from beatrice.extract.records import SETTINGS, AnswerSpan, Record, Setting
 from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
 from beatrice.extract.store.spec import Dtype, ReadingPath
 from beatrice.jaxprobe.calibration import Calibrator
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.config import DETECTOR_FORMAT, EncoderConfig, FusionConfig
 from beatrice.jaxprobe.families import (
+    SUBSET_NAMES,
     FamilyDims,
     Features,
     Standardizer,
@@ -78,6 +79,38 @@ OWN_PASS_HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
 }
+
+
+BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+
+
+def branch_setting(branch: HeadName) -> Setting:
+    """Return the setting whose answers a branch scores."""
+    return "closed_book" if branch == "closed_book" else "with_context"
+
+
+def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of these settings."""
+    return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
+
+
+def encoders_read(
+    branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
+) -> tuple[tuple[Setting, str], ...]:
+    """Return the (pass, subset name) of each position in a branch's pool.
+
+    `names` are the names of all subsets.
+    """
+    setting, n = branch_setting(branch), len(names)
+    return tuple((setting if i < n else "closed_book", names[i % n]) for i in members)
+
+
+def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
+    """Return pool positions as printed: [HP] for with context, (HA) for closed-book."""
+    return [
+        f"({name})" if where == "closed_book" else f"[{name}]"
+        for where, name in encoders_read(branch, members)
+    ]
 
 
 class Scores(NamedTuple):
@@ -161,12 +194,6 @@ class Provenance:
     def commit(self) -> str | None:
         """The commit of a Hub model; None for any other model."""
         return self.revision if COMMIT.fullmatch(self.revision) else None
-
-
-# Format of saved detectors. In format 8, answers of equal P are in file order; format 9
-# has no hash of a Hub model's files; format 10 does not count the encoders tried, and
-# has one reading path for all settings.
-FORMAT = 11
 
 
 class _Format(msgspec.Struct):
@@ -312,7 +339,7 @@ class Detector:
         """Write the two files of a detector into a folder: structure and arrays."""
         tree: dict[str, Any] = {}
         saved: dict[str, Any] = {
-            "format": FORMAT,
+            "format": DETECTOR_FORMAT,
             "provenance": msgspec.to_builtins(self.provenance),
         }
         for name, values in (("banks", self.banks), ("heads", self.heads)):
@@ -332,10 +359,12 @@ class Detector:
         folder = Path(path)
         verify_checksums(folder, files=files)
         again = "fit the probe again, or run `beatrice calibrate` again"
-        if (saved_as := read_json(folder / CONFIG, _Format, again).format) > FORMAT:
+        saved_as = read_json(folder / CONFIG, _Format, again).format
+        if saved_as > DETECTOR_FORMAT:
             raise ValueError(
                 f"{folder / CONFIG} has format {saved_as} of a newer beatrice-probe "
-                f"(this version reads up to {FORMAT}); install the newer version"
+                f"(this version reads up to {DETECTOR_FORMAT}); install the newer "
+                "version"
             )
         saved = read_json(folder / CONFIG, _Saved, again)
         try:

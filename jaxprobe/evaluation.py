@@ -13,13 +13,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.rows import ResultRow, Subject
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
@@ -284,20 +283,3 @@ def permute_by_question(rows: StoreRows, seed: int) -> np.ndarray:
             indices = np.array(questions)  # [n_questions, n_wordings]
             permuted[indices] = rows.labels[indices[rng.permutation(len(indices))]]
     return permuted
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IntervalConfig:
-    """The section `intervals` of a run: the number of bootstrap resamples."""
-
-    n_resamples: int = 10_000
-
-    def bootstrap(self, seed: int) -> BootstrapConfig:
-        """Return the bootstrap configuration, with the run's seed."""
-        return BootstrapConfig(n_resamples=self.n_resamples, seed=seed)
-
-
-INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
-    **dict.fromkeys(get_args(Preset), IntervalConfig()),
-    "smoke": IntervalConfig(n_resamples=100),
-}

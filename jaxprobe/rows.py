@@ -7,14 +7,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
-from beatrice.extract.run.files import read_json
+from beatrice.extract.records import IN_DOMAIN, Example, Label, Setting
 from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import usual_jax
@@ -183,28 +181,6 @@ def closed_book_rows(
             "closed-book too, and extract the signals"
         )
     return np.array([index[example_id] for example_id in ids], dtype=np.int64)
-
-
-class LayerCurve(Record, frozen=True, kw_only=True):
-    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
-
-    layers: tuple[int, ...]
-    auroc: tuple[tuple[Share, ...], ...]
-    best: int
-    n_train: int
-    n_validation: int
-
-
-class LayerSweep(Record, frozen=True, kw_only=True):
-    """The result of the layer sweep; `layer` is used for all settings."""
-
-    layer: int
-    settings: dict[Setting, LayerCurve]
-
-
-def read_sweep(path: Path) -> LayerSweep:
-    """Read the file of a layer sweep."""
-    return read_json(path, LayerSweep, "run `beatrice sweep` again")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -34,18 +34,16 @@ from beatrice.extract.run.contents import (
     question_files,
     read_examples,
     read_labels,
-    row_files,
     settings_of,
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.process import Share, gpu_of_process, return_freed_memory
-from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.extract.run.stages import side_by_side
 from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
-    GRID_PRESETS,
     PROTOCOL,
     EncoderConfig,
     GridConfig,
@@ -56,12 +54,7 @@ from beatrice.jaxprobe.config import (
 )
 from beatrice.jaxprobe.encoder import COLLECTION, Encoder, MemberOutputs
 from beatrice.jaxprobe.evaluation import permute_by_question
-from beatrice.jaxprobe.families import (
-    N_SUBSETS,
-    FamilyDims,
-    subset_index,
-    widths_of,
-)
+from beatrice.jaxprobe.families import N_SUBSETS, FamilyDims, subset_index, widths_of
 from beatrice.jaxprobe.grid import (
     LEAST_GAIN,
     Block,
@@ -101,10 +94,10 @@ from beatrice.jaxprobe.rows import (
     StoreRows,
     TrainingSet,
     check_classes,
-    read_sweep,
     rows_of,
     training_set,
 )
+from beatrice.jaxprobe.stages import chosen_layer
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
@@ -120,21 +113,6 @@ def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, StoreRows]:
     """Open a setting's store; return it and its rows."""
     store = open_store(run.features(setting))
     return store, rows_of(store, read_examples(run), read_labels(run).values())
-
-
-def chosen_layer(run: RunDir) -> int:
-    """Return the layer from which a run reads the hidden family."""
-    return read_sweep(run.sweep).layer
-
-
-def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the paths of the encoder checkpoints of a run's settings."""
-    return [run.encoders(setting) for setting in settings_of(run)]
-
-
-def grid_config(run: RunDir) -> GridConfig:
-    """Return how a run's encoders are trained, with the run's seed."""
-    return run.resolve_section("train", GRID_PRESETS).seeded(run.seed)
 
 
 def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
@@ -627,7 +605,9 @@ def _train_setting(
     shutil.rmtree(_members_folder(run, setting), ignore_errors=True)
 
 
-def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
+def train_run(
+    run: RunDir, config: GridConfig, update: Update, progress: Progress
+) -> int:
     """Train a share of the members; return how many of other shares are missing."""
     gpu = None if run.share.is_whole else gpu_of_process()
     if gpu is not None:  # before JAX looks for GPUs
@@ -656,15 +636,3 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
     # Count after the last setting: one process may be ahead in the first setting and
     # another in the second, so that each would leave the joining to the other.
     return sum(_n_missing(run, config, setting) for setting in settings)
-
-
-TRAIN = Stage(
-    name="train",
-    inputs=lambda run: [*row_files(run), run.sweep],
-    outputs=encoder_folders,
-    work=_train,
-    parts="encoders",
-    identity=lambda config: {"protocol": str(PROTOCOL)},
-    presets=GRID_PRESETS,
-    is_open=True,
-)

@@ -23,11 +23,12 @@ from beatrice.extract.run.verbs import (
     option,
     options,
 )
+from beatrice.pgir.controllers import RIVALS
 
 if TYPE_CHECKING:
-    from beatrice.pgir.controllers.stage import ControlConfig, Searches
     from beatrice.pgir.corpus import Corpus
     from beatrice.pgir.index import TextEncoder
+    from beatrice.pgir.stages import ControlConfig, Searches
 
 Form = Literal["flat", "sq8", "ivf_pq"]
 
@@ -86,8 +87,8 @@ class RetrievalOptions(EncoderSettings):
         if not given(self):
             return
         from beatrice.extract.run.directory import RunDir
-        from beatrice.pgir.controllers.stage import record_retrieval
         from beatrice.pgir.retrievers import KINDS, RetrievalConfig, check_retrieval
+        from beatrice.pgir.stages import record_retrieval
 
         chosen = RetrievalConfig(
             retriever="served" if self.url else self.retriever or "bm25",
@@ -371,7 +372,7 @@ class ControlOptions:
 
     def change(self, config: "ControlConfig") -> "ControlConfig":
         """Return a run's configuration with the options given applied to it."""
-        from beatrice.pgir.controllers.stage import EVERY_RIVAL, OWN_JUDGE
+        from beatrice.pgir.stages import OWN_JUDGE
 
         fields = given(self)
         judges = tuple(f"{OWN_JUDGE}{spec}" for spec in fields.pop("judge", ()))
@@ -379,7 +380,7 @@ class ControlOptions:
             fields["encoder"] = _absolute(self.encoder)
         rivals = config.rivals
         if names := fields.pop("rivals", ()):
-            rivals = tuple(n for n in EVERY_RIVAL if n in names or "all" in names)
+            rivals = tuple(n for n in RIVALS if n in names or "all" in names)
         rivals = tuple(dict.fromkeys((*rivals, *judges)))
         return dataclasses.replace(config, **fields, rivals=rivals)
 
@@ -396,11 +397,10 @@ def control(run_dir: Path, how: ControlOptions, retrieval: RetrievalOptions) -> 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
     from beatrice.extract.plugs import load_plug
-    from beatrice.pgir.controllers.stage import CONTROL, EVERY_RIVAL
-    from beatrice.pgir.controllers.waves import JUDGES, as_judge
     from beatrice.pgir.index import read_encoder_config
+    from beatrice.pgir.stages import CONTROL, JUDGES, as_judge
 
-    known = ("none", "all", *EVERY_RIVAL)
+    known = ("none", "all", *RIVALS)
     if unknown := [name for name in how.rivals if name not in known]:
         raise click.UsageError(
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"

@@ -50,7 +50,6 @@ from beatrice.pgir.controllers.loop import (
 from beatrice.pgir.controllers.waves import (
     AnswerService,
     CallJournal,
-    DraftJudge,
     Failed,
     Waves,
     open_services,
@@ -58,6 +57,7 @@ from beatrice.pgir.controllers.waves import (
 )
 from beatrice.pgir.retrievers import UserRetriever
 from beatrice.pgir.scorer import Scorer
+from beatrice.pgir.stages import DraftJudge
 from beatrice.pgir.warnings import REASONS, WARNINGS
 
 

@@ -23,14 +23,7 @@ from beatrice.extract.run.files import read_json, write_json_atomic
 from beatrice.extract.run.rows import ResultRow, Subject, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import families
-from beatrice.jaxprobe.calibrate import (
-    Pool,
-    encoders_read,
-    pool_names,
-    pool_of,
-    run_bootstrap,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import Pool, pool_of, run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     SELECT_PRESETS,
@@ -38,16 +31,16 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     set_compiler,
 )
+from beatrice.jaxprobe.detector import encoders_read, pool_names
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.evaluation import METRICS, DetectorScores, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.fusion import PoolOutputs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, TrainingSet
+from beatrice.jaxprobe.stages import encoder_folders, grid_config
 from beatrice.jaxprobe.train import (
     check_protocol,
-    encoder_folders,
-    grid_config,
     open_rows,
     run_outputs,
     run_training_set,

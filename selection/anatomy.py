@@ -28,21 +28,12 @@ from beatrice.extract.run.files import from_json, sha256_tree, write_json_atomic
 from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import (
-    encoders_read,
-    run_bootstrap,
-    run_branches,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap, run_branches, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler
-from beatrice.jaxprobe.detector import Detector, HeadName
-from beatrice.jaxprobe.train import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    open_rows,
-)
+from beatrice.jaxprobe.detector import Detector, HeadName, encoders_read
+from beatrice.jaxprobe.stages import chosen_layer, encoder_folders, grid_config
+from beatrice.jaxprobe.train import open_rows
 from beatrice.selection import decisions, places, reach
 from beatrice.selection.ablation import scores_without
 from beatrice.selection.analysis import (

@@ -30,7 +30,7 @@ def sweep(run_dir: Path) -> None:
     Example: beatrice sweep runs/demo
     """
     from beatrice.extract.run.stages import open_and_do
-    from beatrice.selection.sweep import SWEEP
+    from beatrice.selection.stages import SWEEP
 
     open_and_do(run_dir, SWEEP)
 
@@ -79,10 +79,12 @@ def select(run_dir: Path, sizes: FusedOptions, also: SearchOptions) -> None:
     Example: beatrice select runs/demo --set fusion=mean
     """
     from beatrice.extract.run.stages import open_and_do
-    from beatrice.selection.greedy import OPTIMISM, SELECT
+    from beatrice.selection.stages import SELECT
 
     open_and_do(run_dir, SELECT, change=sizes.change)
     if also.optimism:
+        from beatrice.selection.greedy import OPTIMISM
+
         open_and_do(run_dir, OPTIMISM)
     if also.exhaustive:
         from beatrice.selection.exhaustive import EXHAUSTIVE

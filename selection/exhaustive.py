@@ -23,13 +23,7 @@ from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
-from beatrice.jaxprobe.calibrate import (
-    encoders_read,
-    pool_names,
-    run_bootstrap,
-    run_pool,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import run_bootstrap, run_pool, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     PROTOCOL,
@@ -37,11 +31,12 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     set_compiler,
 )
+from beatrice.jaxprobe.detector import encoders_read, pool_names
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.families import LETTERS
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows
-from beatrice.jaxprobe.train import encoder_folders
+from beatrice.jaxprobe.stages import encoder_folders
 from beatrice.selection.greedy import HeadTrainer, load_part
 
 SET_SIZE = 3  # as in the paper's enumeration

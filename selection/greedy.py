@@ -23,21 +23,13 @@ import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import row_files, settings_of
+from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import n_cores
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import (
-    Pool,
-    branch_setting,
-    branches_of,
-    pool_names,
-    run_branches,
-    run_pool,
-    run_selection,
-)
+from beatrice.jaxprobe.calibrate import Pool, run_branches, run_pool
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     PROTOCOL,
@@ -48,9 +40,8 @@ from beatrice.jaxprobe.config import (
     set_compiler,
     usual_jax,
 )
-from beatrice.jaxprobe.detector import HeadName
+from beatrice.jaxprobe.detector import HeadName, branch_setting, branches_of
 from beatrice.jaxprobe.encoder import Params
-from beatrice.jaxprobe.families import N_SUBSETS
 from beatrice.jaxprobe.fusion import (
     FusionHead,
     PoolOutputs,
@@ -62,7 +53,7 @@ from beatrice.jaxprobe.linear import both_classes
 from beatrice.jaxprobe.loop import FitInfo
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import StoreRows
-from beatrice.jaxprobe.train import encoder_folders
+from beatrice.jaxprobe.stages import encoder_folders
 
 
 class NoSignalError(ValueError):
@@ -314,24 +305,6 @@ def _summary(selection: Selection, margin: float) -> dict[str, Any]:
     }
 
 
-def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
-    """Return the rounds and result of the search, with the encoders' printed names."""
-    _, summary = run_selection(run, branch)
-    names = pool_names(branch, range(2 * N_SUBSETS))
-    return {
-        "rounds": [
-            {
-                "added": names[step["added"]],
-                "auroc": step["auroc"],
-                "candidates": {names[int(i)]: a for i, a in step["candidates"].items()},
-            }
-            for step in summary["rounds"]
-        ],
-        "selected": [names[i] for i in summary["members"]],
-        "stop": summary["stop"],
-    }
-
-
 def _select_setting(
     run: RunDir, config: SelectConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
@@ -353,23 +326,14 @@ def _select_setting(
         tick()  # the second per branch: `select_heads` has made the first
 
 
-def _select(
+def select_run(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
+    """Select the encoders of all of a run's settings, and save their heads."""
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
     # All settings run in parallel, for the same reason as in training.
     side_by_side(work, settings_of(run), update, 2 * len(run_branches(run)))
-
-
-SELECT = Stage(
-    name="select",
-    inputs=lambda run: [*row_files(run), *encoder_folders(run)],
-    outputs=lambda run: [run.selection],
-    work=_select,
-    presets=SELECT_PRESETS,
-    is_open=True,
-)
 
 
 def split_in_halves(

@@ -5,11 +5,10 @@ hidden-state signal of each layer. The probe is a logistic regression on the mea
 over the answer tokens, which ranks layers at a fraction of an encoder's cost.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,9 @@ import optax
 
 from beatrice.extract.records import Setting
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import row_files, settings_of
-from beatrice.extract.run.directory import Preset, RunDir
+from beatrice.extract.run.contents import settings_of
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler, usual_jax
 from beatrice.jaxprobe.families import divisors_of
@@ -37,14 +35,11 @@ from beatrice.jaxprobe.loop import (
     take_steps,
 )
 from beatrice.jaxprobe.random import PROBES, stream_keys
-from beatrice.jaxprobe.rows import LayerCurve, LayerSweep, StoreRows
+from beatrice.jaxprobe.rows import StoreRows
+from beatrice.jaxprobe.stages import LayerCurve, LayerSweep
 from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import open_rows
-
-# Training protocol of the probes; AdamW's weight decay is the penalty.
-PROBE = TrainConfig(
-    learning_rate=1e-2, weight_decay=0.1, batch_size=128, max_epochs=30, patience=6
-)
+from beatrice.selection.stages import PROBE, SweepSection
 
 
 def sweep_layers(
@@ -144,28 +139,6 @@ def _logits(states: FitState, valid: _States) -> jax.Array:
     return jax.vmap(over_seeds)(states.params, valid.hidden)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepSection:
-    """The run's section `sweep`."""
-
-    # Most original rows per split for the probes; if there are more, a sample is drawn,
-    # in proportion from every dataset and both labels.
-    n_rows: int = 1200
-    probe: TrainConfig = PROBE  # training protocol; the run's seed replaces its seed
-
-    def seeded(self, seed: int) -> "SweepSection":
-        """Return a copy whose protocol has the run's seed."""
-        return dataclasses.replace(
-            self, probe=dataclasses.replace(self.probe, root_seed=seed)
-        )
-
-
-SWEEP_PRESETS: dict[Preset, SweepSection] = {
-    **dict.fromkeys(get_args(Preset), SweepSection()),
-    "smoke": SweepSection(n_rows=96, probe=dataclasses.replace(PROBE, n_seeds=1)),
-}
-
-
 def sweep_rows(rows: StoreRows, split: str, limit: int, seed: int) -> np.ndarray:
     """Return indices `[n]` of the original rows that probes read, in stored order.
 
@@ -224,9 +197,10 @@ def choose_layer(
     return LayerSweep(layer=best, settings=curves)
 
 
-def _sweep(
+def sweep_run(
     run: RunDir, config: SweepSection, update: Update, progress: Progress
 ) -> None:
+    """Choose a run's layer, and write the curves."""
     set_compiler(run.preset)
     settings, done = settings_of(run), itertools.count(1)
     sweep = choose_layer(
@@ -240,12 +214,3 @@ def _sweep(
             "choose"
         )
     write_json_atomic(run.sweep, msgspec.to_builtins(sweep))
-
-
-SWEEP = Stage(
-    name="sweep",
-    inputs=row_files,
-    outputs=lambda run: [run.sweep],
-    work=_sweep,
-    presets=SWEEP_PRESETS,
-)

@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extras import missing_extra
 from tests.extract.small_run import assert_error_sentence, beatrice
-from tests.process import ROOT, call, run_line, start
+from tests.process import ROOT, call, loaded_by, run_line, start
 
 
 @pytest.fixture(scope="module")
@@ -352,3 +352,12 @@ def test_the_smoke_demo_is_the_same_twice_and_scores(smoke_run, tmp_path):
     done = call("sweep", runs[0], code=1)
     assert_error_sentence(done, "features/closed_book")
     call("doctor", runs[0], "--verify", code=1)
+
+
+def test_a_finished_run_is_continued_without_the_libraries_of_its_stages(
+    smoke_run, tmp_path
+):
+    run = shutil.copytree(smoke_run, tmp_path / "run")
+    words = ["demo", str(run), "--preset", "smoke"]
+    code = f"from beatrice.cli import main\nmain({words}, standalone_mode=False)"
+    assert not {"jax", "orbax", "sklearn", "torch", "transformers"} & loaded_by(code)

@@ -24,10 +24,9 @@ from beatrice.extract.run.rows import read_result_rows, read_rows
 from beatrice.extract.signals.extract import extract_config
 from beatrice.extract.store.store import open_store, verify
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.calibrate import run_selection, select_config
+from beatrice.jaxprobe.calibrate import run_selection
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.rows import read_sweep
-from beatrice.jaxprobe.train import grid_config
+from beatrice.jaxprobe.stages import grid_config, read_sweep, select_config
 from tests.extract.small_run import beatrice
 from tests.records import spoil
 

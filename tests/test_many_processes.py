@@ -13,7 +13,9 @@ from beatrice.extract.run.contents import settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.process import Share
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.train import GRID_PRESETS, TRAIN, _caches, grid_config
+from beatrice.jaxprobe.config import GRID_PRESETS
+from beatrice.jaxprobe.stages import TRAIN, grid_config
+from beatrice.jaxprobe.train import _caches
 from tests.extract.small_run import beatrice
 from tests.process import BEATRICE, finish, kill, start
 from tests.test_one_setting import examples_of, make_run

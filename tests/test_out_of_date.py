@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 
-from beatrice.benchmarks.results.evaluate import EVALUATE
+from beatrice.benchmarks.stages import EVALUATE
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_result_rows
 from beatrice.extract.run.stages import is_done
-from beatrice.jaxprobe.calibrate import select_config
-from beatrice.jaxprobe.train import TRAIN
+from beatrice.jaxprobe.stages import TRAIN, select_config
 from beatrice.selection.anatomy import ANATOMY
 from beatrice.selection.exhaustive import EXHAUSTIVE
 from tests.extract.label.test_audit import fill
@@ -108,3 +107,13 @@ def test_heads_of_a_ranking_not_yet_recorded_are_not_trained_again(run, capsys):
         ranking, pieces = run.path / "exhaustive", run.path / "exhaustive.pieces"
         assert {*ranking.glob("*")} == {ranking / f"{s}.safetensors" for s in SETTINGS}
         (pieces / "closed_book").rename(ranking / "closed_book.pieces")  # as before
+
+
+def test_newer_code_draws_a_report_again_but_prints_its_rows_without_a_lock(run):
+    record = run.stage_record("report")
+    run.mark_stage("report", {**record.inputs, "code": "older"}, 1.0, record.outputs)
+    with RunDir.open(run.path):
+        printed = beatrice("report", run.path, "--print", "detectors").stdout
+    assert "BEATRICE" in printed
+    assert "its input code has changed" in beatrice("report", run.path).stderr
+    assert run.stage_record("report").inputs["code"] == record.inputs["code"]

@@ -7,8 +7,8 @@ from pkgutil import resolve_name
 import pytest
 
 from beatrice.benchmarks import commands
-from beatrice.benchmarks.baselines.judge import BASELINES_PRESETS
 from beatrice.benchmarks.real import GRID
+from beatrice.benchmarks.stages import BASELINES_PRESETS
 from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.prompts import ANSWER_PRESETS
@@ -23,20 +23,20 @@ from beatrice.extract.run.directory import (
 from beatrice.extract.run.verbs import SIZES
 from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.world.stage import WORLD_PRESETS
-from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS, select_config
 from beatrice.jaxprobe.commands import HEAD_SIZES, SizeOptions, TrainingOptions
 from beatrice.jaxprobe.config import (
+    CALIBRATE_PRESETS,
     GRID_PRESETS,
+    INTERVAL_PRESETS,
     SELECT_PRESETS,
     GridConfig,
     StreamConfig,
 )
-from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
-from beatrice.jaxprobe.train import TRAIN, grid_config
-from beatrice.pgir.controllers.stage import CONTROL_PRESETS
+from beatrice.jaxprobe.stages import TRAIN, grid_config, select_config
+from beatrice.pgir.stages import CONTROL_PRESETS
 from beatrice.selection.anatomy import ANATOMY_PRESETS
-from beatrice.selection.greedy import OPTIMISM, SELECT
-from beatrice.selection.sweep import SWEEP_PRESETS
+from beatrice.selection.greedy import OPTIMISM
+from beatrice.selection.stages import SELECT, SWEEP_PRESETS
 
 SECTIONS = {
     "world": WORLD_PRESETS,

@@ -9,22 +9,22 @@ import itertools
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines import judge, plain
+from beatrice.benchmarks import stages as measured
+from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.detectors import selfcheck
 from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.label import labels, stage
 from beatrice.extract.records import Passage
 from beatrice.extract.run.files import sha256_json
-from beatrice.jaxprobe import detector
-from beatrice.jaxprobe.calibrate import CALIBRATE
-from beatrice.jaxprobe.config import PROTOCOL
+from beatrice.jaxprobe.config import DETECTOR_FORMAT, PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
 from beatrice.jaxprobe.linear import feature_scale
-from beatrice.jaxprobe.train import TRAIN as TRAINED
+from beatrice.jaxprobe.stages import CALIBRATE
+from beatrice.jaxprobe.stages import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
+from beatrice.pgir import stages as control
 from beatrice.pgir.controllers import dragin
-from beatrice.pgir.controllers import stage as control
 from beatrice.selection import anatomy
 from tests.extract.generate.test_local import byte_fallback
 from tests.jaxprobe.test_grid import BLOCK, ENCODER, TRAIN, planted_parts
@@ -105,9 +105,9 @@ def read_ids():
 STANDS_FOR = {
     "fits": (PROTOCOL, lambda: list(fits())),
     "verdicts": (stage._FORMAT, lambda: list(verdicts())),
-    "scores of detectors": (judge.SCORE_FORMAT, words_and_sentences),
+    "scores of detectors": (measured.SCORE_FORMAT, words_and_sentences),
     "analyses": (anatomy.FORMAT, lambda: list(grounded())),
-    "calls of controllers": (control._SERVED, lambda: list(owners())),
+    "calls of controllers": (control.SERVED, lambda: list(owners())),
     "ids of texts": (given.READING, lambda: list(read_ids())),
     "words of BM25": (bm25.WORDS, lambda: bm25._words(TEXTS)),
 }
@@ -132,10 +132,10 @@ def test_a_version_number_changes_with_what_it_stands_for(name):
 IN_RECORDS = [
     (TRAINED, "protocol", PROTOCOL),
     (stage.LABEL, "format", stage._FORMAT),
-    (CALIBRATE, "format", detector.FORMAT),
-    (judge.BASELINES, "format", judge.SCORE_FORMAT),
+    (CALIBRATE, "format", DETECTOR_FORMAT),
+    (measured.BASELINES, "format", measured.SCORE_FORMAT),
     (anatomy.ANATOMY, "format", anatomy.FORMAT),
-    (control.CONTROL, "served", control._SERVED),
+    (control.CONTROL, "served", control.SERVED),
 ]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -37,8 +37,9 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.benchmarks.results.names import CHAMPION
+from beatrice.benchmarks.stages import SCORE_FORMAT, BaselinesConfig, costs_file
 from beatrice.extract.generate.answers import answer_config, read_drawing
-from beatrice.extract.plugs import NotNamed, identity_or_error, sha256_of_code
+from beatrice.extract.plugs import sha256_of_code
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -56,17 +57,10 @@ from beatrice.extract.run.contents import (
     row_files,
     settings_of,
 )
-from beatrice.extract.run.directory import Preset, RunDir
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, sha256_tree, write_json_atomic
 from beatrice.extract.run.process import begin_peak, peak_bytes
-from beatrice.extract.run.rows import (
-    ResultRow,
-    as_frame,
-    publish,
-    rows_file,
-    write_rows,
-)
-from beatrice.extract.run.stages import Stage
+from beatrice.extract.run.rows import ResultRow, as_frame, publish, write_rows
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
@@ -74,7 +68,8 @@ from beatrice.jaxprobe.config import set_compiler, set_library_compiler
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, check_groups_unsplit, rows_of
-from beatrice.jaxprobe.train import chosen_layer, open_rows
+from beatrice.jaxprobe.stages import chosen_layer
+from beatrice.jaxprobe.train import open_rows
 from beatrice.pgir.arguments import as_labels, as_list, as_names, as_splits
 
 if TYPE_CHECKING:
@@ -83,7 +78,6 @@ if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
     from beatrice.extract.generate.templates import PromptTemplate
 
-SCORE_FORMAT = "5"  # of cached scores: 5 splits words and sentences of every script
 _MODELS = "baselines/models.json"  # in the run: hashes of models besides the backbone
 
 
@@ -403,31 +397,6 @@ def _rows_of_labels(
 # The stage and its caches.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaselinesConfig:
-    """Which detectors to judge on a run's answers."""
-
-    # Names; empty: detectors that need nothing beyond the run's signals and texts.
-    # Detectors judged earlier on the same answers stay in the rows.
-    only: tuple[str, ...] = ()
-    # Judge all detectors whose requirements are met, in addition to `only`, including
-    # those that need another pass over the answers.
-    again: bool = False
-    # Directory of an NLI model; without it, detectors that need one are skipped.
-    nli: str | None = None
-    encoder: str | None = None  # directory of a text encoder, likewise
-
-    @property
-    def models(self) -> dict[Requirement, str | None]:
-        """Directory of the model for each requirement, None if not given."""
-        return {"entailment": self.nli, "encoder": self.encoder}
-
-
-BASELINES_PRESETS: dict[Preset, BaselinesConfig] = dict.fromkeys(
-    get_args(Preset), BaselinesConfig()
-)
-
-
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Describe what a detector needs and the run lacks, or return None."""
     if "samples" in detector.needs:
@@ -553,16 +522,6 @@ def models_beside(
     return known | {n: str(sha256_tree(Path(x))) for n, x in given.items() if x}
 
 
-def costs_file(run: RunDir) -> Path:
-    """Return the path of the detectors' costs, which the report reads."""
-    return run.path / "baselines" / "detectors.json"
-
-
-def read_costs(path: Path) -> list[DetectorCost]:
-    """Read the costs of a run's detectors."""
-    return read_json(path, list[DetectorCost], "run `beatrice baselines` again")
-
-
 def _open_backbone(run: RunDir) -> "Backbone":
     from beatrice.extract.backbone.loading import open_backbone, require_answering_model
     from beatrice.extract.backbone.names import BackboneConfig
@@ -680,9 +639,10 @@ def open_relations(
     )
 
 
-def _baselines(
+def judge_run(
     run: RunDir, config: BaselinesConfig, update: Update, progress: Progress
 ) -> None:
+    """Judge detectors on a run's answers, and write their rows and costs."""
     set_compiler(run.preset)
     known = _known_detectors(run, config, progress)
     lacks = {x.name: unmet(x, run, config) for x in chosen_detectors(config)}
@@ -726,28 +686,3 @@ def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]
             inputs = dataclasses.replace(inputs, readings=readings.values)
             faults += [f"{setting}: {x}" for x in violations(detector, inputs)]
     return faults
-
-
-def _identity(config: BaselinesConfig) -> dict[str, str | NotNamed]:
-    def identity_of(spec: str) -> str:
-        return sha256_of_code(find_detector(spec, option="--only").score)
-
-    plugs = filter(is_plug, config.only)
-    codes = {f"detector:{x}": identity_or_error(partial(identity_of, x)) for x in plugs}
-    return {"format": SCORE_FORMAT, **codes}
-
-
-BASELINES = Stage(
-    name="baselines",
-    inputs=lambda run: [
-        *row_files(run),
-        run.answers,
-        run.sweep,
-        run.selection,
-        *([run.samples] if run.samples.exists() else []),
-    ],
-    outputs=lambda run: [rows_file(run, "baselines"), costs_file(run)],
-    work=_baselines,
-    identity=_identity,
-    presets=BASELINES_PRESETS,
-)

@@ -6,7 +6,6 @@ surest right and wrong ones of every set, selected by a fixed rule.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,21 +31,16 @@ from beatrice.benchmarks.results.shown import (
     ShownSet,
     Token,
 )
+from beatrice.benchmarks.stages import human_files
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config, answer_shares
 from beatrice.extract.generate.prompts import UnaskedQuestion
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting, read_records
 from beatrice.extract.run.console import Progress, Update, shell_line
-from beatrice.extract.run.contents import (
-    read_answers,
-    read_examples,
-    row_files,
-    settings_of,
-)
+from beatrice.extract.run.contents import read_answers, read_examples, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.rows import ResultRow, Subject, encoder, publish, rows_file
-from beatrice.extract.run.stages import Stage
+from beatrice.extract.run.rows import ResultRow, Subject, encoder, publish
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_bootstrap, run_selection
@@ -71,7 +65,7 @@ from beatrice.jaxprobe.metrics import (
 from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
 from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
-from beatrice.jaxprobe.train import EVERY_FAMILY, encoder_folders
+from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.score_files import shown_tokens
 
 ANNOTATED = "annotated"  # set and split of the answers that a person judged
@@ -485,16 +479,10 @@ def _speller(run: RunDir, progress: Progress) -> SpellTokens | None:
     return partial(shown_tokens, outline.tokenizer)
 
 
-def _human_files(run: RunDir) -> list[Path]:
-    """Return the file of a person's verdicts, if `label --audit` has read any."""
-    path = run.audit / "human.json"
-    return [path] if path.exists() else []
-
-
 def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
     """Return a person's verdicts on the current labels, if there are any."""
     again = "run `beatrice label --audit` again"
-    verdicts = [read_json(x, dict[str, Any], again) for x in _human_files(run)]
+    verdicts = [read_json(x, dict[str, Any], again) for x in human_files(run)]
     judged = run.hash_inputs(run.answers, run.labels)
     current = [x for x in verdicts if x.get("read") == judged]
     if current != verdicts:
@@ -512,7 +500,8 @@ def _verdicts(run: RunDir, progress: Progress) -> list[dict[str, Any]]:
     return [x for x in current if x["noise"]]
 
 
-def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+def evaluate_run(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    """Measure a run's detectors; write the rows, and what the report shows."""
     set_compiler(run.preset)
     bootstrap, spell = run_bootstrap(run), _speller(run, progress)
     verdicts = _verdicts(run, progress)
@@ -551,22 +540,3 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     write_json_atomic(run.path / "reliability.json", msgspec.to_builtins(curves))
     write_json_atomic(run.path / "shown.json", msgspec.to_builtins(shown))
     publish(run, "evaluate", result, progress)
-
-
-EVALUATE = Stage(
-    name="evaluate",
-    inputs=lambda run: [
-        *row_files(run),
-        run.answers,
-        run.detector,
-        run.selection,
-        *encoder_folders(run),
-        *_human_files(run),
-    ],
-    outputs=lambda run: [
-        rows_file(run, "evaluate"),
-        run.path / "reliability.json",
-        run.path / "shown.json",
-    ],
-    work=_evaluate,
-)

@@ -13,7 +13,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from xml.sax.saxutils import quoteattr
 
 import matplotlib
@@ -25,15 +25,12 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
-from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
 from beatrice.benchmarks.results.shown import Curves
 from beatrice.extract.records import Setting
-
-if TYPE_CHECKING:  # this loads JAX
-    from beatrice.jaxprobe.rows import LayerCurve
+from beatrice.jaxprobe.stages import LayerCurve
 
 INK, MUTED, GRID, PAPER = "#1b2430", "#5c6878", "#dbe1e8", "#fefefe"
 STRONG = {"closed_book": "#1f68ad", "with_context": "#c2570f"}
@@ -150,6 +147,8 @@ def reliability(curves: Curves, setting: str) -> Figure:
 
     The calibrated shares have Wilson's 95 % intervals, of the number of questions.
     """
+    from scipy.stats import binomtest  # takes longer to import than Matplotlib
+
     drawn = (
         ("raw", curves.raw, SOFT[setting], "s"),
         ("calibrated", curves.calibrated, STRONG[setting], "o"),
@@ -177,7 +176,7 @@ def reliability(curves: Curves, setting: str) -> Figure:
 
 
 @styled()
-def layer_sweep(sweep: "Mapping[Setting, LayerCurve]") -> Figure:
+def layer_sweep(sweep: Mapping[Setting, LayerCurve]) -> Figure:
     """Draw the AUROC of a linear probe by layer: seeds, means and the best."""
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))

@@ -14,7 +14,7 @@ A question compares AUROCs on the same questions of a set (`paired` and `finding
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas
 
@@ -45,9 +45,7 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject, encoder
-
-if TYPE_CHECKING:  # this loads JAX
-    from beatrice.jaxprobe.rows import LayerCurve
+from beatrice.jaxprobe.stages import LayerCurve
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
@@ -263,7 +261,7 @@ def verdicts_in_words(
 def facts(
     results: pandas.DataFrame,
     accuracy: Sequence[Mapping[str, Any]],
-    sweep: "Mapping[Setting, LayerCurve]",
+    sweep: Mapping[Setting, LayerCurve],
     selection: Mapping[Setting, Mapping[str, Any]],
 ) -> dict[str, list[tuple[str, str]]]:
     """Return, by setting, names and values of numbers related to the answers."""
@@ -291,7 +289,7 @@ def facts(
     return by_setting
 
 
-def _layers(curve: "LayerCurve") -> str:
+def _layers(curve: LayerCurve) -> str:
     means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
     layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
     return f"{layers}; best {curve.best}"

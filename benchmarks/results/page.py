@@ -40,11 +40,11 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject
+from beatrice.jaxprobe.stages import LayerCurve
 from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL, titles_of
 from beatrice.pgir.score_files import P_STEPS
 
-if TYPE_CHECKING:  # these load JAX
-    from beatrice.jaxprobe.rows import LayerCurve
+if TYPE_CHECKING:  # this loads JAX
     from beatrice.selection.analysis import CaseStudy
 
 PerSetting = Mapping[Setting, Mapping[str, Any]]
@@ -60,7 +60,7 @@ class ReportData:
     rows: Sequence[ResultRow]
     # `{dataset, split, setting, variant, n, n_correct}` of the model's own answers.
     accuracy: Sequence[Mapping[str, Any]]
-    sweep: "Mapping[Setting, LayerCurve]"
+    sweep: Mapping[Setting, LayerCurve]
     # Per setting `{"rounds": [{"added", "auroc", "candidates"}], "selected": [names],
     # "stop": why it stopped}`.
     selection: PerSetting
@@ -375,7 +375,7 @@ def reliability_pictures(reliability: Mapping[Setting, Curves]) -> list[Picture]
     return pictures
 
 
-def sweep_pictures(sweep: "Mapping[Setting, LayerCurve]") -> list[Picture]:
+def sweep_pictures(sweep: Mapping[Setting, LayerCurve]) -> list[Picture]:
     """Draw validation AUROC by layer, both settings in one picture."""
     if not sweep:
         return []

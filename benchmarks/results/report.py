@@ -8,14 +8,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas
 
 from beatrice.benchmarks import STAGES
 from beatrice.benchmarks.baselines.detector import catalogue
-from beatrice.benchmarks.baselines.judge import costs_file, read_costs
 from beatrice.benchmarks.results import findings, rendering, rivals, tables
 from beatrice.benchmarks.results.findings import (
     PaperAnswer,
@@ -52,6 +51,7 @@ from beatrice.benchmarks.results.tables import (
     row_value,
     where,
 )
+from beatrice.benchmarks.stages import STUDIES, TABLES, costs_file, read_costs
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import (
@@ -64,7 +64,6 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
-    question_files,
     read_examples,
     read_labels,
     settings_in_words,
@@ -81,25 +80,18 @@ from beatrice.extract.run.rows import (
     published,
     read_result_rows,
     read_rows,
-    rows_file,
 )
-from beatrice.extract.run.stages import Stage
 from beatrice.extract.signals.extract import extract_config
-from beatrice.jaxprobe.calibrate import run_bootstrap
+from beatrice.jaxprobe.config import INTERVAL_PRESETS
 from beatrice.jaxprobe.families import N_SUBSETS
-from beatrice.jaxprobe.metrics import BootstrapConfig
-from beatrice.jaxprobe.rows import read_sweep
-from beatrice.jaxprobe.train import chosen_layer, grid_config, open_rows, run_outputs
-from beatrice.selection.ablation import ablation_summary
-from beatrice.selection.analysis import CaseStudy
-from beatrice.selection.exhaustive import ranking_summary
-from beatrice.selection.greedy import selection_summary
-from beatrice.selection.reach import RankAgreement, Ranked, agreement
+from beatrice.jaxprobe.stages import chosen_layer, grid_config, read_sweep
+from beatrice.selection.stages import selection_summary
+
+if TYPE_CHECKING:  # these load JAX, which only some reports and comparisons need
+    from beatrice.jaxprobe.metrics import BootstrapConfig
+    from beatrice.selection.reach import RankAgreement, Ranked
 
 Part = TypeVar("Part")
-STUDIES = "anatomy/cases.json"  # in the run directory
-# Files written next to the page.
-TABLES = ("findings.md", "findings.tex", "panorama.md", "panorama.tex")
 
 
 def read_part(file: Path, kind: type[Part], verb: str) -> Part:
@@ -137,12 +129,22 @@ def report_data(run: RunDir) -> ReportData:
     """Read everything that the report shows from the run's files."""
     settings = settings_of(run)
     on_request = published(run)
-    ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in ("data", *STAGES, *on_request)}
-    control, studies = None, ()
+    control, ablations, studies = None, {}, ()
+    ranking: dict[Setting, dict[str, Any]] = {}
     if run.stage_record("control") is not None:
         control = read_part(run.control / "control.json", Control, "control")
+    if "exhaustive" in on_request:
+        from beatrice.selection.exhaustive import ranking_summary
+
+        ranking = {setting: ranking_summary(run, setting) for setting in settings}
+    if "ablate" in on_request:
+        from beatrice.selection.ablation import ablation_summary
+
+        ablations = ablation_summary(run)
     if "anatomy" in on_request:
+        from beatrice.selection.analysis import CaseStudy
+
         studies = read_part(run.path / STUDIES, tuple[CaseStudy, ...], "anatomy")
     # Seconds per question of each controller: a separate file, as machines differ.
     seconds = run.control / "seconds.jsonl"
@@ -159,8 +161,8 @@ def report_data(run: RunDir) -> ReportData:
         ),
         shown=read_part(run.path / "shown.json", tuple[ShownSet, ...], "evaluate"),
         control=control,
-        ranking={setting: ranking_summary(run, setting) for setting in ranked},
-        ablations=ablation_summary(run) if "ablate" in on_request else {},
+        ranking=ranking,
+        ablations=ablations,
         studies=studies,
         judged=read_costs(costs_file(run)) if "baselines" in on_request else (),
     )
@@ -224,37 +226,13 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     return "\n".join([*parts, rivals.leads_as_markdown(results, titles)])
 
 
-def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+def report_run(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    """Gather a run's rows, and write its report and tables."""
     gather(run, progress)
     data = report_data(run)
     for name, text in tables_as_text(data).items():
         write_text_atomic(run.path / name, text)
     write_text_atomic(run.report, render_report(data))
-
-
-def _inputs(run: RunDir) -> list[Path]:
-    has_control = run.stage_record("control") is not None
-    return [
-        *question_files(run),
-        run.sweep,
-        run.labels,
-        run.selection,
-        run.path / "reliability.json",
-        run.path / "shown.json",
-        rows_file(run, "evaluate"),
-        *((run.control, rows_file(run, "control")) if has_control else ()),
-        *(rows_file(run, name) for name in published(run)),
-        *([costs_file(run)] if "baselines" in published(run) else []),
-        *([run.path / STUDIES] if "anatomy" in published(run) else []),
-    ]
-
-
-REPORT = Stage(
-    name="report",
-    inputs=_inputs,
-    outputs=lambda run: [run.report, run.results, *(run.path / x for x in TABLES)],
-    work=_report,
-)
 
 
 # Comparing two runs: do the same combinations win, do the answers agree?
@@ -270,12 +248,12 @@ class Side(NamedTuple):
     name: str
     results: pandas.DataFrame
     answered: Sequence[PaperAnswer]
-    validation: Mapping[Setting, Ranked]
-    intervals: BootstrapConfig
+    validation: "Mapping[Setting, Ranked]"
+    intervals: "BootstrapConfig"
     questions: Asked | None = None  # None if only rows are known
 
 
-def correlation(alike: RankAgreement) -> str:
+def correlation(alike: "RankAgreement") -> str:
     """Format a correlation and its interval."""
     if not np.isfinite(alike.value):
         return "undefined: only one class, or all subsets are equally good"
@@ -379,6 +357,8 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
 
 def comparison(first: Side, second: Side) -> str:
     """Return the comparison of two evaluated runs as Markdown."""
+    from beatrice.selection.reach import agreement
+
     sides = (first, second)
     both = first.validation.keys() & second.validation.keys()
     shared: list[Setting] = [setting for setting in SETTINGS if setting in both]
@@ -410,6 +390,8 @@ def comparison(first: Side, second: Side) -> str:
 
 def run_side(run: RunDir) -> Side:
     """Return what a comparison needs from an evaluated run."""
+    from beatrice.jaxprobe.calibrate import run_bootstrap
+
     check_evaluated(run)
     results = results_of(read_result_rows(run))
     counts = count_correct(read_examples(run), read_labels(run))
@@ -436,8 +418,11 @@ def _asked(questions: Iterable[Example], labels: Iterable[Label]) -> Asked:
     return by_set
 
 
-def _ranked(run: RunDir, setting: Setting) -> Ranked:
+def _ranked(run: RunDir, setting: Setting) -> "Ranked":
     """Return the encoders' scores of a run's validation answers in a setting."""
+    from beatrice.jaxprobe.train import open_rows, run_outputs
+    from beatrice.selection.reach import Ranked
+
     _, rows = open_rows(run, setting)
     where, logits = rows.where("validation"), run_outputs(run, setting).logits
     seeds = np.asarray(logits).reshape(-1, N_SUBSETS, len(rows.ids))
@@ -455,12 +440,13 @@ def run_ledger(run: RunDir) -> str:
         wordings += " where in-domain"
     data = read_manifest(run.path)["sections"].get("data", {})
     passages = data.get("context", "of the embedded world")
+    n_resamples = run.resolve_section("intervals", INTERVAL_PRESETS).n_resamples
     here = {
         "Backbone": Path(run.section("backbone", BackboneConfig).model).name,
         "Answers judged by": label_rules(run, rows),
         "Passages": f"{passages}, in {wordings}",
         "Training seeds": str(grid_config(run).train.n_seeds),
-        "Resamples": f"{run_bootstrap(run).n_resamples:,}",
+        "Resamples": f"{n_resamples:,}",
     }
     return ledger(rows, here, examples, labels)
 

@@ -9,6 +9,7 @@ and the one that finds no part missing joins them.
 
 import dataclasses
 import itertools
+import pkgutil
 import shutil
 import threading
 import time
@@ -70,6 +71,15 @@ _SHOWN = {
 
 Item = TypeVar("Item")
 Change = Callable[[Any], Any]
+
+
+def deferred(place: str) -> Callable[..., Any]:
+    """Return a function that imports another, `module:name`, when it is called.
+
+    Stages are defined by it next to light imports, so that a command that finds a stage
+    done does not wait for the libraries that the stage's work needs.
+    """
+    return lambda *values: pkgutil.resolve_name(place)(*values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,16 @@ CONTROLLERS = {
     "pgir_query": "PGIR, query chosen on validation",
 }
 OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
+# PGIR's rivals, each registered by a module of this folder, in the order in which they
+# run: what was never published, then by month of publication, then by name.
+RIVALS = (
+    "perplexity_rag",
+    "skr",  # 2023-10
+    "adaptive_rag",  # 2024-03
+    "dragin",  # 2024-03
+    "seakr",  # 2024-06
+    "probing_rag",  # 2024-10
+)
 # Not controllers: what PGIR would give if one part of it knew the gold answers.
 BOUNDS = {
     "perfect_gate": "PGIR, first draft judged without error",

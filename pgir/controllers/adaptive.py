@@ -37,7 +37,8 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from beatrice.extract.records import UNSPACED, Example, Setting, split_words
-from beatrice.jaxprobe.calibrate import FIT_MAP, MapKind
+from beatrice.jaxprobe.calibrate import FIT_MAP
+from beatrice.jaxprobe.config import MapKind
 from beatrice.jaxprobe.tokens import answer_log_probs
 from beatrice.pgir.controllers.loop import (
     Call,
@@ -138,7 +139,7 @@ def neighbours_of(
     )
 
 
-@rival("skr", "2023-10")
+@rival("skr")
 def run_skr(session: Session) -> None:
     """Learn from training questions, choose k on validation, and run."""
     without, with_passages = (
@@ -241,7 +242,7 @@ def adaptive_rag(
     return (yield from iterative(question, config))
 
 
-@rival("adaptive_rag", "2024-03")
+@rival("adaptive_rag")
 def run_adaptive(session: Session) -> None:
     """Learn from outcomes, choose the classifier on validation, and run."""
     shared, training = session.config, session.training
@@ -299,7 +300,7 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
     return judge
 
 
-@rival("perplexity_rag", "")
+@rival("perplexity_rag")
 def run_perplexity(session: Session) -> None:
     """Choose threshold and budget on validation, and run without a detector."""
     judge = perplexity_judge(perplexity_maps(session.stores(), session.maps))

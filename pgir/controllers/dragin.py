@@ -231,7 +231,7 @@ def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
     return reply.text
 
 
-@rival("dragin", "2024-03")
+@rival("dragin")
 def run_dragin(session: Session) -> None:
     """Choose theta among quantiles of the validation answers' values, and run."""
     wording = WordService(session.answering)

@@ -171,7 +171,7 @@ def probing_rag(
     return reply.text
 
 
-@rival("probing_rag", "2024-10")
+@rival("probing_rag")
 def run_probing(session: Session) -> None:
     """Train probes, if they can learn; then choose theta on validation, and run."""
     answering = session.answering

@@ -129,7 +129,7 @@ def deltas(spreads: Sequence[float]) -> list[float]:
     return [*np.quantile(finite, _SHARES).tolist(), max(finite) + 1]
 
 
-@rival("seakr", "2024-06")
+@rival("seakr")
 def run_seakr(session: Session) -> None:
     """Choose delta among quantiles of the validation uncertainties, and run."""
     session.waves.services["spread"] = SpreadService(session.answering)

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -19,8 +19,9 @@ from scipy.sparse import csr_array
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.store.store import FeatureStore
-from beatrice.jaxprobe.calibrate import MapKind
+from beatrice.jaxprobe.config import MapKind
 from beatrice.jaxprobe.rows import StoreRows
+from beatrice.pgir.controllers import RIVALS
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,
@@ -38,8 +39,8 @@ from beatrice.pgir.controllers.loop import (
     vanilla_rag,
 )
 from beatrice.pgir.controllers.waves import AnswerService, Waves
+from beatrice.pgir.stages import Queries
 
-Queries = Literal["paper", "choose", "all"]
 Stores = Mapping[Setting, tuple[FeatureStore, StoreRows]]
 PlanOf = Callable[[Example], Plan[Any]]
 # Whether each question's answer is right, `[n]` bool, and its generations, `[n]`.
@@ -96,41 +97,39 @@ def training_questions(
 Run = Callable[["Session"], None]
 
 
-class RivalEntry(NamedTuple):
-    """A controller that PGIR is compared with."""
-
-    name: str  # in result rows and on the command line
-    # Month of its first publication, by which and then by name rivals are ordered; ""
-    # comes first, for what was never published.
-    since: str
-    run: Run  # chooses its setting on a session's validation questions, and runs it
+_RIVALS: dict[str, Run] = {}
 
 
-_RIVALS: dict[str, RivalEntry] = {}
+def rival(name: str) -> Callable[[Run], Run]:
+    """Register a rival of `RIVALS`; its module is found if it is in this folder.
 
-
-def rival(name: str, since: str) -> Callable[[Run], Run]:
-    """Register a controller; its module is found if it is in this folder."""
+    The function chooses the rival's setting on a session's validation questions, and
+    runs it.
+    """
 
     def register(run: Run) -> Run:
-        if name in _RIVALS and _RIVALS[name].run.__module__ != run.__module__:
+        if name not in RIVALS:
+            raise ValueError(
+                f"{run.__module__}: the rival {name!r} has no place among the others; "
+                "add it to RIVALS in pgir/controllers/__init__.py"
+            )
+        if name in _RIVALS and _RIVALS[name].__module__ != run.__module__:
             raise ValueError(
                 f"{run.__module__}: the rival {name!r} is already defined in "
-                f"{_RIVALS[name].run.__module__}; choose another name"
+                f"{_RIVALS[name].__module__}; choose another name"
             )
-        _RIVALS[name] = RivalEntry(name, since, run)
+        _RIVALS[name] = run
         return run
 
     return register
 
 
 @functools.cache
-def all_rivals() -> dict[str, RivalEntry]:
-    """Return the rivals of this folder by name, in the order in which they run."""
+def all_rivals() -> dict[str, Run]:
+    """Return what runs each rival, by name, in the order of `RIVALS`."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"beatrice.pgir.controllers.{module.name}")
-    entries = sorted(_RIVALS.values(), key=lambda entry: (entry.since, entry.name))
-    return {entry.name: entry for entry in entries}
+    return {name: _RIVALS[name] for name in RIVALS}
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,31 +19,15 @@ from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import exact_match, token_f1
-from beatrice.extract.plugs import (
-    NotNamed,
-    identity_or_error,
-    load_plug,
-    sha256_of_code,
-)
 from beatrice.extract.records import SETTINGS, Example
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.contents import (
-    read_examples,
-    require_both_settings,
-    row_files,
-)
-from beatrice.extract.run.directory import Preset, RunDir
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.rows import MACRO, ResultRow, publish, rows_file, write_rows
-from beatrice.extract.run.stages import Stage
-from beatrice.jaxprobe.calibrate import (
-    CALIBRATE_PRESETS,
-    N_FOLDS,
-    fold_calibrators,
-    run_bootstrap,
-)
+from beatrice.extract.run.rows import MACRO, ResultRow, publish, write_rows
+from beatrice.jaxprobe.calibrate import N_FOLDS, fold_calibrators, run_bootstrap
 from beatrice.jaxprobe.calibration import folds_of
-from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.config import CALIBRATE_PRESETS, set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.evaluation import difference_row
 from beatrice.jaxprobe.metrics import (
@@ -79,30 +63,27 @@ from beatrice.pgir.controllers.loop import (
 )
 from beatrice.pgir.controllers.probing import state_layers
 from beatrice.pgir.controllers.session import (
-    Queries,
     Session,
     all_rivals,
     question_sets,
     training_questions,
 )
 from beatrice.pgir.controllers.waves import (
-    JUDGES,
     AnswerService,
     CallJournal,
-    DraftJudge,
     Waves,
     open_services,
 )
-from beatrice.pgir.index import encoder_identity, read_encoder_config
-from beatrice.pgir.retrievers import (
-    RETRIEVAL_PRESETS,
-    CachedRetriever,
-    Retrieval,
-    RetrievalConfig,
-    open_retrieval,
-    retrieval_identity,
-)
+from beatrice.pgir.retrievers import CachedRetriever, Retrieval, open_retrieval
 from beatrice.pgir.score_files import shown_tokens
+from beatrice.pgir.stages import (
+    OWN_JUDGE,
+    SERVED,
+    ControlConfig,
+    Searches,
+    load_judge,
+    retrieval_config,
+)
 
 QUALITY = ("em", "f1")
 # Controllers with rows for their gain over every other one, and the experiment's name.
@@ -398,87 +379,12 @@ def make_cases(
     return cases
 
 
-EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
-OWN_JUDGE = "judge:"  # prefix of the `module:NAME` of a user's judge, among the rivals
-
 # The bounds, and which decision each makes with the gold answers.
 ORACLES: dict[str, Oracle] = {
     "perfect_judge": "judge",
     "perfect_gate": "gate",
     "perfect_choice": "choice",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ControlConfig:
-    """The run's section `control`."""
-
-    max_budget: int = 4  # most retrieval rounds traced
-    # Most questions of each set; None for all.
-    n_questions: int | None = None
-    # Cap on the mean per question in choosing settings; the paper's Gemma spends 4.63.
-    max_generations: float = 4.0
-    # Also choose a policy on probabilities from calibration maps that have not seen the
-    # question's own label; the paper's maps have seen it.
-    cross_fit: bool = False
-    # Controllers to compare PGIR with; "judge:module:NAME" is its loop with that judge.
-    rivals: tuple[str, ...] = EVERY_RIVAL
-    # Training questions whose outcomes the trained rivals learn from.
-    n_training: int = 2000
-    # Folder of a sentence encoder, for rivals that read only questions; None: TF-IDF.
-    encoder: str | None = None
-    # "paper" searches with the question and the last draft; "choose" also runs the
-    # query that is best on validation; "all" also runs every other query.
-    queries: Queries = "choose"
-    n_draws: int = 20  # answers that SeaKR samples at a time
-
-    def __post_init__(self) -> None:
-        """Check that all rivals exist."""
-        published = [n for n in self.rivals if not n.startswith(OWN_JUDGE)]
-        if unknown := sorted(set(published) - set(EVERY_RIVAL)):
-            raise ValueError(
-                f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
-                f"{', '.join(unknown)}"
-            )
-
-
-# Version of the values in `calls.jsonl`. In version 1, "words" were of an answer's ids,
-# and "attended" of its text.
-_SERVED = 2
-# SeaKR, which samples 20 answers per draft, only runs by name or with `--only all`.
-_SMALL = ControlConfig(
-    n_questions=250,
-    n_training=500,
-    rivals=tuple(name for name in EVERY_RIVAL if name != "seakr"),
-)
-CONTROL_PRESETS: dict[Preset, ControlConfig] = {
-    "demo": _SMALL,
-    "few": _SMALL,
-    "smoke": ControlConfig(
-        max_budget=2, n_questions=8, n_training=16, n_draws=3, queries="paper"
-    ),
-    "paper": ControlConfig(),
-}
-
-
-# Sections for where `control` searches, and `transfer` if it was given another place.
-Searches = Literal["retrieval", "transfer_retrieval"]
-
-
-def retrieval_config(run: RunDir, section: Searches = "retrieval") -> RetrievalConfig:
-    """Return a run's choice of retrieval; BM25 over its own passages by default."""
-    common = run.resolve_section("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
-    presets = dict.fromkeys(RETRIEVAL_PRESETS, common)
-    return run.resolve_section(section, presets, is_recorded=False)
-
-
-def record_retrieval(run: RunDir, config: RetrievalConfig, section: Searches) -> None:
-    """Record where a run searches; `control` is reopened if its search changes."""
-    if section == "retrieval" and config != retrieval_config(run):
-        run.reopen_stage("control")
-    run.resolve_section(
-        section, RETRIEVAL_PRESETS, lambda _: config, is_replaceable=True
-    )
 
 
 def retrieval_of(
@@ -518,7 +424,7 @@ def _open_answering(
         answer_config(run).generation,
     )
     parts = [*run.hash_inputs(run.passages, run.detector).values(), retrieval.identity]
-    parts.append(f"served {_SERVED}")
+    parts.append(f"served {SERVED}")
     if (window := probed.trained.prompt.window) is not None:
         parts.append(f"window {window}")  # calls under a key without it ignored it
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -593,24 +499,21 @@ def _expected_calls(session: Session, config: ControlConfig) -> int:
 
 
 def _run_rivals(session: Session, config: ControlConfig) -> None:
-    for name, entry in all_rivals().items():
+    for name, run_rival in all_rivals().items():
         if name in config.rivals:
-            entry.run(session)
+            run_rival(session)
     for work in session.deferred:
         work()
     for name in config.rivals:
         if name.startswith(OWN_JUDGE):
-            judge = session.waves.add_judge(name, _load_judge(name))
+            judge = session.waves.add_judge(name, load_judge(name))
             session.run_loop(name, judge)
 
 
-def _load_judge(name: str) -> DraftJudge:
-    return load_plug(name.removeprefix(OWN_JUDGE), JUDGES, option="--judge")
-
-
-def _control(
+def control_run(
     run: RunDir, config: ControlConfig, update: Update, progress: Progress
 ) -> None:
+    """Run PGIR and its rivals on a run's questions, and write what they did."""
     set_compiler(run.preset)
     retrieval, examples = retrieval_of(run, progress.note), read_examples(run)
     answering = _open_answering(run, retrieval, config)
@@ -678,39 +581,3 @@ def _note_of_passages(retrieval: Retrieval, answering: AnswerService) -> str:
         "passages with control tokens of the model, split by a blank": n_escaped,
     }
     return "; ".join(f"{text}: {n}" for text, n in counts.items() if n)
-
-
-def _inputs(run: RunDir) -> list[Path]:
-    require_both_settings(run, "control")
-    return [*row_files(run), run.passages, run.selection, run.detector]
-
-
-def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
-    def identity_of(name: str) -> str:
-        return sha256_of_code(_load_judge(name))
-
-    judges = [name for name in config.rivals if name.startswith(OWN_JUDGE)]
-    identity = {x: identity_or_error(partial(identity_of, x)) for x in judges}
-    identity["served"] = str(_SERVED)
-    if config.encoder is not None:
-        identity["encoder"] = encoder_identity(
-            read_encoder_config(Path(config.encoder))
-        )
-    return identity
-
-
-def _search_identity(run: RunDir) -> dict[str, str | NotNamed]:
-    """Return the identity of where the run searches."""
-    identity = partial(retrieval_identity, retrieval_config(run), run.passages)
-    return {"retrieval": identity_or_error(identity)}
-
-
-CONTROL = Stage(
-    name="control",
-    inputs=_inputs,
-    outputs=lambda run: [run.control, rows_file(run, "control")],
-    work=_control,
-    identity=_identity,
-    outside=_search_identity,
-    presets=CONTROL_PRESETS,
-)

@@ -18,7 +18,7 @@ import numbers
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,12 +57,11 @@ from beatrice.pgir.controllers.loop import (
     judge_by,
 )
 from beatrice.pgir.retrievers import RetrievalFailed, Retriever
+from beatrice.pgir.stages import DraftJudge, as_judge
 
 GROUP_SIZE = 256  # questions advanced together, with their signals in memory
-JUDGES = "beatrice.draft_judges"  # the group of entry points
 _MOST_CACHED = 2 * MOST_ROWS  # closed-book answers, twice as many as a group has
 ENTROPY = 2  # column of a prob row, in nats
-DraftJudge = Callable[[str, str, Sequence[Passage]], float]
 # Each batch is pairs of a call's index and its value or `Failed`.
 Batches = Generator[list[tuple[int, Any]], None, None]
 
@@ -736,14 +735,6 @@ class ScoreService(BatchedService):
     def cost(self, call: Call, value: DraftScore) -> Cost:
         """Return the cost of a score: one pass if the answer has to be read again."""
         return Cost(forwards=int(not self._answering.is_read_at_once))
-
-
-def as_judge(value: Any, name: str) -> DraftJudge:
-    """Check that a value is a judge of drafts, and return it."""
-    if not callable(value):
-        expected = "a callable of question, answer and passages"
-        raise argument_error(name, expected, value)
-    return cast(DraftJudge, value)
 
 
 class JudgeService(BatchedService):

@@ -20,7 +20,7 @@ from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import open_kvstore, read_family
 from beatrice.fitting import metric_rows
-from beatrice.jaxprobe.calibrate import CALIBRATE_PRESETS
+from beatrice.jaxprobe.config import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run

@@ -26,12 +26,7 @@ from beatrice.benchmarks.baselines.detector import (
     DetectorInput,
     DetectorOutput,
 )
-from beatrice.benchmarks.baselines.judge import (
-    BASELINES,
-    BaselinesConfig,
-    chosen_detectors,
-    score,
-)
+from beatrice.benchmarks.baselines.judge import chosen_detectors, score
 from beatrice.benchmarks.commands import real, with_defaults
 from beatrice.benchmarks.real import (
     COSTS,
@@ -54,6 +49,7 @@ from beatrice.benchmarks.results.names import (
     probe,
 )
 from beatrice.benchmarks.results.report import run_ledger
+from beatrice.benchmarks.stages import BASELINES, BaselinesConfig
 from beatrice.benchmarks.transfer import (
     Scenario,
     TransferConfig,
@@ -99,8 +95,8 @@ from beatrice.jaxprobe.config import EncoderConfig, GridConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSET_NAMES, SUBSETS, paper_dims
 from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.stages import grid_config
 from beatrice.jaxprobe.tokens import read_features, split_families
-from beatrice.jaxprobe.train import grid_config
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed

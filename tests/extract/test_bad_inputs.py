@@ -27,7 +27,7 @@ from beatrice.extract.run.contents import read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import as_url
 from beatrice.jaxprobe import checkpoint
-from beatrice.jaxprobe.rows import read_sweep
+from beatrice.jaxprobe.stages import read_sweep
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import BEATRICE, little_room, on_disk, unshare
 from tests.records import a_label, an_answer

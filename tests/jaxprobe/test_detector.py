@@ -17,7 +17,6 @@ from beatrice.jaxprobe import fusion
 from beatrice.jaxprobe.calibrate import (
     FusedHead,
     TrainedGrid,
-    branch_setting,
     calibrated,
     encoder_bank,
     pool_of,
@@ -31,7 +30,7 @@ from beatrice.jaxprobe.config import (
     SelectConfig,
     TrainConfig,
 )
-from beatrice.jaxprobe.detector import Detector, Provenance
+from beatrice.jaxprobe.detector import Detector, Provenance, branch_setting
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import Member

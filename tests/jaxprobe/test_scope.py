@@ -10,9 +10,9 @@ from scipy.stats import beta, norm, rankdata
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_checksums
 from beatrice.extract.run.stages import change_settings
-from beatrice.jaxprobe.calibrate import CALIBRATE, CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.checkpoint import CONFIG
+from beatrice.jaxprobe.config import CALIBRATE_PRESETS, CalibrateConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
@@ -25,6 +25,7 @@ from beatrice.jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
+from beatrice.jaxprobe.stages import CALIBRATE
 from tests.jaxprobe.test_detector import detector  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)

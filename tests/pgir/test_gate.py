@@ -25,13 +25,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.scope import Evidence, Validation, certified
 from beatrice.pgir.controllers.loop import Call
-from beatrice.pgir.controllers.stage import (
-    CONTROL,
-    ControlConfig,
-    record_retrieval,
-)
 from beatrice.pgir.controllers.waves import (
-    JUDGES,
     AnswerService,
     CallJournal,
     JudgeService,
@@ -52,6 +46,7 @@ from beatrice.pgir.retrievers import (
     load_retriever,
 )
 from beatrice.pgir.scorer import Scorer
+from beatrice.pgir.stages import CONTROL, JUDGES, ControlConfig, record_retrieval
 from tests.extract.signals.test_full_device import room_for
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply

@@ -24,6 +24,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.commands import ControlOptions
+from beatrice.pgir.controllers import RIVALS
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Cost,
@@ -44,15 +45,12 @@ from beatrice.pgir.controllers.loop import (
 )
 from beatrice.pgir.controllers.session import choose_policy
 from beatrice.pgir.controllers.stage import (
-    CONTROL,
-    CONTROL_PRESETS,
-    EVERY_RIVAL,
-    ControlConfig,
     _cross_fitted,
     choose_cases,
     control_rows,
     frontier,
 )
+from beatrice.pgir.stages import CONTROL, CONTROL_PRESETS, ControlConfig
 from tests.pgir.small import played, reply
 from tests.records import an_example
 
@@ -486,5 +484,5 @@ def test_cases_are_chosen_from_every_question_set_by_one_rule():
 
 
 def test_the_demo_runs_every_rival_but_the_dearest_and_the_paper_all():
-    assert set(EVERY_RIVAL) - set(CONTROL_PRESETS["demo"].rivals) == {"seakr"}
-    assert CONTROL_PRESETS["paper"].rivals == EVERY_RIVAL
+    assert set(RIVALS) - set(CONTROL_PRESETS["demo"].rivals) == {"seakr"}
+    assert CONTROL_PRESETS["paper"].rivals == RIVALS

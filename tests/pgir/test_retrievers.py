@@ -28,13 +28,7 @@ from beatrice.pgir.commands import (
     RetrievalOptions,
     control,
 )
-from beatrice.pgir.controllers.stage import (
-    CONTROL,
-    ControlConfig,
-    _open_session,
-    retrieval_config,
-    retrieval_of,
-)
+from beatrice.pgir.controllers.stage import _open_session, retrieval_of
 from beatrice.pgir.controllers.waves import AnswerService, CallJournal
 from beatrice.pgir.corpus import (
     MOST_WORDS,
@@ -55,6 +49,7 @@ from beatrice.pgir.retrievers import (
     ServedRetriever,
     fuse,
 )
+from beatrice.pgir.stages import CONTROL, ControlConfig, retrieval_config
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import (
     CORPUS,

@@ -707,4 +707,4 @@ def test_a_reply_has_one_log_probability_per_written_token(answering, answers):
 def test_a_rival_cannot_take_the_name_of_another():
     assert "skr" in all_rivals()
     with pytest.raises(ValueError, match="'skr' is already defined in .*adaptive"):
-        rival("skr", "2026-01")(lambda session: None)
+        rival("skr")(lambda session: None)

@@ -24,7 +24,7 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.stage import ControlConfig, _run_rivals, control_rows
+from beatrice.pgir.controllers.stage import _run_rivals, control_rows
 from beatrice.pgir.controllers.waves import (
     AnswerService,
     CallJournal,
@@ -33,6 +33,7 @@ from beatrice.pgir.controllers.waves import (
     open_services,
     written_tokens,
 )
+from beatrice.pgir.stages import ControlConfig
 from tests.pgir.small import PASSAGE, QUESTION, Ranked, make_detector, played, reply
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
@@ -410,7 +411,7 @@ def test_probes_learn_from_answers_to_passages_that_fit(probed):
     answering = AnswerService(probed, passages, journal := CallJournal(None, ""))
     services, training = open_services(answering, Ranked(0, 1)), [example(0, "train")]
     given = a_session(journal, services, [], answering=answering, training=training)
-    all_rivals()["probing_rag"].run(given)
+    all_rivals()["probing_rag"](given)
     assert "0 of 2 training answers are right" in given.left_out["probing_rag"]
 
 

@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 
 from beatrice.extract.store.spec import Family
-from beatrice.selection.sweep import (
-    PROBE,
-    SweepSection,
-    choose_layer,
-    sweep_layers,
-    sweep_rows,
-)
+from beatrice.selection.stages import PROBE, SweepSection
+from beatrice.selection.sweep import choose_layer, sweep_layers, sweep_rows
 from tests.jaxprobe.samples import rows_like, store_like
 
 

@@ -24,17 +24,13 @@ from beatrice.benchmarks.baselines.detector import (
     find_detector,
 )
 from beatrice.benchmarks.baselines.judge import (
-    BASELINES,
-    BaselinesConfig,
     JudgedOutput,
     ScoreCache,
     _open_backbone,
     chosen_detectors,
     cost_of,
-    costs_file,
     judge,
     models_beside,
-    read_costs,
     run_inputs,
     score,
     unmet,
@@ -51,6 +47,12 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.benchmarks.commands import BaselinesOptions
+from beatrice.benchmarks.stages import (
+    BASELINES,
+    BaselinesConfig,
+    costs_file,
+    read_costs,
+)
 from beatrice.extract.commands import sample
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic

@@ -15,7 +15,7 @@ from beatrice.benchmarks.results.shown import Control, Curves, ShownSet
 from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.rows import ResultRow, Subject
-from beatrice.jaxprobe.rows import LayerCurve
+from beatrice.jaxprobe.stages import LayerCurve
 from beatrice.selection.analysis import CaseStudy
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from scipy.stats import binomtest
 
 from beatrice.benchmarks.results import figures
-from beatrice.jaxprobe.rows import LayerCurve
+from beatrice.jaxprobe.stages import LayerCurve
 from tests.benchmarks.results.sample import PARTS
 from tests.process import loaded_by
 

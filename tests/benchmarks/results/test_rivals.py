@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines.detector import is_rival
-from beatrice.benchmarks.baselines.judge import read_costs
 from beatrice.benchmarks.results.names import COMPARED, DETECTORS
 from beatrice.benchmarks.results.report import render_report
 from beatrice.benchmarks.results.rivals import (
@@ -24,6 +23,7 @@ from beatrice.benchmarks.results.rivals import (
     titles_of,
 )
 from beatrice.benchmarks.results.tables import results_of
+from beatrice.benchmarks.stages import read_costs
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import Subject
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
