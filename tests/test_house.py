@@ -110,6 +110,12 @@ def test_there_is_no_circular_import():
         visit(name, ())
 
 
+def test_a_type_checker_reads_no_getattr_that_would_allow_any_name():
+    for path in SOURCES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert "__getattr__" not in {getattr(node, "name", None) for node in body}, path
+
+
 def is_stage_file(path):
     """Return whether a file makes a stage or a verb, or is in `extract/run`."""
     if path.is_relative_to(ROOT / "extract" / "run"):
