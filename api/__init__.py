@@ -61,12 +61,14 @@ if not all(map(importlib.util.find_spec, ("flax", "jax", "tensorstore"))):
     __all__[:] = [x for x in __all__ if x not in ("FitConfig", "Signals", "fit")]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from where it is defined (PEP 562)."""
-    if name in _PLACES:
-        with naming_extra(f"beatrice.{name}"):
-            return getattr(importlib.import_module(_PLACES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name because of it
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name from where it is defined (PEP 562)."""
+        if name in _PLACES:
+            with naming_extra(f"beatrice.{name}"):
+                return getattr(importlib.import_module(_PLACES[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -156,7 +156,8 @@ class _Verbs(click.Group):
         name = args[0]
         close = difflib.get_close_matches(name, VERBS, 1)
         meant = _FORMER.get(name, close[0] if close else None)
-        if name not in VERBS and meant is not None:
+        is_completing = ctx.resilient_parsing  # then an error would fill the shell
+        if name not in VERBS and meant is not None and not is_completing:
             ctx.fail(f"no verb is called {name!r}; did you mean `beatrice {meant}`?")
         return super().resolve_command(ctx, args)
 

@@ -7,6 +7,7 @@ is for training, a quarter for calibration, and a quarter is held out for testin
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import shutil
 import time
@@ -500,6 +501,8 @@ def fit_own(
     """
     from beatrice.model import LanguageModel
 
+    # First, so that a missing package is reported before a model is downloaded.
+    importlib.import_module("beatrice.fitting")
     note, work = Progress().note, folder.with_name(f"{folder.name}.work")
     language_model, began = LanguageModel(model, prompt=words), time.monotonic()
     read = read_given if is_labelled else answer_and_label

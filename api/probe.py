@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from beatrice.pgir.scorer import Scorer
     from beatrice.signals import Signals
 
+Frame = TypeVar("Frame")  # a pandas or Polars data frame
 _REPORT, _EXAMPLES, CARD = "eval.json", "examples.jsonl", "README.md"
 _FILES = [CONFIG, ARRAYS, _REPORT, _EXAMPLES, CHECKSUMS, CARD]
 PROBES = Path(__file__).parent / "probes"  # the packaged ones, a folder each
@@ -248,7 +249,7 @@ class Probe(AnswerScorer):
         """Load the language model if necessary, and return `scorer`."""
         return self.scorer
 
-    def score_frame(self, frame: Any, batch_size: int = BATCH_SIZE) -> Any:
+    def score_frame(self, frame: Frame, batch_size: int = BATCH_SIZE) -> Frame:
         """Return a data frame with the scores of its rows as added columns.
 
         The added columns are `p_correct`, `decision`, `reason`, `warnings` (joined by
@@ -263,20 +264,21 @@ class Probe(AnswerScorer):
           ValueError: `frame` is not a data frame, or already has an added column.
         """
         added = ("p_correct", "decision", "reason", "warnings", "error")
-        if not hasattr(frame, "assign") and not hasattr(frame, "with_columns"):
+        table: Any = frame
+        if not hasattr(table, "assign") and not hasattr(table, "with_columns"):
             raise argument_error("frame", "a pandas or Polars data frame", frame)
-        if there := [name for name in added if name in frame.columns]:
+        if there := [name for name in added if name in table.columns]:
             raise ValueError(f"frame: it already has a column {there[0]!r}; rename it")
         columns: dict[str, list[Any]] = {name: [] for name in added}
-        for score in self.score_many(frame, batch_size):
+        for score in self.score_many(table, batch_size):
             for name in added:
                 value = getattr(score, name)
                 columns[name].append("; ".join(value) if name == "warnings" else value)
-        if hasattr(frame, "assign"):
-            return frame.assign(**columns)
+        if hasattr(table, "assign"):
+            return table.assign(**columns)
         import polars
 
-        return frame.with_columns(polars.Series(k, v) for k, v in columns.items())
+        return table.with_columns(polars.Series(k, v) for k, v in columns.items())
 
     def thresholds(self, setting: Setting) -> "Thresholds | None":
         """Return the thresholds on P for decisions on answers in a setting."""

@@ -214,7 +214,7 @@ class AnswerScorer(abc.ABC):
           prompt_ids: the token ids that the model really read.
           answer_ids: the token ids that the model wrote; they replace `answer`.
           context_range: characters `[start, stop)` of the context in the prompt's text.
-          question_range: likewise of the question; `AnswerToScore` has more on both.
+          question_range: likewise of the question; see `pgir.given.AnswerToScore`.
 
         Raises:
           ValueError: an argument has the wrong type; a text is empty, is not where it

@@ -56,7 +56,7 @@ class AnswerToScore:
       answer: its answer, or anybody's. After a given prompt it is the exact text,
         including the white space at its beginning. Ignored if `answer_ids` are given.
       context: the passages that the model was shown, see `as_passages`; stored as
-        `Passage`s. None, or no passage, is closed-book.
+        `Passage` records. None, or no passage, is closed-book.
       prompt: text that was sent for completion. Its control tokens are read as such;
         the tokenizer's own are put in front unless it begins with them.
       messages: mappings with `role` and `content`, put through the model's chat

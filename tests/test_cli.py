@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from beatrice.cli import HEADINGS, VERBS, main
 from beatrice.extract.datasets.commands import PromptOptions
@@ -60,6 +61,13 @@ def test_help_does_not_state_in_words_a_default_that_is_printed():
             n_printed += bool(printed)
             assert not (printed and "efault" in words), (line, words)
     assert n_printed > 50
+
+
+def test_a_shell_completes_options_and_no_error_follows_a_mistyped_verb():
+    shell = ShellComplete(main, {}, "beatrice", "_BEATRICE_COMPLETE")
+    for verb, values in {"score": ["--probe"], "scor": []}.items():
+        completions = shell.get_completions([verb], "--pro")
+        assert [completion.value for completion in completions] == values
 
 
 def every_option(command, name=""):

@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -108,6 +109,12 @@ def test_there_is_no_circular_import():
 
     for name in MODULES:
         visit(name, ())
+
+
+def test_a_type_checker_reads_no_getattr_that_would_allow_any_name():
+    for path in SOURCES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert "__getattr__" not in {getattr(node, "name", None) for node in body}, path
 
 
 def calls_of(path):
@@ -231,16 +238,51 @@ def test_every_verb_is_defined_in_the_commands_module_of_a_room():
             assert rooms[-1] == "commands"
 
 
-def test_the_top_level_holds_the_rooms_and_nothing_else():
-    done = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def tracked(*folders):
+    """Return the paths of the files in the git checkout; without one, skip the test."""
+    line = ["git", "ls-files", *folders]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("not a git checkout")
-    top = {name.split("/")[0] for name in done.stdout.split()}
+    return done.stdout.split()
+
+
+def test_the_top_level_holds_the_rooms_and_nothing_else():
+    top = {name.split("/")[0] for name in tracked()}
     others = "README.md CONTRIBUTING.md LICENSE Makefile setup.py pyproject.toml "
-    others += "constraints.txt .pre-commit-config.yaml .ci .gitignore"
+    others += "constraints.txt MANIFEST.in .pre-commit-config.yaml .ci .gitignore"
     assert top == {*ROOMS, "api", "docs", "tests", *others.split()}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Return a function that runs setup.py in a checkout where it was run before."""
+    pytest.importorskip("setuptools", "77")
+    files = "setup.py pyproject.toml MANIFEST.in README.md LICENSE"
+    for name in (*ROOMS, "api", "tests", *files.split()):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "build" / "lib" / "beatrice").mkdir(parents=True)
+    (tmp_path / "build" / "lib" / "beatrice" / "removed.py").touch()
+
+    def run(verb):
+        line = (sys.executable, "-W", "error", "setup.py", "-q", verb)
+        subprocess.run(line, cwd=tmp_path, check=True, capture_output=True)
+        return tmp_path
+
+    return run
+
+
+def test_a_build_has_every_file_of_the_rooms_and_none_of_an_earlier_version(build):
+    library = build("build_py") / "build" / "lib" / "beatrice"
+    files = {library / name.removeprefix("api/") for name in tracked("api", *ROOMS)}
+    expected = files - {library / room / "README.md" for room in ROOMS}
+    assert {path for path in library.rglob("*") if path.is_file()} == expected
+
+
+def test_a_source_distribution_has_the_package_without_its_tests(build):
+    lines = (build("egg_info") / "beatrice_probe.egg-info" / "SOURCES.txt").read_text()
+    top = {line.split("/")[0] for line in lines.split()}
+    assert {*ROOMS, "api"} < top and "tests" not in top
 
 
 def test_no_source_reads_pickles_or_runs_remote_code():

@@ -770,6 +770,12 @@ import numpy as np; from beatrice.jaxprobe import scope
 few = scope.Validation(np.ones(9), np.ones(9, bool))
 print(scope.certify(few, 0.9, "trust").in_words())
 """
+OF_A_FIT = """
+import tempfile; from beatrice.cli import main
+file = tempfile.NamedTemporaryFile("w", suffix=".jsonl")
+file.write('{"question": "who?", "golds": ["me"]}'); file.flush()
+main(["fit", "no/such-model", file.name, "nowhere"])
+"""
 OF_PARQUET = """
 import beatrice, tempfile
 file = tempfile.NamedTemporaryFile()
@@ -779,6 +785,7 @@ beatrice.read_questions(file.name)
 CASES = {
     "a score without a threshold": (["-c", OF_FEW], 0, "22 validation answers"),
     "a function": (["-c", "import beatrice; beatrice.fit"], 1, TRAIN),
+    "a fit, before its model is looked for": (["-c", OF_A_FIT], 1, TRAIN),
     "answers with signals, and signals of answers": (["-c", OF_ANSWERS], 1, TRAIN),
     "P of signals": (
         ["-c", "import beatrice; beatrice.load('embedded').predict(None)"], 1, TRAIN

@@ -1,8 +1,6 @@
 """The paper's numbers: as printed, compared with a run's, and whether orders agree."""
 
 import collections
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +25,6 @@ from beatrice.pgir.controllers import CONTROLLERS
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
 from tests.records import an_example
 
-ROOT = Path(__file__).parents[3]
 # How many numerals the LaTeX of each table has; counted by a reader that knows no
 # columns, when the tables were transcribed.
 N_NUMBERS = {
@@ -95,12 +92,6 @@ PLACES = {place(cell) for cell in CELLS}
 
 def test_no_number_of_the_paper_has_two_lines():
     assert len(PLACES) == len(CELLS)
-
-
-def test_the_wheel_includes_the_ledger():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    taken = project["tool"]["setuptools"]["package-data"]["beatrice.benchmarks.results"]
-    assert "paper.jsonl" in taken
 
 
 def test_numbers_marked_best_and_second_are_so_in_every_column():
