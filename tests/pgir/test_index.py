@@ -304,6 +304,7 @@ def kill_build(corpus, encoder, seconds, n_shards):
 
     process = context.Process(target=build, args=(corpus, encoder, on_shard))
     process.start()
+    far.close()  # so that a build that fails ends the wait
     for _ in range(n_shards):
         near.recv()
     time.sleep(0.02)  # somewhere within a shard
@@ -312,6 +313,7 @@ def kill_build(corpus, encoder, seconds, n_shards):
 
 
 @pytest.mark.filterwarnings(r"ignore:os\.fork")  # JAX warns if other tests loaded it
+@pytest.mark.filterwarnings("ignore:this process was forked")  # likewise of a model
 def test_a_build_killed_again_and_again_gives_the_same_bytes(encoder, tmp_path):
     pytest.importorskip("faiss")
     corpus = make_corpus(tmp_path, N)
