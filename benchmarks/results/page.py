@@ -218,7 +218,7 @@ def _ranking_in_words(results: pandas.DataFrame) -> str:
     return f"{text}."
 
 
-def _trust_in_words(shown: Sequence[ShownSet]) -> str:
+def _trust_in_words(shown: Sequence[ShownSet], results: pandas.DataFrame) -> str:
     """Say what share of test answers is trusted, and how many of these are right."""
     parts, wanted = [], {x.wanted for x in shown if x.wanted is not None}
     for setting, words in SETTINGS_IN_WORDS.items():
@@ -233,15 +233,30 @@ def _trust_in_words(shown: Sequence[ShownSet]) -> str:
         right, all_right = n["right and trusted"], n["right and not trusted"]
         n_trusted = right + n["wrong and missed"]
         text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
+        besides = ""
         if not is_certified:
-            why = "no P is certified for the requested precision"
-            text = f"none of the answers {words}, because {why}"
+            text = f"none of the answers {words}"
+            besides = _trust_at_most(results, setting)
         elif n_trusted:
             text += f", of which {100 * right / n_trusted:.0f} % are right"
         every = 100 * (right + all_right) / n.total()
-        parts.append(f"{text} (all answers: {every:.0f} % right)")
+        parts.append(f"{text} ({besides}all answers: {every:.0f} % right)")
     asked = "".join(f"At a requested precision of {100 * x:g} %, " for x in wanted)
     return f"{asked}beatrice trusts {' and '.join(parts)}." if parts else ""
+
+
+def _trust_at_most(results: pandas.DataFrame, setting: str) -> str:
+    """Say what is trusted at the highest precision that a P is certified for."""
+    at = {"experiment": "decision", "kind": "trust", "setting": setting, **POOLED}
+    rows = where(results, metric="precision", **at)["row"]
+    certified = {row.wanted: row.value for row in rows if row.value is not None}
+    if not certified:
+        return "no P is certified for any precision; "
+    most = max(certified)
+    coverage = find(results, metric="coverage", wanted=most, **at)
+    share = 0.0 if coverage is None else coverage.value or 0.0
+    right = f"of which {100 * certified[most]:.0f} % are right"
+    return f"at {100 * most:g} % it trusts {100 * share:.0f} %, {right}; "
 
 
 def _distrust_in_words(results: pandas.DataFrame) -> str:
@@ -264,7 +279,7 @@ def headline(results: pandas.DataFrame, shown: Sequence[ShownSet]) -> list[str]:
     """Return sentences on how well answers are ranked, trusted and distrusted."""
     sentences = (
         _ranking_in_words(results),
-        _trust_in_words(shown),
+        _trust_in_words(shown, results),
         _distrust_in_words(results),
     )
     return list(filter(None, sentences))

@@ -184,7 +184,23 @@ def test_the_headline_says_how_perplexity_compares_and_what_is_trusted():
     assert second.startswith("beatrice trusts ") and "% are right" in second
     bare = [replace(shown, is_certified=False) for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bare)
-    assert second.startswith("beatrice trusts none of the answers from memory")
+    none = "beatrice trusts none of the answers from memory (no P is certified for "
+    assert second.startswith(none)
+    at = {"experiment": "decision", "kind": "trust"}
+    lower = [
+        row("champion", "closed_book", POOLED, metric, value, wanted=wanted, **at)
+        for wanted, metric, value in (
+            (0.7, "coverage", 0.5),
+            (0.7, "precision", 0.75),
+            (0.8, "coverage", 0.187),
+            (0.8, "precision", 0.946),
+            (0.9, "coverage", 0.0),
+        )
+    ]
+    at |= {"wanted": 0.9}
+    never = undefined(row("champion", "closed_book", POOLED, "precision", 0.5, **at))
+    _, second = headline(results_of([*sample_rows(), *lower, never]), bare)
+    assert "from memory (at 80 % it trusts 19 %, of which 95 % are right; all" in second
     bolder = [replace(shown, wanted=0.7) for shown in PARTS["shown"]]
     _, second = headline(sample_results(), bolder)
     assert second.startswith("At a requested precision of 70 %, beatrice trusts ")
