@@ -407,7 +407,7 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
     # The controllers have a verb of their own, and take hours of generation.
-    paths = [path for path in CHAIN[1:] if "controllers" not in path]
+    paths = [path for path in CHAIN[1:] if not path.endswith(":CONTROL")]
     stages = [pkgutil.resolve_name(path) for path in paths]
     with RunDir.open(run_dir) as run:
         run.resolve_section("train", {**GRID_PRESETS, "demo": GRID})
