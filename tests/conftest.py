@@ -10,7 +10,7 @@ import pytest
 from tests.process import ENVIRON, ROOT
 
 MOST_COMPILED_BYTES = 2**31
-MOST_MAPPINGS = 20_000  # of memory
+MOST_MAPPINGS = 10_000  # of memory
 for name, value in ENVIRON.items():  # before JAX or Torch start
     os.environ.setdefault(name, value)
 # All test files, workers and child processes share what they compile, also with the
