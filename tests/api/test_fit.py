@@ -1,11 +1,9 @@
 """Fitting a probe on signals, saving it, and the verb `fit` for a model of your own."""
 
-import copy
 import dataclasses
 import json
 import shutil
 import threading
-from multiprocessing.reduction import ForkingPickler
 
 import jax
 import numpy as np
@@ -18,14 +16,14 @@ import beatrice
 from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.store.store import open_kvstore, read_family
+from beatrice.extract.store.store import read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.config import CALIBRATE_PRESETS
 from beatrice.jaxprobe.metrics import BootstrapConfig, auroc
 from beatrice.own_model import clear_work, fit_own
 from tests.extract import small_run
 from tests.extract.datasets.published import write_lines
-from tests.process import forked, run_python
+from tests.process import run_python
 from tests.records import a_label, labelled_rows, passage_rows, question_row
 
 SETTINGS = ("closed_book", "with_context")
@@ -279,54 +277,6 @@ def test_a_probe_depends_on_no_setting_of_jax_and_changes_none(
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
-
-
-def test_memory_of_signals_is_freed_with_the_last_object_that_uses_it(rng):
-    signals, _ = planted_signals(rng, 20)
-    url, some = signals.store.url, signals[:5]
-    others = beatrice.Signals(url)
-    del others  # signals opened by an address free nothing
-    assert len(signals[0]["sae"])
-    del signals
-    assert len(some[0]["sae"]) and open_kvstore(url).list().result()
-    del some
-    assert not open_kvstore(url).list().result()
-
-
-def test_signals_in_a_forked_process_raise_an_error_and_do_not_end_it(rng):
-    owned = [planted_signals(rng, 20)[0]]
-
-    def child():
-        with pytest.raises(RuntimeError, match="forked .* by 'spawn'"):
-            owned[0][0]
-        with pytest.raises(RuntimeError, match="forked .* by 'spawn'"):
-            planted_signals(rng, 20)
-        owned.clear()  # frees them, which would need TensorStore
-
-    assert forked(child) == 0
-
-
-def test_signals_in_memory_survive_copying_and_pickling(rng):
-    signals, _ = planted_signals(rng, 20)
-    values, some = signals[7]["sae"], signals[5:10]
-    sent = ForkingPickler.loads(ForkingPickler.dumps(some))
-    copies = [sent, copy.deepcopy(some)]
-    del signals, some
-    for again in copies:
-        assert len(again) == 5 and np.array_equal(again[2]["sae"], values)
-
-
-def test_a_subset_of_signals_holds_the_chosen_answers(rng):
-    signals, _ = planted_signals(rng, 20)
-    where = np.arange(20) % 3 == 1
-    some = signals[where]
-    assert len(some) == where.sum() and some.ids == tuple(np.array(signals.ids)[where])
-    for name in signals.families:
-        assert np.array_equal(some[1][name], signals[4][name])
-    assert "20 answers" in repr(signals) and "3 families" in repr(signals)
-    assert "(1 answer, " in repr(signals[[0]])
-    with pytest.raises(ValueError, match=r"one axis.*, found shape \(2, 1\)"):
-        signals[np.argwhere([True, True])]
 
 
 def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):

@@ -757,13 +757,11 @@ def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(
 
 TRAIN = "beatrice-probe[train]'"
 OF_ANSWERS = f"""
-import beatrice
-model = beatrice.LanguageModel("embedded")
-answers = model.answer(["where was Skiband Rugrond born?"])
+import beatrice; model = beatrice.LanguageModel("embedded")
 try: model.answer(["where?"], read=True)
 except ImportError as error: assert "{TRAIN}" in str(error)
 else: raise SystemExit("nothing is missing")
-model.read(answers)
+model.read(model.answer(["where was Skiband Rugrond born?"]))
 """
 OF_FEW = """
 import numpy as np; from beatrice.jaxprobe import scope

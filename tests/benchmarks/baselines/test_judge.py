@@ -16,6 +16,7 @@ import pandas
 import pytest
 
 import beatrice as api
+from beatrice.benchmarks import stages
 from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import (
     Baseline,
@@ -47,12 +48,7 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.benchmarks.commands import BaselinesOptions
-from beatrice.benchmarks.stages import (
-    BASELINES,
-    BaselinesConfig,
-    costs_file,
-    read_costs,
-)
+from beatrice.benchmarks.stages import BASELINES, BaselinesConfig
 from beatrice.extract.commands import sample
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
@@ -561,7 +557,7 @@ def stamps(run):
 
 
 def judged(run):
-    return {(x.name, x.setting): x for x in read_costs(costs_file(run))}
+    return {(x.name, x.setting): x for x in stages.read_costs(stages.costs_file(run))}
 
 
 @pytest.mark.slow
