@@ -173,7 +173,9 @@ def test_every_line_of_readme_and_guides_runs_in_a_fresh_clone(tmp_path, capsys)
     with (clone / "runs" / "demo" / "examples.jsonl").open() as lines:
         some = "".join(itertools.islice(lines, 600))
     (clone / "questions.jsonl").write_text(some)  # as a user has
-    texts = [ROOT / "README.md", *GUIDES]
+    # The detector of this guide stays in the run, and `transfer` of another refuses it.
+    last = ROOT / "docs" / "guides" / "add-a-detector.md"
+    texts = [ROOT / "README.md", *(path for path in GUIDES if path != last), last]
     texts = [str(path.relative_to(ROOT)) for path in texts]
     do(".venv/bin/python", "-m", "tests.blocks", *texts)
     with capsys.disabled():

@@ -6,6 +6,7 @@ The server is a minimal one for OpenAI's protocol. It also takes vLLM's extensio
 
 import contextlib
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -178,6 +179,11 @@ def _handler(loopback):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # a client opens dozens of connections at once
+
+    def handle_error(self, request, client_address):
+        """Print the error, unless a client has just disconnected."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
