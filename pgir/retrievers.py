@@ -11,6 +11,7 @@ keeps its index over restarts and nothing is searched twice.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import http.client
@@ -409,18 +410,14 @@ def _post_within(
         try:
             with _opener().open(request, timeout=seconds) as stream:
                 reply.set_result(stream.read(_MOST_REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            reply.set_exception(_refusal(error, headers))
         except Exception as error:  # any error must reach the waiting thread
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()  # it holds the connection
             reply.set_exception(error)
 
     threading.Thread(target=read, daemon=True).start()
     try:
         return reply.result(timeout=seconds)
-    except urllib.error.HTTPError as error:
-        failure = _RequestFailed(f"it answered with status {error.code}")
-        failure.pause = seconds_asked_for(error.headers.get("Retry-After", ""))
-        raise failure from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):  # of the socket, or of `result`
@@ -429,6 +426,23 @@ def _post_within(
         if isinstance(error, urllib.error.URLError):
             raise _ServerFails(f"it cannot be reached ({reason})") from None
         raise _RequestFailed(f"the connection broke ({error!r})") from None
+
+
+def _refusal(
+    error: urllib.error.HTTPError, headers: Mapping[str, str]
+) -> _RequestFailed:
+    """Return a refusal in the server's words, without the key if it repeats that."""
+    words = b""
+    with contextlib.suppress(OSError, http.client.HTTPException), error:
+        words = error.read(2000)
+    key = headers.get("Authorization", "").removeprefix("Bearer ") or None
+    text = words.decode(errors="replace")
+    text = " ".join((text if key is None else text.replace(key, "…")).split())[:300]
+    if place := error.headers.get("Location"):
+        text = f"it redirects to {place}: give the URL that answers itself"
+    failure = _RequestFailed(f"it answered with status {error.code}: {text}")
+    failure.pause = seconds_asked_for(error.headers.get("Retry-After", ""))
+    return failure
 
 
 def read_reply(reply: Any, n_queries: int, depth: int) -> list[list[str]]:

@@ -63,6 +63,7 @@ from beatrice.extract.run.files import (
     user_cache,
     verify_checksums,
 )
+from beatrice.extract.signals.precision import loading_weights
 
 # struct formats of header values by their type, see gguf.GGUFValueType.
 _FORMATS = dict(zip([0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12], "BbHhIif?Qqd", strict=True))
@@ -479,8 +480,9 @@ class Weights:
         """Match names, without reading any weight."""
         self._header = header
         with damage_errors(header.path, "its tensors cannot be matched", _USE_ANOTHER):
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+            dtype = torch.float32  # which leaves the process's default as it is
+            with loading_weights(dtype), torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             is_new = is_gguf_arch_supported(header.architecture)
             route = _ConverterRoute if is_new else _ProcessorRoute
             self._route = route(header, config, model)

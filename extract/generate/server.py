@@ -293,6 +293,7 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
             http_client=openai.DefaultAsyncHttpxClient(
                 headers={"Accept-Encoding": "identity"},
                 event_hooks={"response": [_check_encoding]},
+                follow_redirects=False,  # most would turn a request into a GET
             ),
             max_retries=0,  # `ServedGenerator._send` retries
             # Shorter to connect, so that a connection never made, which is free, is
@@ -494,6 +495,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         if isinstance(error, openai.APIStatusError):
             reason = reason_of(error)
             status, dialect, hint = error.status_code, self._server.dialect, ""
+            if place := error.response.headers.get("location"):
+                hint = f" (it redirects to {place}: give the URL that answers itself)"
             if status in (400, 422) and dialect == "vllm":
                 hint = " (a server other than vLLM may need the dialect 'openai')"
             if error.param in ("max_tokens", "temperature") and dialect == "openai":

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
+from beatrice.extract.signals.precision import loading_weights
 from beatrice.pgir import index
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import make_corpus, save_encoder, text_of
@@ -102,6 +104,16 @@ def test_an_encoder_whose_index_names_other_weights_is_refused(tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps(index_file))
     with pytest.raises(ValueError, match="'pytorch_model.bin' as weights"):
         index.TextEncoder(index.read_encoder_config(path))
+
+
+def test_an_encoder_is_loaded_after_weights_that_another_thread_loads(encoder):
+    """Transformers changes the default dtype of the whole process meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        with loading_weights(torch.float32):
+            loading = pool.submit(index.TextEncoder, encoder.config)
+            wait([loading], timeout=0.2)
+            assert not loading.done()
+        assert loading.result().identity == encoder.identity
 
 
 def test_a_batch_encodes_like_its_texts_one_by_one_to_unit_vectors(encoder):

@@ -112,6 +112,7 @@ class _Moods(BaseHTTPRequestHandler):
         documents = replies.get(mood, [{"contents": f'"{x}"\ntext'} for x in "AB"])
         content = json.dumps({"result": [documents] * len(request["queries"])})
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
+        babble["broken"] = f"no index,\n{self.headers['Authorization']}"
         content = babble.get(mood, content)
         with contextlib.suppress(OSError):  # the client has gone
             if mood == "later":
@@ -123,7 +124,8 @@ class _Moods(BaseHTTPRequestHandler):
             if mood == "trickling head":
                 self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
             self.send_response({"broken": 500, "elsewhere": 302}.get(mood, 200))
-            self.send_header("Location", "/inner")  # a GET there would be a 501
+            if mood == "elsewhere":
+                self.send_header("Location", "/inner")  # a GET there would be a 501
             self.end_headers()
             if mood == "trickling":
                 self._trickle(content.encode())
@@ -150,8 +152,9 @@ class _Moods(BaseHTTPRequestHandler):
         ("babble", "its reply is no ranking"),
         ("nested", "its reply is no ranking"),
         ("half a pair", "its reply is no ranking"),
-        ("broken", "status 500"),
-        ("elsewhere", "status 302"),  # not followed: no other host gets the key
+        ("broken", "status 500: no index, None"),
+        # Not followed: no other host gets the key.
+        ("elsewhere", "status 302: it redirects to /inner: give"),
     ],
 )
 def test_only_the_questions_that_a_server_fails_on_are_failed_and_retried(
@@ -525,12 +528,16 @@ def test_a_url_that_no_request_can_be_sent_to_is_refused_at_once(url):
         ServedRetriever(url, None)
 
 
-def test_the_key_of_the_environment_goes_with_every_request(monkeypatch):
+def test_the_key_goes_with_every_request_and_is_kept_out_of_refusals(monkeypatch):
     monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-planned\n")
-    server = Moody({})
+    server = Moody({"poison": "broken"})
     with serving(server) as url:
-        client(f"{url}/retrieve", None).search(["x"], 1)
-    assert server.keys == ["Bearer sk-planned"]
+        asking = client(f"{url}/retrieve", None)
+        asking.search(["x"], 1)
+        assert server.keys == ["Bearer sk-planned"]
+        with pytest.raises(RetrievalFailed) as failed:
+            asking.search(["poison"], 1)
+    assert "status 500: no index, Bearer …" in failed.value.reasons[0]
 
 
 def test_a_key_in_a_url_or_with_a_line_end_is_refused_and_not_repeated(

@@ -43,6 +43,7 @@ class Loopback:
         self.pause = 0.0  # minimum seconds per request
         self.trickle = 0.0  # seconds between two bytes of a reply
         self.encoding = "identity"  # named in the head of each reply
+        self.location = ""  # the same
         self.encodings_wanted = []  # named by clients
         self.n_at_once = 0
         self.most_at_once = 0
@@ -162,6 +163,7 @@ def _handler(loopback):
             content = result if is_spoiled else json.dumps(result).encode()
             head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(content)}\r\n"
             head += f"Content-Encoding: {loopback.encoding}\r\n"
+            head += f"Location: {loopback.location}\r\n" * bool(loopback.location)
             head += "Content-Type: application/json\r\n\r\n"
             whole = head.encode() + content
             step = 1 if loopback.trickle else len(whole)

@@ -380,6 +380,13 @@ def test_a_compressed_reply_which_may_fill_the_memory_is_refused_unread(client, 
     assert server.encodings_wanted == ["identity"]
 
 
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_redirect_is_not_followed_but_named(client, server, status):
+    server.failures, server.location = [status], "https://elsewhere.example/v1"
+    with pytest.raises(ValueError, match=f"{status}: .*redirects to {server.location}"):
+        texts(client(), [QUESTION])
+
+
 def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-a-file\n")
     assert texts(client(), [GeneratorPrompt(text="x")])[0].text
