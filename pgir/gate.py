@@ -309,7 +309,7 @@ def _check_trusts_any(scorer: Scorer) -> None:
 
 
 class FlashRagJudger:
-    """A judger for FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 099da14).
+    """A judger for FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 1ee5249).
 
     The pipeline creates its judger itself, so set
     `flashrag.pipeline.pipeline.get_judger = FlashRagJudger` before creating one.
