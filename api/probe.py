@@ -269,16 +269,21 @@ class Probe(AnswerScorer):
             raise argument_error("frame", "a pandas or Polars data frame", frame)
         if there := [name for name in added if name in table.columns]:
             raise ValueError(f"frame: it already has a column {there[0]!r}; rename it")
-        columns: dict[str, list[Any]] = {name: [] for name in added}
+        columns: dict[str, Any] = {name: [] for name in added}
         for score in self.score_many(table, batch_size):
             for name in added:
                 value = getattr(score, name)
                 columns[name].append("; ".join(value) if name == "warnings" else value)
+        # Types that do not depend on the scores, so that frames can be concatenated.
         if hasattr(table, "assign"):
+            columns["p_correct"] = np.array(columns["p_correct"], float)
             return table.assign(**columns)
         import polars
 
-        return table.with_columns(polars.Series(k, v) for k, v in columns.items())
+        types = dict.fromkeys(added, polars.String) | {"p_correct": polars.Float64}
+        return table.with_columns(
+            polars.Series(name, columns[name], types[name]) for name in added
+        )
 
     def thresholds(self, setting: Setting) -> "Thresholds | None":
         """Return the thresholds on P for decisions on answers in a setting."""

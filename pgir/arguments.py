@@ -23,8 +23,13 @@ _PASSAGE = (
     "a text (str), a mapping with a text under 'text', 'contents' or 'page_content', "
     "or a document with 'page_content'"
 )
-# The methods that return a table's rows, in polars, pyarrow and pandas.
-_TABLES = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))
+# The methods that return a table's rows, in polars, pyarrow, datasets and pandas.
+_TABLES = (
+    ("to_dicts", ()),
+    ("to_pylist", ()),
+    ("to_list", ()),
+    ("to_dict", ("records",)),
+)
 
 
 def argument_error(name: str, expected: str, value: Any) -> ValueError:
@@ -278,7 +283,7 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
 
 
 def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
-    """Return the rows of a data frame (pandas, polars, pyarrow) or of any iterable.
+    """Return the rows of a table (pandas, polars, pyarrow, datasets) or any iterable.
 
     Named tuples count as rows of a frame (pandas' `itertuples`). Missing cells (NaN,
     NA) are left out of a frame's rows. A warning names the columns that are not read,
@@ -314,7 +319,8 @@ def _is_several(value: Any) -> bool:
 
 def _is_table(value: Any) -> bool:
     methods = (method for method, _ in _TABLES)
-    return hasattr(value, "columns") and any(hasattr(value, m) for m in methods)
+    has_columns = hasattr(value, "columns") or hasattr(value, "column_names")
+    return has_columns and any(hasattr(value, method) for method in methods)
 
 
 def _table_rows(table: Any) -> list[dict[str, Any]]:

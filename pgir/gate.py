@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -309,7 +309,7 @@ def _check_trusts_any(scorer: Scorer) -> None:
 
 
 class FlashRagJudger:
-    """A judger for FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 099da14).
+    """A judger for FlashRAG's ConditionalPipeline (flashrag/judger/judger.py, 1ee5249).
 
     The pipeline creates its judger itself, so set
     `flashrag.pipeline.pipeline.get_judger = FlashRagJudger` before creating one.
@@ -351,17 +351,6 @@ class FlashRagJudger:
         return [draft.retrieve for draft in self.gate.draft(questions)]
 
 
-class _GraphState(TypedDict, total=False):
-    """The state that the nodes of the graph share."""
-
-    question: str
-    draft: Draft
-    answer: str
-    p_correct: float | None
-    reason: str | None
-    passages: Sequence[Any]
-
-
 @contextlib.contextmanager
 def _pipelines() -> Iterator[None]:
     """Say how to install a missing package of the extra `pipelines`."""
@@ -385,30 +374,45 @@ def langgraph_app(
       generate: returns an answer to a question with passages.
 
     Returns:
-      A graph whose `app.invoke({"question": ...})` gives `answer` and `p_correct`, and
-      after a retrieval also `passages` and the `reason` of `Kept`.
+      A graph whose `app.invoke({"question": ...})` gives `answer`, `p_correct`, the
+      `passages` that were retrieved, and the `reason` of `Kept`, or else of `Draft`.
     """
     with _pipelines():
         from langgraph.graph import END, START, StateGraph
+        from typing_extensions import TypedDict  # Pydantic needs it before Python 3.12
 
-    def draft(state: dict) -> dict:
+    class Question(TypedDict):
+        question: str
+
+    class State(Question, total=False):
+        draft: dict[str, Any]  # a checkpoint should hold no class of ours
+        answer: str
+        p_correct: float | None
+        reason: str | None
+        passages: Sequence[Any]
+
+    def write(state: dict) -> dict:
         (draft,) = gate.draft([state["question"]])
-        return {"draft": draft, "answer": draft.answer, "p_correct": draft.p_correct}
+        # A thread's state may still have the passages of its previous question.
+        facts = {"reason": draft.reason, "passages": []}
+        answer = {"answer": draft.answer, "p_correct": draft.p_correct}
+        return {"draft": dataclasses.asdict(draft), **facts, **answer}
 
     def ground(state: dict) -> dict:
         passages = retrieve(state["question"])
         grounded = generate(state["question"], passages)
-        best = gate.keep(state["draft"], grounded, passages)
+        best = gate.keep(Draft(**state["draft"]), grounded, passages)
         answer = {"answer": best.answer, "p_correct": best.p_correct}
         return {"passages": passages, "reason": best.reason, **answer}
 
-    graph = StateGraph(_GraphState)
-    graph.add_node("write", draft)
+    def next_node(state: dict) -> str:
+        return "ground" if Draft(**state["draft"]).retrieve else END
+
+    graph = StateGraph(State, input_schema=Question)  # the arguments as a tool
+    graph.add_node("write", write)
     graph.add_node("ground", ground)
     graph.add_edge(START, "write")
-    graph.add_conditional_edges(
-        "write", lambda state: "ground" if state["draft"].retrieve else END
-    )
+    graph.add_conditional_edges("write", next_node, ["ground", END])  # both are drawn
     graph.add_edge("ground", END)
     return graph.compile()
 

@@ -42,6 +42,10 @@ COMMIT = re.compile("[0-9a-fA-F]{40}")  # a revision of this form is a Hub model
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _INDEX_END = ".safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_ADAPTER = "adapter_config.json"
+_MERGE = (
+    "load both with peft, then merge_and_unload and save_pretrained to a new folder"
+)
 
 
 def _check_directory(directory: Path) -> None:
@@ -52,6 +56,8 @@ def _check_directory(directory: Path) -> None:
         lack = "a model directory or a GGUF file, found another file"
     elif not (directory / "config.json").is_file():
         lack = "a directory written by save_pretrained, found no config.json in it"
+        if (directory / _ADAPTER).exists():
+            lack = f"complete weights, found an adapter without its model; {_MERGE}"
     elif not any(directory.glob("*.safetensors")):
         lack = (
             "safetensors weights, found no *.safetensors file; save the model with "
@@ -76,10 +82,10 @@ def check_weights(what: str, folder: Path, config: Mapping[str, Any]) -> None:
     revision covers; kernels of the Hub, which are code; adapters if peft is installed.
     """
     _check_built_in(what, config)
-    if (folder / "adapter_config.json").exists():
+    if (folder / _ADAPTER).exists():
         raise ValueError(
-            f"{what}: expected complete weights, found an adapter next to them; load "
-            "both with peft, then merge_and_unload and save_pretrained to a new folder"
+            f"{what}: expected complete weights, found an adapter next to them; "
+            f"{_MERGE}"
         )
     named = config.get("transformers_weights")
     index = folder / str(named or WEIGHTS_INDEX)

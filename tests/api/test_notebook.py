@@ -656,7 +656,16 @@ def test_a_data_frame_gets_columns_with_the_p_and_reasons_of_each_row():
         assert (p_correct, row.decision) == (score.p_correct, score.decision)
         assert row.warnings == "; ".join(score.warnings)
     assert "empty" in scored.error[5] and list(frame.columns) == ["question", "answer"]
+    assert probe.score_frame(frame.loc[[5]]).p_correct.dtype == float
     with pytest.raises(ValueError, match="already has a column 'p_correct'"):
         probe.score_frame(scored)
     with pytest.raises(ValueError, match="a pandas or Polars data frame"):
         probe.score_frame([frame])
+
+
+def test_polars_frames_that_were_scored_one_by_one_can_be_concatenated():
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame({"question": QUESTION, "answer": ["Guzolt Falls", ""]})
+    probe = beatrice.load("embedded")
+    scored = [probe.score_frame(rows) for rows in frame.iter_slices(1)]
+    assert polars.concat(scored)["p_correct"].is_null().to_list() == [False, True]

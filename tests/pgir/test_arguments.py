@@ -197,7 +197,9 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     # Tables of other libraries are read with their own conversion methods.
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
-    for table in (polars, arrow):
+    methods = {"to_dict": dict, "to_list": lambda: [ROW]}  # `to_dict` gives columns
+    datasets = SimpleNamespace(column_names=[], **methods)
+    for table in (polars, arrow, datasets):
         assert as_rows(table, ARGUMENTS) == [ROW]
 
 

@@ -397,7 +397,7 @@ def test_a_graph_retrieves_only_if_needed_and_keeps_the_better_answer(scorer):
     app = langgraph_app(lenient(scorer), never, never)
     state = app.invoke({"question": QUESTION})
     assert state["answer"] == scorer.answer(QUESTION).text
-    assert "passages" not in state
+    assert state["passages"] == []
     gate = strict(scorer)
     app = langgraph_app(gate, lambda q: [PASSAGE], lambda q, passages: ANSWER)
     state = app.invoke({"question": QUESTION})
@@ -405,6 +405,25 @@ def test_a_graph_retrieves_only_if_needed_and_keeps_the_better_answer(scorer):
     best = gate.keep(drafted, ANSWER, [PASSAGE])
     assert (state["answer"], state["p_correct"]) == (best.answer, best.p_correct)
     assert state["passages"] == [PASSAGE] and state["reason"] is None
+    assert [*app.get_input_jsonschema()["properties"]] == ["question"]
+    edges = {(edge.source, edge.target) for edge in app.get_graph().edges}
+    assert ("write", "ground") in edges
+
+
+def test_a_graphs_checkpoint_is_plain_and_passages_are_the_last_questions(
+    scorer, caplog
+):
+    pytest.importorskip("langgraph")
+    from langgraph.checkpoint.memory import InMemorySaver
+
+    gate = strict(scorer)
+    app = langgraph_app(gate, lambda q: [PASSAGE], lambda q, passages: ANSWER)
+    app.checkpointer = InMemorySaver()
+    thread = {"configurable": {"thread_id": "1"}}
+    assert app.invoke({"question": QUESTION}, thread)["passages"] == [PASSAGE]
+    gate.threshold = 1e-6
+    assert app.invoke({"question": OTHER}, thread)["passages"] == []
+    assert "unregistered type" not in caplog.text
 
 
 @pytest.fixture

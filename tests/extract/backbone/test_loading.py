@@ -298,9 +298,11 @@ def test_the_doctor_escapes_terminal_commands_in_a_config(checkpoint):
     assert r"evil\x1b]52;c;eA==\x07" in stdout and "\x1b" not in stdout
 
 
-def test_an_adapter_next_to_the_weights_is_refused(checkpoint):
+def test_an_adapter_is_refused_with_its_models_weights_and_without(checkpoint):
     (checkpoint / "adapter_config.json").write_text("{}")
     assert_refused(checkpoint, "an adapter next to them", "merge_and_unload")
+    (checkpoint / "config.json").unlink()
+    assert_refused(checkpoint, "an adapter without its model", "merge_and_unload")
 
 
 def test_code_for_the_tokenizer_is_refused_and_an_empty_auto_map_is_not(checkpoint):
