@@ -152,13 +152,17 @@ def _table(groups: _Groups) -> list[str]:
         return ["It has not been measured on held-out answers."]
     names = [n for n in _METRICS if any(n in rows for rows in groups.values())]
     lines = [
-        f"| answers | set | split | n | {' | '.join(_METRICS[n] for n in names)} |",
-        f"|---|---|---|---:|{'---|' * len(names)}",
+        "| answers | set | split | n | right | "
+        f"{' | '.join(_METRICS[name] for name in names)} |",
+        f"|---|---|---|---:|---:|{'---|' * len(names)}",
     ]
     for (answers, dataset, split), rows in groups.items():
-        n = next(iter(rows.values()))["n"]
-        cells = [cell_of(rows.get(name)) for name in names]
-        lines.append(f"| {answers} | {dataset} | {split} | {n} | {' | '.join(cells)} |")
+        first = next(iter(rows.values()))
+        n_right = first.get("n_right")  # older reports lack it
+        counts = (str(first["n"]), "–" if n_right is None else str(n_right))
+        values = (cell_of(rows.get(name)) for name in names)
+        cells = (answers, dataset, split, *counts, *values)
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -586,9 +586,22 @@ def _report_of(
         "single_pass": (own_pass, "with_context"),
     }
     columns = ("dataset", "split", "metric", "value", "ci_low", "ci_high", "n")
+    rows = read_result_rows(run)
+    # The AUPRC of a constant score is the share of wrong answers.
+    n_right = {
+        (row.setting, row.dataset, row.split, row.n): round(row.n * (1 - row.value))
+        for row in rows
+        if (row.experiment, row.metric) == ("detection", "auprc")
+        and (row.detector, row.seed) == ("majority", "mean")
+        and row.value is not None
+    }
     report = [
-        {"head": head, **{name: getattr(row, name) for name in columns}}
-        for row in read_result_rows(run)
+        {
+            "head": head,
+            **{name: getattr(row, name) for name in columns},
+            "n_right": n_right.get((row.setting, row.dataset, row.split, row.n)),
+        }
+        for row in rows
         for head, subject in rows_of.items()
         if (row.detector, row.setting) == subject
         and row.seed == "mean"
@@ -669,6 +682,7 @@ def probes(as_json: bool) -> None:
             f"  {answers_of(probe.detector, line['head'])}, "
             f"{line.get('dataset') or 'own'} ({line['split']}): "
             f"AUROC {cell_of(line)} of {line['n']} answers"
+            + ("" if line.get("n_right") is None else f", {line['n_right']} right")
             for line in probe.rows
             if line["metric"] == "auroc" and line["split"] != "validation"
         )

@@ -32,7 +32,7 @@ from beatrice.extract.records import (
 from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.detector import OWN_PASS_HEADS
-from beatrice.jaxprobe.scope import LEAST_ANSWERS, n_of_classes
+from beatrice.jaxprobe.scope import LEAST_ANSWERS, Thresholds, n_of_classes
 
 if TYPE_CHECKING:
     from beatrice.extract.generate.templates import Shot, Words
@@ -438,7 +438,30 @@ def compare(
         f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
         f"({base:.3f} for a constant P, the share of right answers)"
     )
+    thresholds = probe.detector.heads[head].thresholds()
+    decided = decisions_in_words(thresholds, p_correct, labels)
+    lines.append(f"  decisions     {decided}")
     return rows[1:], lines
+
+
+def decisions_in_words(
+    both: Thresholds, p_correct: np.ndarray, labels: np.ndarray
+) -> str:
+    """Say how many answers are trusted and distrusted, and how many of them rightly.
+
+    `p_correct` and `labels` are `[n]`, one entry per answer; True is a right answer.
+    """
+    texts = []
+    for threshold, are_right, word in (
+        (both.trust, labels, "right"),
+        (both.distrust, ~labels, "wrong"),
+    ):
+        is_decided = np.array([threshold.holds(float(p)) for p in p_correct])
+        text = f"{is_decided.sum()} {threshold.decision}ed"
+        if is_decided.any():
+            text += f", of them {word}: {are_right[is_decided].sum()}"
+        texts.append(text)
+    return f"at precision {both.trust.wanted:g}: {'; '.join(texts)}"
 
 
 def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ _WRITERS = {
 _IN_ORDER = ["data", *STAGES[1 : STAGES.index("baselines")]]
 # The verb to run after each one.
 NEXT = dict(itertools.pairwise([*_IN_ORDER, "baselines", "report"]))
+NEXT |= dict.fromkeys(("control", "anatomy", "transfer"), "report")
 
 
 def what_to_do(missing: NotWritten) -> str:

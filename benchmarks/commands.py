@@ -2,6 +2,7 @@
 
 import dataclasses
 import pkgutil
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +212,11 @@ def report(run_dir: Path, run_b: Path | None, how: ReportOptions) -> None:
         _report(run_dir, how)
 
 
+def _terminal_width() -> int:
+    """Return how many characters a line may have; 100 in a file or a pipe."""
+    return shutil.get_terminal_size((100, 24)).columns
+
+
 def _print_rows(path: Path, table: str | None) -> None:
     from beatrice.benchmarks.results.report import rows_as_markdown, rows_table
     from beatrice.extract.run.rows import read_rows
@@ -218,7 +224,7 @@ def _print_rows(path: Path, table: str | None) -> None:
     rows = list(read_rows(path))
     if table is not None:
         with checking("--print"):
-            click.echo(rows_table(rows, table))
+            click.echo(rows_table(rows, table, width=_terminal_width()))
     else:
         click.echo(rows_as_markdown(rows), nl=False)
 
@@ -246,7 +252,7 @@ def _report(run_dir: Path, how: ReportOptions) -> None:
         open_and_do(run_dir, REPORT)
     if how.print:
         with checking("--print"):
-            click.echo(run_table(RunDir(run_dir), how.print))
+            click.echo(run_table(RunDir(run_dir), how.print, _terminal_width()))
     if how.ledger:
         click.echo(run_ledger(RunDir(run_dir)))
     if not (how.print or how.ledger):

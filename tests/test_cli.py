@@ -302,8 +302,9 @@ def test_unknown_letters_are_escaped_and_a_closed_input_is_reported():
 
 def test_report_prints_one_table_of_a_file_of_rows_or_refuses_the_option():
     rows = ROOT / "docs" / "results" / "demo.jsonl"
-    shown = beatrice("report", rows, "--print", "decisions").stdout
-    assert shown.startswith("Decisions\n") and "Detectors" not in shown
+    shown = beatrice("report", rows, "--print", "decisions", COLUMNS="60").stdout
+    assert shown.startswith("Decisions\n") and "Detecting" not in shown
+    assert max(map(len, shown.splitlines())) <= 60  # as wide as the terminal
     failed = beatrice("report", rows, "--print", "foo", code=2)
     assert_error_sentence(failed, "found foo", "detectors")
     beatrice("report", rows, "--ledger", code=2)

@@ -220,6 +220,12 @@ def test_the_numbers_of_the_readme_are_those_of_the_committed_rows():
     for i, name in enumerate(("gemma", "smollm2")):
         given = [cell for line in cells for cell in line[2 * i : 2 * i + 2]]
         assert given == list(readme_cells(name, shown)), name
+        n, n_context, n_popqa = re.search(
+            r"are (\S+) test answers .* and (\S+) with .*, of PopQA (\S+) each", README
+        ).groups()
+        counts = (f"{x} (0)" for x in (n, n_popqa, n_context, n_popqa))
+        tables = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+        assert f"| n (left out) | {' | '.join(counts)} |" in tables
     pairs = re.search(r"In (\d+) of 100 such pairs[^.]+by perplexity in (\d+)", README)
     ours, gain = (float(cells[line][0].replace("+", "").split()[0]) for line in (0, 1))
     assert pairs.groups() == (f"{100 * ours:.0f}", f"{100 * (ours - gain):.0f}")
@@ -252,6 +258,9 @@ def test_the_retrieval_numbers_of_the_texts_are_those_of_the_committed_rows():
 
 def test_the_readme_quotes_numbers_that_stand_in_the_measurements():
     measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
+    least = re.findall(r"^\| Qwen3.5-9B \|(?: \S+ \|){3} (\S+) \|", measured, re.M)[0]
+    most = re.findall(r"Gemma \S+ and ([\d.]+), embedded", measured)[0]
+    assert f"takes [{float(least):.1f} to {float(most):.1f} times]" in README
     minutes, questions = re.findall(r"([\d.]+) minutes for \[([\d,]+) quest", README)[0]
     assert re.search(rf"^\| {questions} \|.* \| {minutes} \|$", measured, re.MULTILINE)
     words = r"(\d+) of Tr.* (\d+) ca.*; (\d+) are"

@@ -59,6 +59,7 @@ def assert_page_shows(run, *sections):
     """Draw the report, and assert that these sections of it are not empty."""
     call("report", run)
     page = (run / "report.html").read_text()
+    assert re.search(r">[\d,]+ training, [\d,]+ validation, .* held out<", page)
     for section in sections:
         text = re.search(rf'id="{section}">.*?</section>', page, re.DOTALL)
         assert 'class="empty"' not in text.group()

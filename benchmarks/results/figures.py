@@ -157,7 +157,8 @@ def reliability(curves: Curves, setting: str) -> Figure:
     top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     for number, (label, bins, colour, marker) in enumerate(drawn):
         x, y = [b.mean_p for b in bins], [b.accuracy for b in bins]
-        top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
+        rim = {"markeredgecolor": STRONG[setting]}  # pale marks alone are hard to see
+        top.plot(x, y, color=colour, marker=marker, ms=5.5, label=label, **rim)
         if label == "calibrated":
             counts = [(b.accuracy, b.n_questions or b.n) for b in bins]
             tests = [binomtest(round(share * n), n) for share, n in counts]
@@ -165,7 +166,7 @@ def reliability(curves: Curves, setting: str) -> Figure:
             top.vlines(x, *zip(*ends, strict=True), color=colour, linewidth=1)
         lower, upper = np.array([(b.lower, b.upper) for b in bins]).T
         width = upper - lower
-        style = {"align": "edge", "color": colour}
+        style = {"align": "edge", "color": colour, "edgecolor": STRONG[setting]}
         left = lower + (0.06 + 0.46 * number) * width
         bottom.bar(left, [b.n for b in bins], width=0.42 * width, **style)
     top.set(ylabel="share correct", xlim=(0, 1), ylim=(-0.02, 1.02))
@@ -219,7 +220,8 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     places = range(len(order))
     figure, (bars, dots) = _figure(4.2, 2, 1, sharex=True, height_ratios=(2.6, 1))
     colours = [(STRONG if "H" in name else SOFT)[setting] for name in order]
-    bars.bar(places, [auroc[name] for name in order], width=0.76, color=colours)
+    style: dict[str, Any] = {"color": colours, "edgecolor": STRONG[setting]}
+    bars.bar(places, [auroc[name] for name in order], width=0.76, **style)
     for x, name in zip(places, order, strict=True):
         value = f"{auroc[name]:.3f}".removeprefix("0")
         # Not a leading blank: browsers drop it.
@@ -392,7 +394,8 @@ def complementarity(
     heat.set_xticks(range(len(columns)), columns)
     heat.set_yticks(range(4), names)
     heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
-    bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
+    style = {"color": SOFT[setting], "edgecolor": STRONG[setting]}
+    bars.barh(range(4), errors, height=0.6, **style)
     for i, error in enumerate(errors):
         beside: Any = {"xytext": (4, 0), "ha": "left", "va": "center"}
         _name(bars, _short(error), error, i, INK, fontsize=9.5, **beside)

@@ -232,10 +232,10 @@ def _trust_in_words(shown: Sequence[ShownSet], results: pandas.DataFrame) -> str
             continue
         right, all_right = n["right and trusted"], n["right and not trusted"]
         n_trusted = right + n["wrong and missed"]
-        text = f"{100 * n_trusted / n.total():.0f} % of the answers {words}"
-        besides = ""
+        of_all = f"of {n.total():,} answers {words}"
+        text, besides = f"{100 * n_trusted / n.total():.0f} % {of_all}", ""
         if not is_certified:
-            text = f"none of the answers {words}"
+            text = f"none {of_all}"
             besides = _trust_at_most(results, setting)
         elif n_trusted:
             text += f", of which {100 * right / n_trusted:.0f} % are right"

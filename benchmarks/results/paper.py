@@ -685,6 +685,13 @@ def _absent(cells_of_table: Sequence[PaperCell], numbers: Sequence[PaperPair]) -
     )
 
 
+_CELLS = """\
+A cell is the paper's number → this run's. If neither its row nor its column names
+another measure, it is AUROC, or AUROC/AUPRC. A difference has the ends of its 95 %
+interval. Bold, underlining and † are the paper's.
+"""
+
+
 def as_markdown(
     cells: Sequence[PaperCell],
     numbers: Sequence[PaperPair],
@@ -693,9 +700,10 @@ def as_markdown(
 ) -> str:
     """Format what differs, then each table of the paper with the run's numbers.
 
-    Bold, underlining and † are the paper's. Tables without a number are listed last.
+    Tables without a number are listed last.
     """
-    parts, absent = [markdown(("What differs", "Paper", "Here"), differing)], ""
+    parts = [markdown(("What differs", "Paper", "Here"), differing), _CELLS]
+    absent = ""
     n_paper = {(c.dataset, c.split): c.value for c in cells if c.metric == "n"}
     by_table: dict[str, list[PaperCell]] = {}
     for cell in cells:

@@ -147,6 +147,8 @@ def _texts(table: Table) -> list[list[str]]:
         for column, cell, text in zip(columns, line.cells, cells, strict=True):
             ends = interval(cell[0].row) if cell[0] else ""
             column.append(f"{text}\n{ends.replace('–', '-')}" if ends else text)
+    for column, count in zip(columns, counts_of(table), strict=True):
+        column.append(count)
     return columns
 
 
@@ -184,9 +186,10 @@ def _block(
     block.add_column(rich.text.Text(table.corner), overflow="fold")  # never truncated
     for i in chosen:
         block.add_column(rich.text.Text(texts[i][0]), no_wrap=True)
-    for number, line in enumerate(table.lines, start=1):
+    labels = (*(line.label for line in table.lines), "answers (left out)")
+    for number, label in enumerate(labels, start=1):
         shown = (texts[i][number] for i in chosen)
-        block.add_row(*map(rich.text.Text, (line.label, *shown)))
+        block.add_row(*map(rich.text.Text, (label, *shown)))
     return block
 
 

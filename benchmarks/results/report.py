@@ -27,6 +27,7 @@ from beatrice.benchmarks.results.names import (
     DETECTORS,
     RETRIEVED,
     SETTING_LABELS,
+    SPLIT_LABELS,
 )
 from beatrice.benchmarks.results.page import (
     ReportData,
@@ -116,7 +117,7 @@ def _facts(run: RunDir, rows: Iterable[ResultRow]) -> dict[str, str]:
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
-        "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
+        "Questions": ", ".join(f"{n_questions[x]:,} {SPLIT_LABELS[x]}" for x in splits),
         "Answers labelled by": label_rules(run, rows),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
@@ -174,7 +175,8 @@ def tables_as_text(data: ReportData) -> dict[str, str]:
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    markdown = [f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in panoramas.items()]
+    parts = (f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in panoramas.items())
+    markdown = [_MARKS, *parts]
     markdown.append(rivals.leads_as_markdown(results, titles))
     markdown.append(rivals.costs_as_markdown(data.judged, results))
     latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
@@ -188,18 +190,25 @@ def tables_as_text(data: ReportData) -> dict[str, str]:
     return dict(zip(TABLES, texts, strict=True))
 
 
-def run_table(run: RunDir, name: str) -> str:
-    """Return a named table of a run as text with its heading, or all tables."""
+def run_table(run: RunDir, name: str, width: int = 100) -> str:
+    """Return a named table of a run as text with its heading, or all tables.
+
+    Blocks of a table are at most `width` characters wide.
+    """
     judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
-    return rows_table(read_result_rows(run), name, rivals.titles_of(judged))
+    return rows_table(read_result_rows(run), name, rivals.titles_of(judged), width)
 
 
 def rows_table(
-    rows: Sequence[ResultRow], name: str, titles: tables.Titles | None = None
+    rows: Sequence[ResultRow],
+    name: str,
+    titles: tables.Titles | None = None,
+    width: int = 100,
 ) -> str:
     """Return a named table of rows as text with its heading, or all tables.
 
-    Without `titles`, baselines have their titles in the catalogue.
+    Without `titles`, baselines have their titles in the catalogue. Blocks of a table
+    are at most `width` characters wide.
     """
     titles = _catalogue_titles() if titles is None else titles
     named = tables.named_tables(results_of(rows), titles)
@@ -209,11 +218,18 @@ def rows_table(
             f"found {name}"
         )
     shown = named.values() if name == "all" else [named[name]]
-    return "\n\n".join(f"{h}\n{rendering.as_text(t)}" for h, t in shown)
+    return "\n\n".join(f"{h}\n{rendering.as_text(t, width)}" for h, t in shown)
 
 
 def _catalogue_titles() -> dict[Subject, str]:
     return {Subject(name): detector.title for name, detector in catalogue().items()}
+
+
+_MARKS = """\
+AUROC: how often a right answer scores above a wrong one (.500 is guessing). AUPRC: its
+positive class is a wrong answer, so guessing has the share of wrong answers. The best
+of a column is **bold**, the second best <u>underlined</u>.
+"""
 
 
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
@@ -223,7 +239,7 @@ def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
         f"### {heading}\n\n{rendering.as_markdown(table)}"
         for heading, table in tables.named_tables(results, titles).values()
     ]
-    return "\n".join([*parts, rivals.leads_as_markdown(results, titles)])
+    return "\n".join([_MARKS, *parts, rivals.leads_as_markdown(results, titles)])
 
 
 def report_run(run: RunDir, config: None, update: Update, progress: Progress) -> None:

@@ -636,18 +636,20 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
-_RETRIEVED = "With retrieved passages"
+_PANORAMAS = {
+    None: "Detecting wrong answers: AUROC / AUPRC",
+    **{x: f"{names.SETTING_LABELS[x]}, every set: AUROC / AUPRC" for x in SETTINGS},
+}
+_RETRIEVED = "With retrieved passages: AUROC / AUPRC"
 
 
 def panoramas(
     results: pandas.DataFrame, titles: Titles | None = None
 ) -> dict[str, Table]:
     """Return the paper's tables of detectors by heading, without empty ones."""
-    headings = {None: "Detecting wrong answers"}
-    headings |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
     tables = {
         heading: panorama_table(results, setting, titles)
-        for setting, heading in headings.items()
+        for setting, heading in _PANORAMAS.items()
     }
     tables[_RETRIEVED] = retrieved_table(results, titles)
     return {heading: table for heading, table in tables.items() if table.lines}
@@ -661,15 +663,15 @@ def named_tables(
     features = ablation_table(results, names.FEATURES, "Variant")
     gains = paired_table(results, "controller_paired")
     named = {
-        "detectors": ("Detectors", panorama(None)),
-        "closed-book": ("Closed-book, every set", panorama("closed_book")),
-        "with-context": ("With context, every set", panorama("with_context")),
+        "detectors": (_PANORAMAS[None], panorama(None)),
+        "closed-book": (_PANORAMAS["closed_book"], panorama("closed_book")),
+        "with-context": (_PANORAMAS["with_context"], panorama("with_context")),
         "retrieved": (_RETRIEVED, retrieved_table(results, titles)),
-        "ablations": ("Ablations", features),
+        "ablations": ("Ablations: AUROC / AUPRC", features),
         "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
         "controllers": ("Retrieval controllers", controller_table(results)),
-        "controller-gains": ("Gain of PGIR", gains),
+        "controller-gains": ("Gain of PGIR in exact match / F1", gains),
     }
     return {name: pair for name, pair in named.items() if pair[1].lines}
 

@@ -13,13 +13,14 @@ from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.fitting import drawn_splits
-from beatrice.jaxprobe.scope import Evidence
+from beatrice.jaxprobe.scope import Evidence, Validation, certified
 from beatrice.own_model import (
     LabelledSignals,
     _counts_in_all,
     _store_name,
     answer_and_label,
     clear_work,
+    decisions_in_words,
     read_given,
     split_answers,
     split_settings,
@@ -200,6 +201,20 @@ def test_repeating_labelled_answers_adds_no_evidence(smoke_run, tmp_path):
         intervals.append(float((of.ci_high - of.ci_low).iloc[0]))
     assert evidence[0] == evidence[1]
     assert intervals[0] == pytest.approx(intervals[1], abs=0.02)
+
+
+def test_held_out_decisions_are_counted_with_those_that_are_right():
+    labels = np.arange(200) >= 100
+    both = certified(Validation(np.repeat([0.1, 0.9], 100), labels), 0.9)
+    p_correct = np.array([0.05, 0.1, 0.1, 0.5, 0.9, 0.95])
+    right = np.array([False, False, True, True, True, False])
+    assert decisions_in_words(both, p_correct, right) == (
+        "at precision 0.9: 3 trusted, of them right: 2; 3 distrusted, of them wrong: 2"
+    )
+    none = certified(Validation(p_correct, right), 0.9)
+    assert decisions_in_words(none, p_correct, right) == (
+        "at precision 0.9: 0 trusted; 0 distrusted"
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4, 5])

@@ -31,7 +31,7 @@ from beatrice.card import card
 from beatrice.cli import _report_of
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import IN_MEMORY, model_path
-from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import CHECKSUMS, write_checksums
 from beatrice.extract.run.rows import read_result_rows, write_rows
@@ -57,6 +57,7 @@ TRAINING_ONLY = (
     "jax", "flax", "optax", "orbax", "tensorstore", "sklearn", "scikit_learn", "scipy",
     "matplotlib", "pyarrow", "pandas", "bm25s", "openai",
 )  # fmt: skip
+LARGE = shutil.ignore_patterns("features", "encoders", "selection")
 ROWS = [
     {"question": QUESTION, "answer": "Guzolt Falls"},
     {"question": QUESTION, "answer": "Guzolt Falls", "context": [PASSAGE]},
@@ -70,7 +71,7 @@ def probe():
     detector = make_detector(backbone)
     report = [
         {"head": "closed_book", "dataset": "world", "split": "test", "metric": "auroc",
-         "value": 0.8, "ci_low": 0.7, "ci_high": 0.9, "n": 90}
+         "value": 0.8, "ci_low": 0.7, "ci_high": 0.9, "n": 90, "n_right": 7}
     ]  # fmt: skip
     return beatrice.Probe(
         detector, report, layer=LAYER, open_scorer=lambda: Scorer(backbone, detector)
@@ -194,8 +195,7 @@ def test_a_card_has_the_numbers_of_the_report_and_may_be_edited(folder):
     front, _, body = text.removeprefix("---\n").partition("---\n")
     fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
     assert json.loads(fields["datasets"]) == ["world"]
-    assert "0.800 [0.700, 0.900]" in body and "closed-book answers" in body
-    assert "AUPRC, whose positive class is a wrong answer" in body
+    assert "closed-book answers | world | test | 90 | 7 | 0.800 [0.700, 0.900]" in body
     card.write_text(text + "\nMore words.\n")
     beatrice.load(folder)
 
@@ -653,7 +653,7 @@ print(*[name for name in local_probes() if beatrice.load(name)])
 
 def test_the_list_of_probes_is_sorted_and_survives_other_cached_files(probe, hub_cache):
     row = {"head": "single_pass", "split": "test\x1b[2J", "metric": "auroc"}
-    row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30}
+    row |= {"value": None, "ci_low": None, "ci_high": None, "n": 30, "n_right": 2}
     undefined = probe.with_report([row])  # as for a set with only right answers
     place = snapshot_folder(hub_cache, "undefined")
     undefined.save(place)
@@ -676,7 +676,7 @@ def test_the_list_of_probes_is_sorted_and_survives_other_cached_files(probe, hub
     assert "hf://owner/foreign" not in done.stdout + done.stderr
     assert (
         "  answers with context, read in their own pass, own (test\\x1b[2J): AUROC – "
-        "of 30 answers" in done.stdout
+        "of 30 answers, 2 right" in done.stdout
     )
     assert "hf://owner/name" not in done.stdout and CHECKSUMS in done.stderr
 
@@ -693,8 +693,7 @@ def test_an_exported_probe_scores_like_its_run_without_jax(bare, smoke_run, tmp_
 
 
 def test_an_exported_report_has_only_the_means_over_seeds(smoke_run, tmp_path):
-    large = shutil.ignore_patterns("features", "encoders", "selection")
-    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=LARGE))
     heads = {("champion", s): s for s in ("closed_book", "with_context")}
     heads["without_closed_book", "with_context"] = "single_pass"
     rows = [r for r in read_result_rows(run) if (r.detector, r.setting) in heads]
@@ -706,9 +705,9 @@ def test_an_exported_report_has_only_the_means_over_seeds(smoke_run, tmp_path):
         (heads[r.detector, r.setting], r.dataset, r.split, r.metric): r.value
         for r in ours
     }
-    names = ("head", "dataset", "split", "metric")
+    at = operator.itemgetter("head", "dataset", "split", "metric")
     assert len(report) == len(expected) > 20
-    assert {tuple(map(r.get, names)): r["value"] for r in report} == expected
+    assert {at(row): row["value"] for row in report} == expected
     held_back = {e.question for e in read_examples(run) if e.split == "test"}
     assert len({x["question"] for x in examples} & held_back) == 5
 
@@ -717,21 +716,22 @@ def test_an_exported_report_has_only_the_means_over_seeds(smoke_run, tmp_path):
 def test_an_exported_report_has_test_rows_of_the_head_that_scores_each_setting(
     smoke_run, tmp_path, is_without_closed_book
 ):
-    large = shutil.ignore_patterns("features", "encoders", "selection")
-    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=large))
+    run = RunDir(shutil.copytree(smoke_run, tmp_path / "run", ignore=LARGE))
     detector, settings = Detector.load(run.detector), [*OWN_PASS_HEADS]
     if is_without_closed_book:  # then both heads read one pass
         single = detector.heads["single_pass"]
         heads = {"single_pass": single, "with_context": single}
         detector, settings = dataclasses.replace(detector, heads=heads), settings[1:]
-        subject, rows = ("champion", "with_context"), read_result_rows(run)
-        rows = [r for r in rows if (r.detector, r.setting) == subject]
+        rows = [r for r in read_result_rows(run) if r.detector == "champion"]
         run.results.write_text(write_rows(rows))
     report, _ = _report_of(run, detector)
+    labels = [x for x in read_labels(run).values() if "-test-" in x.example_id]
     for setting in settings:
-        head = OWN_PASS_HEADS[setting]
-        tested = [r for r in report if (r["head"], r["split"]) == (head, "test")]
-        assert {"auroc", "auprc"} <= {r["metric"] for r in tested}
+        at = (OWN_PASS_HEADS[setting], "test")
+        tested = {r["metric"]: r for r in report if (r["head"], r["split"]) == at}
+        n = sum(x.label for x in labels if x.setting == setting)
+        n_right = None if is_without_closed_book else n
+        assert tested["auroc"]["n_right"] == n_right and "auprc" in tested
 
 
 def test_one_answer_is_scored_alike_by_a_run_and_by_its_exported_folder(

@@ -72,11 +72,17 @@ def report(tmp_path_factory):
 
 
 def test_a_folded_section_is_printed_whole(browser, report):
-    page = opened(browser, report)
+    page = opened(browser, report, (703, 900))  # A4 between margins of 12 mm
     (words, *_) = page.locator("details.fold > p").all()
     assert not words.is_visible()
     page.emulate_media(media="print")
     assert words.is_visible()
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    # Only the columns of three made-up settings of retrieval do not fit.
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(x => x.scrollWidth > "
+        "x.clientWidth + 1).map(x => x.getAttribute('aria-label'))"
+    ) == ["Controllers"]
 
 
 @pytest.mark.parametrize(("size", "most"), [(WIDE, 8), (PHONE, 12)])
@@ -89,6 +95,8 @@ def test_the_report_opens_short_and_nothing_overflows(browser, report, size, mos
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.evaluate("document.documentElement.scrollHeight") > 2 * height
     assert not overflows(page)
+    values = "[...document.querySelectorAll('.facts td')].map(x => x.clientWidth)"
+    assert min(page.evaluate(values)) > 150
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE])
@@ -130,13 +138,14 @@ def test_a_wide_table_shows_a_hint_and_keeps_its_first_column_in_view(browser, r
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("which", ["report", "scores"])
 def test_no_letter_of_a_figure_is_smaller_than_about_twelve_pixels(
-    browser, report, size
+    browser, report, scores, size, which
 ):
-    page = opened(browser, report, size)
+    page = opened(browser, {"report": report, "scores": scores}[which], size)
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     sizes = page.evaluate(
-        "[...document.querySelectorAll('.drawing text')].map(t => [t.textContent, "
+        "[...document.querySelectorAll('svg text')].map(t => [t.textContent, "
         "parseFloat(getComputedStyle(t).fontSize) * "
         "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)])"  # of turned text too
     )

@@ -24,6 +24,7 @@ def test_synergy_orders_encoders_and_marks_their_families():
     strong = matplotlib.colors.to_rgba(figures.STRONG["closed_book"])
     is_dark = [p.get_facecolor() == strong for p in bars.patches]
     assert is_dark == [True, True, False, False]
+    assert {p.get_edgecolor() for p in bars.patches} == {strong}  # pale bars too
     filled = {  # family row -> places of the encoders HP, H, P, RA
         int(line.get_ydata()[0]): list(line.get_xdata())
         for line in dots.lines
@@ -54,6 +55,10 @@ def test_reliability_has_a_point_and_a_bar_for_every_bin():
     top, bottom = figures.reliability(RELIABILITY, "closed_book").axes
     assert len(top.lines[1].get_xdata()) == 9
     assert len(bottom.patches) == 18
+    strong = figures.STRONG["closed_book"]
+    assert {x.get_markeredgecolor() for x in top.lines[1:]} == {strong}
+    edges = {p.get_edgecolor() for p in bottom.patches}
+    assert edges == {matplotlib.colors.to_rgba(strong)}
 
 
 @pytest.mark.parametrize("n_wordings", [1, 2])

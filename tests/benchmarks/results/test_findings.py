@@ -36,6 +36,7 @@ from beatrice.benchmarks.results.report import (
 from beatrice.benchmarks.results.shown import ShownSet
 from beatrice.benchmarks.results.tables import decision_table, find, results_of
 from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.console import shell_line
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import encoder
 from beatrice.jaxprobe.calibration import Calibrator
@@ -376,11 +377,14 @@ def test_the_ledger_of_a_run_names_what_differs_from_the_paper(smoke_run):
         "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |",
         " | of the embedded world, in two wordings where in-domain |\n| Training s",
         "2wikimultihopqa 500 | microworld 32 |",
+        "\n\nA cell is the paper's number → this run's.",
         "## tab:main-detection (Qwen3.5-9B)",
     ):
         assert fact in text
     table = beatrice("report", smoke_run, "--print", "detectors").stdout
-    assert table.startswith("Detectors") and "BEATRICE" in table
+    done = beatrice("control", smoke_run).stderr
+    assert done.endswith(f"\nnext: {shell_line('report', smoke_run)}\n")
+    assert table.startswith("Detecting wrong answers: AUROC") and "BEATRICE" in table
 
 
 def test_shown_answers_cover_test_and_held_out_sets_once_each(smoke_run):

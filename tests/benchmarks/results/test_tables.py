@@ -398,6 +398,8 @@ def test_text_and_markdown_give_baselines_the_same_titles():
     text, markdown = rows_table(rows, "detectors"), rows_as_markdown(rows)
     for detector in catalogue().values():
         assert f"\n {detector.title} " in text and f"\n| {detector.title} |" in markdown
+    assert "AUROC / AUPRC\n" in text and "AUPRC: its\npositive class" in markdown
+    assert text.split("\n answers (left out) ")[1].split()[:2] == ["398", "(0)"]
     with pytest.raises(ValueError, match=r"have \(all\), found detectors"):
         rows_table([], "detectors")
 
