@@ -1,6 +1,7 @@
 """Arguments of users are accepted, or refused in one sentence that names them."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +195,14 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
+    # As in a file of answers, a cell may hold passages as JSON, and a blank holds none.
+    cells = [json.dumps([PASSAGE]), json.dumps({"text": PASSAGE}), " ", '["cut off']
+    *read, cut = scorer.score_many(
+        FRAME.merge(pd.Series(cells, name="context"), "cross")
+    )
+    wanted = [grounded.raw, grounded.raw, plain.raw]
+    assert [score.raw for score in read] == pytest.approx(wanted, abs=1e-5)
+    assert "'context': expected a list as JSON" in cut.error
     # Tables of other libraries are read with their own conversion methods.
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
