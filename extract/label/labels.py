@@ -302,7 +302,8 @@ def import_labels(
         folded = text_key(example.question).hex()  # key in earlier versions' labels
         for text in (_question_key(example.question), folded, None):
             by_question.setdefault((example.id, text), []).append(answer)
-        by_question.setdefault((None, folded), []).append(answer)
+        for text in (_question_key(example.question), folded):
+            by_question.setdefault((None, text), []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
     n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0
@@ -311,7 +312,10 @@ def import_labels(
         if isinstance(row, Label):
             key = (row.example_id, row.question_key)
         else:
-            key = (None, text_key(row.question).hex())
+            # In its very words first: "is 3 < 5" and "is 3 > 5" are equal once folded.
+            key = (None, _question_key(row.question))
+            if key not in by_question:
+                key = (None, text_key(row.question).hex())
         to_question = by_question.get(key, [])
         judged = [answer for answer in to_question if _is_about(row, answer)]
         n_other_question += not to_question

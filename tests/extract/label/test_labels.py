@@ -384,6 +384,12 @@ def test_questions_about_c_c_sharp_and_c_plus_plus_take_their_own_verdicts(tmp_p
     rows = [judged(f"what is {x}", "A language", x == "C#") for x in names]
     result = import_labels(pub.write_lines(tmp_path / "m", rows), answers, questions)
     assert [label.label for label in result.labels] == [False, True, False]
+    # Marks count between questions in the run's very words.
+    sums = [example(name, f"is 3 {name} 5?") for name in "<>="]
+    answers = [answered("yes", name=name) for name in "<>="]
+    rows = [judged(f"is 3 {name}  5?", "yes", name == "<") for name in "<>"]
+    result = import_labels(pub.write_lines(tmp_path / "s", rows), answers, sums)
+    assert [label.label for label in result.labels] == [True, False, None]
 
 
 def test_a_label_of_null_leaves_the_answer_undecided_and_is_counted(run, tmp_path):
