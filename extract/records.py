@@ -298,9 +298,10 @@ def with_rewrites(
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
-# Full-width letters and digits, half-width kana, and the minus sign that pages print.
+# Full-width letters and digits, half-width kana; deleted are hyphens and apostrophes
+# that Unicode counts as signs and letters: minus, acute, Hawaiian's and Ukrainian's.
 _PLAIN = {i: unicodedata.normalize("NFKC", chr(i)) for i in range(0xFF01, 0xFFEF)}
-_PLAIN |= {0x2212: "-"}
+_PLAIN |= dict.fromkeys((0x2212, 0xB4, 0x2BB, 0x2BC), "")
 
 
 def normalise(text: str) -> str:
@@ -311,7 +312,8 @@ def normalise(text: str) -> str:
     "1979-80" and "1979\u201380" are two answers, delete punctuation of every script, as
     MLQA's does (Lewis et al. 2020). Accents stay, in composed form. Format characters,
     which nobody sees, are deleted: soft hyphens, direction marks. Full-width letters
-    and digits become plain ones, half-width kana full ones, and minus signs hyphens.
+    and digits become plain ones, half-width kana full ones, and minus signs and letters
+    that serve as apostrophes ("Hawai\u02bbi") are deleted.
     """
     text = text.lower()
     if not text.isascii():
