@@ -331,6 +331,11 @@ def as_listed(value: Any, name: str) -> Any:
     """Return the list written in a text, or a list of the text; keep other values."""
     if not isinstance(value, str):
         return value
+    if value.strip() in MISSING:
+        raise ValueError(
+            f"{name!r}: expected passages, found {value.strip()!r}, the mark of a "
+            "missing value; leave it empty if the model was shown none"
+        )
     if _IN_JSON.match(value):
         return parse_nested(value, name)
     return [value] if value.strip() else []

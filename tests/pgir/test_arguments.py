@@ -203,6 +203,8 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     wanted = [grounded.raw, grounded.raw, plain.raw]
     assert [score.raw for score in read] == pytest.approx(wanted, abs=1e-5)
     assert "'context': expected a list as JSON" in cut.error
+    (missing,) = scorer.score_many(FRAME.assign(context="nan"))
+    assert "'context': expected passages, found 'nan'" in missing.error
     # Tables of other libraries are read with their own conversion methods.
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
