@@ -113,6 +113,8 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
     contexts = as_list_of_length(
         values, "contexts", "passages", n_questions, "question"
     )
+    if hasattr(values, "to_list"):  # a column of a table (pandas, polars)
+        contexts = [Cell(c) if isinstance(c, str) else c for c in contexts]
     shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
     for i, passages in enumerate(shown):
         if not passages:

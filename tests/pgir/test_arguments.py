@@ -226,6 +226,8 @@ def test_answer_takes_context_or_contexts_and_says_which_question_is_empty(score
         scorer.answer([QUESTION, " "])
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
+    column = pd.Series([json.dumps([PASSAGE])])
+    assert scorer.answer([QUESTION], contexts=column) == [expected]
 
 
 def test_a_model_in_memory_is_accepted_only_with_the_probes_weights(backbone, probed):
