@@ -531,6 +531,8 @@ def fit(
 
     Example: beatrice fit smollm2 --labelled answers.jsonl probe
     """
+    import warnings
+
     from beatrice.extract.datasets.loading import read_questions
     from beatrice.extract.generate.templates import read_words
     from beatrice.own_model import check_folder, fit_own, read_labelled
@@ -551,9 +553,14 @@ def fit(
         )
     note = Progress().note
     silence_transformers()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = read_labelled(labelled, note) if labelled else read_questions(places[0])
+    for warning in caught:
+        note(str(warning.message))
     fit_own(
         model,
-        read_labelled(labelled, note) if labelled else read_questions(places[0]),
+        rows,
         places[-1],
         is_labelled=labelled is not None,
         words=words and vars(words),

@@ -298,6 +298,10 @@ def with_rewrites(
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+# Full-width letters and digits, half-width kana; deleted are hyphens and apostrophes
+# that Unicode counts as signs and letters: minus, acute, Hawaiian's and Ukrainian's.
+_PLAIN = {i: unicodedata.normalize("NFKC", chr(i)) for i in range(0xFF01, 0xFFEF)}
+_PLAIN |= dict.fromkeys((0x2212, 0xB4, 0x2BB, 0x2BC), "")
 
 
 def normalise(text: str) -> str:
@@ -307,10 +311,13 @@ def normalise(text: str) -> str:
     spaces: "J.K. Rowling" becomes "jk rowling". Unlike SQuAD's script, to which
     "1979-80" and "1979\u201380" are two answers, delete punctuation of every script, as
     MLQA's does (Lewis et al. 2020). Accents stay, in composed form. Format characters,
-    which nobody sees, are deleted: soft hyphens, direction marks.
+    which nobody sees, are deleted: soft hyphens, direction marks. Full-width letters
+    and digits become plain ones, half-width kana full ones, and minus signs and letters
+    that serve as apostrophes ("Hawai\u02bbi") are deleted.
     """
     text = text.lower()
     if not text.isascii():
+        text = text.translate(_PLAIN)
         text = "".join(
             c for c in text if not unicodedata.category(c).startswith(("P", "Cf"))
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from beatrice.extract.datasets.fields import as_listed
 from beatrice.extract.records import Passage
 
 _PASSAGE = (
@@ -117,6 +118,8 @@ def as_contexts(values: Any, n_questions: int) -> list[tuple[Passage, ...]]:
     contexts = as_list_of_length(
         values, "contexts", "passages", n_questions, "question"
     )
+    if hasattr(values, "to_list"):  # a column of a table (pandas, polars)
+        contexts = [Cell(c) if isinstance(c, str) else c for c in contexts]
     shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
     for i, passages in enumerate(shown):
         if not passages:
@@ -268,8 +271,14 @@ def is_passage(value: Any) -> bool:
     return isinstance(value, kinds) or hasattr(value, "page_content")
 
 
+class Cell(str):
+    """A text in a table, which may hold a list as JSON; a blank one is missing."""
+
+
 def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     """Return the passages of a context: a list, a single passage, or None for none."""
+    if isinstance(value, Cell):
+        value = as_listed(str(value), name)
     if value is None:
         return ()
     if is_passage(value):
@@ -286,9 +295,9 @@ def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
     """Return the rows of a table (pandas, polars, pyarrow, datasets) or any iterable.
 
     Named tuples count as rows of a frame (pandas' `itertuples`). Missing cells (NaN,
-    NA) are left out of a frame's rows. A warning names the columns that are not read,
-    except `id`, which is left out of mappings too. The contents of rows are not checked
-    here.
+    NA) are left out of a frame's rows; a cell of `context` may hold a list as JSON, as
+    in a file of answers. A warning names the columns that are not read, except `id`,
+    which is left out of mappings too. The contents of rows are not checked here.
     """
     if _is_table(value):
         rows: list[Any] = _table_rows(value)
@@ -305,6 +314,8 @@ def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
         warnings.warn(f"rows: columns not read: {names}", stacklevel=3)
     for i, row in of_frame.items():
         rows[i] = {key: row[key] for key in row if key in columns}
+        if isinstance(context := row.get("context"), str):
+            rows[i]["context"] = Cell(context)
     for i, row in enumerate(rows):
         if isinstance(row, Mapping) and "id" in row:
             rows[i] = {key: row[key] for key in row if key != "id"}

@@ -415,7 +415,10 @@ def _answer_tokens(
             blank = blank_before_answer(tokenizer, prompt, chat=template.chat)
             text = blank + text.strip()
         encoded = encode_after(tokenizer, prompt, text)
-        edges = itertools.pairwise([0, *(stop for _, stop in encoded.offsets)])
+        stops = [stop for _, stop in encoded.offsets]
+        if stops:  # a tokenizer that composes accents leaves the last one outside
+            stops[-1] = len(text)
+        edges = itertools.pairwise([0, *stops])
         return encoded.ids, tuple(text[a:b] for a, b in edges), stop
     ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")

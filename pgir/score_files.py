@@ -160,7 +160,9 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
         return _row_of_log(record)
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _row_of_flashrag(record), ()
-    arguments = {name: record[name] for name in ARGUMENTS if name in record}
+    # A blank cell of a table is no prompt; a blank question or answer is an error.
+    blank = {name for name in ARGUMENTS[2:] if record.get(name) == ""}
+    arguments = {x: record[x] for x in ARGUMENTS if x in record and x not in blank}
     field, arguments["context"] = record_context(record)
     known_fields = {*ARGUMENTS, "id", field}
     unread = tuple(name for name in record if name not in known_fields)

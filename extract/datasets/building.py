@@ -4,6 +4,7 @@ Files are read twice, once to draw questions and once to write the drawn ones, s
 memory never holds a whole file, only ids and the drawn questions of one set.
 """
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -18,6 +19,7 @@ from beatrice.extract.datasets.loading import (
     Loaded,
     Refusal,
     open_dataset,
+    unread_in_words,
 )
 from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
@@ -121,8 +123,8 @@ def _read_pool(
     context = config.context_of(source.dataset)
     names = "records usable without_passages of_another_split worked_example".split()
     counts: dict[str, int] = dict.fromkeys(names, 0)
-    repeats: list[Refusal] = []
-    refusals: list[Refusal] = []
+    repeats, refusals = list[Refusal](), list[Refusal]()
+    unread = collections.Counter[str]()
     others, first = set(pool), dict[str, int]()
     for row in file.read():
         counts["records"] += 1
@@ -134,6 +136,7 @@ def _read_pool(
                 )
             refusals.append(row)
             continue
+        unread.update(row.unread)
         counts[(use := _counted_name(row, source, config))] += 1
         if use != "usable":
             continue
@@ -177,6 +180,7 @@ def _read_pool(
         "refused": len(refusals),
         "refusals": [dataclasses.asdict(row) for row in refusals[:MAX_LISTED]],
         "refusals_not_listed": max(0, len(refusals) - MAX_LISTED),
+        "unread": dict(unread),
     }
 
 
@@ -198,6 +202,8 @@ def _read_pools(
             f"split, {report['worked_example']} worked examples of the prompt)"
             f"{'; closed-book only' if report['context'] == 'none' else ''}"
         )
+        if report["unread"]:
+            note(f"{source.dataset} {source.role}: {unread_in_words(report['unread'])}")
     return pools, reports
 
 

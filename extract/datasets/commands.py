@@ -562,6 +562,8 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
 
 def _inspection_as_text(report: Mapping[str, Any]) -> str:
     """Return a report as lines of text; empty if the file was not read."""
+    from beatrice.extract.datasets.loading import unread_in_words
+
     if report["records"] is None:
         return ""  # the error that follows says what is known
     packed = "gzip, " if report["gzipped"] else ""
@@ -574,6 +576,8 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
     for name in ("records", "loaded", "with passages", "with gold passages", "refused"):
         lines.append(f"  {name:<19}{report[name.replace(' ', '_')]}")
     lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
+    if report["unread"]:
+        lines.append(f"  {unread_in_words(report['unread'])}")
     shown = report["refusals"][:_N_SHOWN]
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
     if n_more := report["refused"] - len(shown):

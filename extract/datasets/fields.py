@@ -28,6 +28,8 @@ _KINDS: dict[type, str] = {
     float: "a number",
     type(None): "null",
 }
+# Names of the question, of which the first that exists counts.
+QUESTIONS = ("question", "query", "input", "Question", "problem")
 # The one known table without a header is DPR's: question, list of answers.
 HEADERLESS = ("column 1", "column 2")
 # Two texts without a comma between them, as NumPy prints lists; Python would join them.
@@ -39,6 +41,11 @@ _SINGULAR = ("answer", "reference", "target")  # names that usually hold a plain
 _GOLDS = ("golds", "gold_answers", "golden_answers", "ground_truth", "ground_truths",
           "reference")  # fmt: skip
 _ANSWERS = (*_GOLDS, "answers", "answer", "short_answers", "possible_answers")
+_ALIASES = "answer_aliases"  # further accepted answers, as in copies of MuSiQue
+# Fields of plain records besides question, answers and passages that are read or tell
+# a question set.
+_NAMES_AND_MARKS = {"id", "_id", "question_id", "qid", "example_id", "dataset", "type",
+                    "level", _ALIASES}  # fmt: skip
 
 _SENTENCES = ("sentences", "content", "text", "paragraph_text", "contents")
 _TEXTS = ("text", "paragraph_text", "contents", "content", "page_content")
@@ -169,7 +176,24 @@ def any_answers(record: Record) -> tuple[str, ...]:
             "give labelled answers to `beatrice fit` with --labelled, or rename the "
             "field of accepted answers to 'golds'"
         )
-    return field_answers(record[name], name)
+    golds = field_answers(record[name], name)
+    aliases = record.get(_ALIASES)
+    if aliases in (None, "", []):
+        return golds
+    return distinct([*golds, *field_answers(aliases, _ALIASES)])
+
+
+def unread_fields(record: Record) -> list[str]:
+    """Return the fields of a plain record that are not read and not empty.
+
+    They may be what the user meant as accepted answers or passages.
+    """
+    lowered = {name.lower(): value for name, value in record.items()}
+    named = (next((name for name in names if name in lowered), None)
+             for names in (QUESTIONS, _ANSWERS))  # fmt: skip
+    known = {*named, passage_field(lowered), *_NAMES_AND_MARKS}
+    filled = (name for name, value in record.items() if value and str(value).strip())
+    return [name for name in filled if name.lower() not in known]
 
 
 def field_answers(value: Any, name: str) -> tuple[str, ...]:
@@ -307,6 +331,11 @@ def as_listed(value: Any, name: str) -> Any:
     """Return the list written in a text, or a list of the text; keep other values."""
     if not isinstance(value, str):
         return value
+    if value.strip() in MISSING:
+        raise ValueError(
+            f"{name!r}: expected passages, found {value.strip()!r}, the mark of a "
+            "missing value; leave it empty if the model was shown none"
+        )
     if _IN_JSON.match(value):
         return parse_nested(value, name)
     return [value] if value.strip() else []

@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ from beatrice.extract.datasets.fields import (
     dataset_named,
     dataset_of_style,
     is_foreign,
+    unread_fields,
 )
 from beatrice.extract.datasets.readers import (
     attach_pages,
@@ -61,6 +63,7 @@ class Loaded:
     at: str  # its place in the file, in words
     question: Question
     format: str
+    unread: Sequence[str] = ()  # fields of a plain record that are not read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +139,11 @@ class DatasetFile:
                 question = attach_pages(question, self.evidence)
             question = self._completed(question)
             check_id(question.example_id)
+            # Published layouts have many other fields, and none that should be read.
+            unread = unread_fields(value) if layout.is_weak else ()
         except ValueError as error:
             return Refusal(raw.number, raw.at, str(error))
-        return Loaded(raw.number, raw.at, question, layout.name)
+        return Loaded(raw.number, raw.at, question, layout.name, unread)
 
     def _other_format(self, record: Record) -> Format:
         """Return the layout of a record that does not fit the file's layout.
@@ -276,7 +281,8 @@ def read_questions(
 
     Returns:
       The questions in file order, each with a unique id. Their split is the one that
-      the record names, else `train`.
+      the record names, else `train`. A `UserWarning` names fields of plain records that
+      are not read, since accepted answers or passages may be among them.
 
     Raises:
       ValueError: the file has no questions, a record cannot be used (its number and the
@@ -295,9 +301,11 @@ def read_questions(
     stem = path.name.partition(".")[0]
     default = file.dataset or (stem if is_safe_name(stem) else "questions")
     examples: dict[str, Example] = {}
+    unread = collections.Counter[str]()
     for row in file.read():
         if isinstance(row, Refusal):
             raise ValueError(f"{path}, record {row.number} ({row.at}): {row.reason}")
+        unread.update(row.unread)
         question = row.question
         if question.dataset is None:
             question = dataclasses.replace(question, dataset=default)
@@ -309,7 +317,15 @@ def read_questions(
                 break
             name = f"{question.dataset}-{question.id}-{number}"
             example = msgspec.structs.replace(example, id=name)
+    if unread:
+        warnings.warn(f"{path}: {unread_in_words(unread)}", stacklevel=2)
     return list(examples.values())
+
+
+def unread_in_words(counts: Mapping[str, int]) -> str:
+    """Return the fields that are not read, each with its number of records."""
+    names = ", ".join(f"{name!r} ({n})" for name, n in sorted(counts.items()))
+    return f"fields not read: {names}"
 
 
 # A value in a reason, in either kind of Python quotes.
@@ -330,7 +346,8 @@ def inspect_file(
     """Return a report of a file of questions, see the help of `beatrice data`."""
     counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
     groups: dict[str, collections.Counter[str]] = {
-        name: collections.Counter() for name in ("datasets", "formats", "reasons")
+        name: collections.Counter()
+        for name in ("datasets", "formats", "reasons", "unread")
     }
     refusals: list[dict[str, Any]] = []
     texts: set[bytes] = set()
@@ -353,6 +370,7 @@ def inspect_file(
                 continue
             groups["datasets"][row.question.dataset or "unknown"] += 1
             groups["formats"][row.format] += 1
+            groups["unread"].update(row.unread)
             counts.update(_counts_of(row.question, texts))
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
@@ -378,6 +396,7 @@ def inspect_file(
         # Records are not counted if the file was refused for what it is.
         "records": None if file is None else counts["records"],
         "reasons": dict(groups["reasons"].most_common()),
+        "unread": dict(groups["unread"]),
         "refusals": refusals,
         "refusals_not_listed": counts["refused"] - len(refusals),
         "error": error,

@@ -20,6 +20,7 @@ import msgspec
 
 from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import (
+    QUESTIONS,
     Format,
     Question,
     Record,
@@ -486,9 +487,6 @@ _read_popqa = reader(
 )
 
 
-_QUESTIONS = ("question", "query", "input", "Question", "problem")
-
-
 def _metadata(record: Record) -> dict[str, Any]:
     """Return FlashRAG's metadata of the source, which is sometimes nested twice."""
     outer = record.get("metadata", record.get("meta_data"))
@@ -511,7 +509,7 @@ def _source(meta: Record) -> str | None:
 
 def read_flashrag(record: Record) -> Question:
     """Read `{"id", "question", "golden_answers", "metadata"}` of FlashRAG, UltraRAG."""
-    question, meta = question_of(record, *_QUESTIONS), _metadata(record)
+    question, meta = question_of(record, *QUESTIONS), _metadata(record)
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     if record.get("context") not in (None, ""):
@@ -602,7 +600,7 @@ def read_lm_eval(record: Record, *, needs_golds: bool = True) -> Question:
         question = Question(
             id=fields.identity(document, "id", "question_id"),
             dataset=None,
-            question=question_of(document, *_QUESTIONS),
+            question=question_of(document, *QUESTIONS),
             golds=fields.field_answers(target, "target") if needs_golds else (),
             passages=passages,
         )
@@ -656,7 +654,7 @@ def _fits_ircot(record: Record) -> bool:
 
 _read_plain = reader(
     ids=("id", "_id", "question_id", "qid"),
-    questions=_QUESTIONS,
+    questions=QUESTIONS,
     dataset=dataset_marked,
     passages=any_passages,
 )

@@ -67,12 +67,23 @@ LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(PRESETS, LabelConfig())
 def exact_match(answer: str, golds: Sequence[str]) -> bool:
     """Return whether an answer is one of the accepted ones, normalised as in SQuAD.
 
-    Case, punctuation, articles and white space do not count. Raises ValueError if the
-    answer is not a text, or the golds are not a list of texts.
+    Case, punctuation, articles and white space count only in a text that has nothing
+    else; to SQuAD's script, an empty answer would equal the golds "A" and "*". Raises
+    ValueError if the answer is not a text, or the golds are not a list of texts.
     """
     if not isinstance(answer, str):
         raise ValueError(f"answer: expected a text, found {answer!r:.80}")
-    return normalise(answer) in {normalise(gold) for gold in as_golds(golds)}
+    return _compared(answer) in {_compared(gold) for gold in as_golds(golds)}
+
+
+def _compared(text: str) -> str:
+    """Return what exact match compares of a text; it is empty only if the text is."""
+    words = spaced(normalise(text))
+    return words or re.sub(r"\W+", "", text.lower()) or text.strip()
+
+
+# Marks that separate words without a space: "Lisbon\u2014the capital", "Answer:Lisbon".
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d])[\u2014:;,](?=[^\W\d])")
 
 
 def contains_gold(answer: str, golds: Sequence[str]) -> bool:
@@ -86,8 +97,10 @@ def contains_gold(answer: str, golds: Sequence[str]) -> bool:
     # Imported here, since reading labels needs no NumPy.
     from beatrice.extract.generate.answers import is_hedge
 
-    text = f" {spaced(normalise(answer))} "
-    texts = {spaced(normalise(gold)) for gold in golds} - {""}
+    words, *wanted = (
+        spaced(normalise(_BETWEEN_WORDS.sub(" ", x))) for x in (answer, *golds)
+    )
+    text, texts = f" {words} ", {*wanted} - {""}
     firsts = set() if is_hedge(answer) else texts & _CLOSED
     return (
         exact_match(answer, golds)
@@ -302,7 +315,8 @@ def import_labels(
         folded = text_key(example.question).hex()  # key in earlier versions' labels
         for text in (_question_key(example.question), folded, None):
             by_question.setdefault((example.id, text), []).append(answer)
-        by_question.setdefault((None, folded), []).append(answer)
+        for text in (_question_key(example.question), folded):
+            by_question.setdefault((None, text), []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
     n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0
@@ -311,7 +325,10 @@ def import_labels(
         if isinstance(row, Label):
             key = (row.example_id, row.question_key)
         else:
-            key = (None, text_key(row.question).hex())
+            # In its very words first: "is 3 < 5" and "is 3 > 5" are equal once folded.
+            key = (None, _question_key(row.question))
+            if key not in by_question:
+                key = (None, text_key(row.question).hex())
         to_question = by_question.get(key, [])
         judged = [answer for answer in to_question if _is_about(row, answer)]
         n_other_question += not to_question

@@ -87,8 +87,9 @@ COLUMNS = tuple(
     "item example_id setting variant question golds passages answer check human".split()
 )
 N_BOOTSTRAP = 10_000  # bootstrap resamples for an interval of kappa
-# Of the comparison with golds; version 1 deleted only ASCII punctuation.
-_FORMAT = "2"
+# Of the comparison with golds. Version 1 deleted only ASCII punctuation; to version 2,
+# an empty answer was right if a gold was only an article or marks.
+_FORMAT = "3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -581,9 +581,12 @@ def test_a_probe_from_questions_with_passages_judges_both_kinds_of_answer(
     question, golds, passages = rows[0].values()
     assert 0 < probe.score(question, golds[0], passages).p_correct < 1
 
-    some = [{**row, "passages": row["passages"][: i < 4]} for i, row in enumerate(rows)]
+    shown = [row["passages"][: i < 4] for i, row in enumerate(rows)]
+    pairs = zip(rows, shown, strict=True)
+    some = [{**row, "passages": passages, "alias": "x"} for row, passages in pairs]
     write_lines(path, some)
     done = fit_verb("embedded", path, tmp_path / "other", "--untrustworthy")
+    assert f"fields not read: 'alias' ({len(rows)})" in done.output
     assert "warning: " in done.output and "with passages to 4 questions" in done.output
     assert "the probe only judges answers from memory" in done.output
     with pytest.raises(ValueError, match="was fitted only on closed_book answers"):

@@ -1,6 +1,7 @@
 """Arguments of users are accepted, or refused in one sentence that names them."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +195,16 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
     plain, grounded = scorer.score_many(frame)
     assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
     assert grounded.raw != plain.raw
+    # As in a file of answers, a cell may hold passages as JSON, and a blank holds none.
+    cells = [json.dumps([PASSAGE]), json.dumps({"text": PASSAGE}), " ", '["cut off']
+    *read, cut = scorer.score_many(
+        FRAME.merge(pd.Series(cells, name="context"), "cross")
+    )
+    wanted = [grounded.raw, grounded.raw, plain.raw]
+    assert [score.raw for score in read] == pytest.approx(wanted, abs=1e-5)
+    assert "'context': expected a list as JSON" in cut.error
+    (missing,) = scorer.score_many(FRAME.assign(context="nan"))
+    assert "'context': expected passages, found 'nan'" in missing.error
     # Tables of other libraries are read with their own conversion methods.
     polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
     arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
@@ -217,6 +228,8 @@ def test_answer_takes_context_or_contexts_and_says_which_question_is_empty(score
         scorer.answer([QUESTION, " "])
     expected = scorer.answer(QUESTION, contexts=PASSAGE)
     assert scorer.answer(QUESTION, context=PASSAGE) == expected
+    column = pd.Series([json.dumps([PASSAGE])])
+    assert scorer.answer([QUESTION], contexts=column) == [expected]
 
 
 def test_a_model_in_memory_is_accepted_only_with_the_probes_weights(backbone, probed):

@@ -270,8 +270,8 @@ def test_a_result_names_the_line_of_the_file(tmp_path):
     array = write_array(tmp_path / "answers.json", [ROW, ROW])
     for path, expected in ((table, [2, 4]), (lines, [2, 4]), (array, [1, 2])):
         assert [row.line for row in read_rows(path)] == expected, path
-    table.write_text(f"question,answer,context\n{QUESTION},Guzolt Falls,\n")
-    (row,) = read_rows(table)  # an empty cell is no passage
+    table.write_text(f"question,answer,context,prompt\n{QUESTION},Guzolt Falls,,\n")
+    (row,) = read_rows(table)  # an empty cell is no passage, and no prompt
     assert row.given == AnswerToScore(question=QUESTION, answer="Guzolt Falls")
 
 

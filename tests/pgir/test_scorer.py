@@ -293,6 +293,12 @@ def test_tokens_join_to_the_answers_text_even_if_several_make_one_character():
     tokenizer.backend_tokenizer.decoder = Sequence([decoder, spaces])
     prepared = prepare(tokenizer, template, given)
     assert "".join(prepared.pieces) == text.strip()
+    # Qwen's composes the accents of an answer; its text keeps them all.
+    composing = [normalizers.NFC(), tokenizer.backend_tokenizer.normalizer]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(composing)
+    for answer in ("Pa\u0301ris Pare\u0301", "\u1109\u1165\u110b\u116e\u11af"):
+        given = AnswerToScore(question=QUESTION, answer=answer)
+        assert prepare(tokenizer, template, given).answer.text == f" {answer}"
 
 
 def test_ids_of_prompt_and_answer_give_the_same_score_as_their_texts(probed, scorer):

@@ -163,6 +163,17 @@ def test_a_users_own_questions_are_read_in_order_with_an_id_each(tmp_path):
     assert [example.split for example in examples] == ["ood"] * 2
 
 
+def test_aliases_of_an_answer_are_golds_and_fields_that_are_not_read_are_named(
+    tmp_path,
+):
+    row = {"Question": "Capital of Peru?", "answer": "Lima", "answer_aliases": ["Lim"]}
+    rows = [row | {"docs": ["In Lima."], "hint": ""}, row | {"aliases": ["Peruvian"]}]
+    path = pub.write_lines(tmp_path / "own.jsonl", rows)
+    unread = r"own.jsonl: fields not read: 'aliases' \(1\), 'docs' \(1\)$"
+    with pytest.warns(UserWarning, match=unread):
+        assert {example.golds for example in read_questions(path)} == {("Lima", "Lim")}
+
+
 def test_examples_written_by_this_program_are_read_unchanged(tmp_path):
     rows = [msgspec.structs.replace(e, meta={"hop": 2}) for e in questions(2, 2, 2)]
     assert any(row.rewritten for row in rows)
@@ -443,12 +454,14 @@ def test_a_context_equal_to_the_default_is_not_written_down():
 
 
 def test_a_repeated_text_without_an_id_is_listed(tmp_path):
-    records = [{"question": f"who is {i % 12}", "answer": ["a"]} for i in range(14)]
+    names = [f"who is {i % 12}" for i in range(14)]
+    records = [{"question": name, "answer": ["a"], "alias": "b"} for name in names]
     path = pub.write_lines(tmp_path / "nq", records)
     sources, splits = [source("nq", "held-out", path)], small(n_held_out={"nq": 10})
     manifest = build(tmp_path / "out", sources, splits=splits, context="none")
     (report,) = manifest["sources"]
     assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
+    assert report["unread"] == {"alias": 14}
     assert [item["at"] for item in report["repeats"]] == ["line 13", "line 14"]
     assert "the question of record 2" in report["repeats"][1]["reason"]
 

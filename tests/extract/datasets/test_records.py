@@ -131,6 +131,7 @@ TABLE = [
     ),
     ("a damaged list", plain(context='[{"title": "T"'), "'context': expected a list"),
     ("pairs", plain(context=[["T", "x"]]), "'context': expected passages"),
+    ("no passage", plain(context="nan"), "'context': expected passages, found 'nan'"),
     ("a number among texts", plain(context=["x", 3]), "'context[1]'"),
     ("other names", plain(documents=[{"body": "x"}]), "'documents': expected passages"),
     ("pairs in a log", log(doc=plain(context=[["T", "x"]])), "in 'doc': 'context'"),
