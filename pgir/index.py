@@ -161,6 +161,8 @@ class TextEncoder:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
+        from beatrice.extract.signals.precision import loading_weights
+
         self.config, self.identity = config, encoder_identity(config)
         about = _read_json(config.path / "config.json")
         check_weights(str(config.path), config.path, about)
@@ -168,12 +170,11 @@ class TextEncoder:
         self._tokenizer = AutoTokenizer.from_pretrained(
             config.path, trust_remote_code=False
         )
-        model = AutoModel.from_pretrained(
-            config.path,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=getattr(torch, config.dtype),
-        )
+        dtype = getattr(torch, config.dtype)
+        with loading_weights(dtype):
+            model = AutoModel.from_pretrained(
+                config.path, use_safetensors=True, trust_remote_code=False, dtype=dtype
+            )
         has_gpu = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if has_gpu else "cpu"
         self._model = model.eval().to(device)

@@ -8,13 +8,16 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
+from beatrice.extract.signals.precision import loading_weights
 from beatrice.pgir import index
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import make_corpus, save_encoder, text_of
@@ -271,6 +274,19 @@ def test_an_index_of_more_shards_than_a_process_may_open_is_built_and_read(tmp_p
         assert (vectors.take(np.arange(100)) == rows).all()
 
     assert forked(child) == 0
+
+
+@pytest.mark.parametrize(
+    "load",
+    [index.TextEncoder, lambda config: load_pretrained(config.path, "AutoModel", "")],
+)
+def test_an_encoder_is_loaded_after_the_model_of_another_thread(encoder, load):
+    with ThreadPoolExecutor() as pool:
+        with loading_weights(torch.float32):
+            loading = pool.submit(load, encoder.config)
+            wait([loading], timeout=0.5)
+            assert not loading.done()
+        assert loading.result()
 
 
 def test_exact_search_holds_only_one_copy_of_its_vectors_in_memory(tmp_path):

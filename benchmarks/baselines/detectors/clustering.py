@@ -235,6 +235,8 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
     import torch
     import transformers
 
+    from beatrice.extract.signals.precision import loading_weights
+
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise ValueError(
             f"{path} is not a directory with config.json and *.safetensors, expected "
@@ -245,13 +247,14 @@ def load_pretrained(path: Path, kind: str, what: str) -> tuple[Any, Any, list[st
         about = json.loads((path / "config.json").read_bytes())
         check_weights(str(path), path, about)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **origin)
-        model, report = getattr(transformers, kind).from_pretrained(
-            path,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            **origin,
-        )
+        with loading_weights(torch.float32):
+            model, report = getattr(transformers, kind).from_pretrained(
+                path,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **origin,
+            )
     # Any exception: a config's values reach all of Transformers, which checks few.
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
