@@ -58,7 +58,7 @@ def loading_weights(dtype: torch.dtype) -> Iterator[None]:
 
     While Transformers builds a model, the default dtype of the whole process is that of
     the weights, and some functions are replaced. A second thread that loaded at the
-    same time would restore the first one's for good.
+    same time would take these for the usual ones, and restore them for good.
     """
     _use_threads_of_this_process()
     with _LOADING, contextlib.ExitStack() as stack:
