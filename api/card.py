@@ -179,8 +179,9 @@ def cell_of(row: Mapping[str, Any] | None) -> str:
 def _decisions(detector: Detector) -> list[str]:
     """Return the section on decisions: the thresholds on P at several precisions."""
     lines, heads = [], sorted(detector.heads.items())
-    n_tried = max((head.evidence.n_tried for _, head in heads), default=1)
-    chosen = f" after a choice among {n_tried} encoders" if n_tried > 1 else ""
+    tried = sorted({head.evidence.n_tried for _, head in heads} - {1})
+    numbers = " or ".join(map(str, tried))
+    chosen = f" after a choice among {numbers} encoders" if tried else ""
     for name, head in heads:
         for precision in PRECISIONS:
             cells = [

@@ -204,7 +204,7 @@ def fit(
     report = _report(fused, detector, rows, config.n_resamples, seed)
     model = next(iter(passes.values())).model
     opener = partial(scorer_of, detector, model)
-    return Probe(detector, report, layer=layer, open_scorer=opener)
+    return Probe(detector, report, layer=layer, open_scorer=opener, model=model)
 
 
 def _fit_heads(

@@ -1,5 +1,6 @@
 """A probe: a detector together with the language model whose answers it judges."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -76,6 +77,7 @@ class Probe(AnswerScorer):
         examples: Sequence[Mapping[str, Any]] = (),
         identity: str = "",
         open_scorer: "Callable[[], Scorer] | None" = None,
+        model: Any = None,
         strict: bool = True,
     ) -> None:
         """Wrap a detector; use `fit` or `load` to obtain a probe.
@@ -89,6 +91,7 @@ class Probe(AnswerScorer):
           identity: SHA-256 of the loaded files; empty if the probe was just fitted.
           open_scorer: loads the language model; None loads the one that the detector
             names.
+          model: the language model, if it is in memory and not to be loaded.
           strict: refuse signals of another model, dtype or answer span.
         """
         self.detector = detector
@@ -98,6 +101,7 @@ class Probe(AnswerScorer):
         self.rows = tuple(dict(row) for row in report)
         self._examples = [dict(row) for row in examples]
         self._open_scorer = open_scorer or partial(scorer_of, detector)
+        self._model = None if isinstance(model, str | Path) else model
         self._scorer: Scorer | None = None
 
     def __repr__(self) -> str:
@@ -240,10 +244,22 @@ class Probe(AnswerScorer):
     def scorer(self) -> "Scorer":
         """The probe with its language model, which is loaded on first access."""
         if self._scorer is None:
-            with _LOADING:  # else several threads would each load the model
+            with self._loading():  # else several threads would each load the model
                 if self._scorer is None:
                     self._scorer = self._open_scorer()
         return self._scorer
+
+    def _loading(self) -> contextlib.AbstractContextManager[None]:
+        """Return the lock to load a model, or the one of a model in memory.
+
+        A thread may hold the latter already, so that with both, a second thread and it
+        could wait for each other.
+        """
+        if self._model is None:
+            return _LOADING
+        from beatrice.pgir.scorer import backbone_of
+
+        return backbone_of(self._model).splitter.lock
 
     def load_scorer(self) -> "Scorer":
         """Load the language model if necessary, and return `scorer`."""
@@ -634,8 +650,9 @@ def _saved_probe(
     identity = sha256_file(folder / CHECKSUMS)
     known = {"examples": examples, "identity": identity}
     opener = partial(scorer_of, detector, **known, **options)
-    known |= {"open_scorer": opener, "strict": options["strict"]}
-    return Probe(detector, about.report, layer=about.layer, **known)
+    known |= {"model": options["model"], "strict": options["strict"]}
+    layer = about.layer
+    return Probe(detector, about.report, layer=layer, open_scorer=opener, **known)
 
 
 def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
@@ -655,8 +672,9 @@ def _probe_of_run(folder: Path, options: Mapping[str, Any]) -> Probe:
         trained = dataclasses.replace(trained, model=absolute_name(trained.model))
         detector = dataclasses.replace(detector, provenance=trained)
     opener = partial(_scorer_of_run, run.path, options)
-    known = {"open_scorer": opener, "strict": options["strict"]}
-    return Probe(detector, layer=layer, identity=identity, **known)
+    known = {"model": options["model"], "strict": options["strict"]}
+    known |= {"open_scorer": opener, "identity": identity}
+    return Probe(detector, layer=layer, **known)
 
 
 def _scorer_of_run(folder: Path, options: Mapping[str, Any]) -> "Scorer":

@@ -5,6 +5,11 @@ half done in it: hooks on a model, a changed default type, a lock nobody release
 """
 
 import collections
+
+# Both take a lock of their own before a fork. What was registered first comes last:
+# else a fork would have these locks already while it waits for a thread that needs one.
+import concurrent.futures.thread  # noqa: F401
+import logging  # noqa: F401
 import os
 import threading
 from typing import ClassVar

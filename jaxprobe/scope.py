@@ -141,8 +141,9 @@ class Evidence:
     # 95 % interval of its validation AUROC (`metrics.auroc_interval`), simultaneous for
     # `n_tried` encoders.
     auroc: tuple[float, float]
-    # Encoders from which validation chose its first; 1 if the head was fixed before. In
-    # simulations, what a search adds later breaks no promise (docs/measurements.md).
+    # From how many encoders validation chose the head's first one; 1 if the head was
+    # fixed before. In simulations, what a search adds later breaks no promise
+    # (docs/measurements.md). Formats up to 10 did not save it; they count as fixed.
     n_tried: int = 1
 
     @property

@@ -173,10 +173,7 @@ class TextEncoder:
         dtype = getattr(torch, config.dtype)
         with loading_weights(dtype):
             model = AutoModel.from_pretrained(
-                config.path,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=dtype,
+                config.path, use_safetensors=True, trust_remote_code=False, dtype=dtype
             )
         has_gpu = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if has_gpu else "cpu"

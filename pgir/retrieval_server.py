@@ -205,8 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         if is_private and "Origin" in self.headers and not _ADDRESS.fullmatch(host):
             raise ValueError(
-                f"a web page of {host} asks, but only this machine is served; a proxy "
-                "has to send the Host 127.0.0.1, or give the server another host"
+                f"expected a page of this machine, found one of {host}; let a proxy "
+                "send the Host 127.0.0.1, or start the server with another host"
             )
 
     def do_POST(self) -> None:

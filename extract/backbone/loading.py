@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, hub
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -287,23 +287,33 @@ def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
         )
 
 
+def _fetch_weights(name: str, commit: str | None) -> None:
+    """Fetch a model's weights from the Hub, as no thread computes while they load."""
+    how: Any = {"revision": commit, "_raise_exceptions_for_missing_entries": False}
+    if not Path(name).exists() and unreachable_hub() is None:
+        if cached_file(name, SAFE_WEIGHTS_NAME, **how) is None:
+            if index := cached_file(name, WEIGHTS_INDEX, **how):
+                hub.get_checkpoint_shard_files(name, index, revision=commit)
+
+
 def load_checkpoint(
     name: str, dtype: torch.dtype, commit: str | None = None
 ) -> tuple[Any, Any, str | None]:
     """Load model and tokenizer from a directory or Hub id; also return its commit."""
     commit, packing = _check_configs(name, commit)
-    options = {} if packing is None else {"quantization_config": packing}
-    with _checkpoint_errors(name), loading_weights(dtype), transformers_silenced():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            revision=commit,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # checked below, by name
-            output_loading_info=True,
-            **options,
-        )
+    with _checkpoint_errors(name), transformers_silenced():
+        _fetch_weights(name, commit)
+        with loading_weights(dtype):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                revision=commit,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # checked below, by name
+                output_loading_info=True,
+                **({} if packing is None else {"quantization_config": packing}),
+            )
         tokenizer = _load_tokenizer(name, commit)
     model, report = loaded
     _check_tensors(name, model, report)
@@ -373,8 +383,7 @@ def layers_read(
 
 
 # One per model in memory, however often it is wrapped: its lock guards the model.
-_SPLITTERS: weakref.WeakKeyDictionary[torch.nn.Module, BatchSplitter]
-_SPLITTERS = weakref.WeakKeyDictionary()
+_SPLITTERS = weakref.WeakKeyDictionary[torch.nn.Module, BatchSplitter]()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def loading_weights(dtype: torch.dtype) -> Iterator[None]:
 
     While Transformers builds a model, the default dtype of the whole process is that of
     the weights, and some functions are replaced. A second thread that loaded at the
-    same time would restore the first one's for good.
+    same time would take these for the usual ones, and restore them for good.
     """
     _use_threads_of_this_process()
     with _LOADING, contextlib.ExitStack() as stack:
@@ -105,26 +105,30 @@ def exact_products() -> Iterator[None]:
     """
     thread = threading.get_ident()
     depth = _EXACT[thread]
-    try:
+    # A fork waits for threads that hold a lock. Without this one, it could wait for a
+    # thread that loads weights, that one for this thread, and this one for the fork.
+    with ForkLock(), contextlib.ExitStack() as stack:
+        stack.callback(_end_products, thread, depth)
         with _computing(), _SETTING:
             check_default_dtype()
             if not _UNCOMPILED and "torch._dynamo" in sys.modules:
                 _UNCOMPILED.append(contextlib.ExitStack())
                 _UNCOMPILED[0].enter_context(torch.compiler.set_stance("force_eager"))
             _EXACT[thread] = depth + 1
-        with contextlib.ExitStack() as stack:
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            if torch.get_default_device().type != "cpu":
-                stack.enter_context(torch.device("cpu"))
-            yield
-    finally:
-        with _SETTING:  # an interrupt may have come before the count was raised
-            _EXACT[thread] = depth
-            if not depth:
-                del _EXACT[thread]
-            if not _EXACT and _UNCOMPILED:
-                _UNCOMPILED.pop().close()
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def _end_products(thread: int, depth: int) -> None:
+    with _SETTING:  # an interrupt may have come before the count was raised
+        _EXACT[thread] = depth
+        if not depth:
+            del _EXACT[thread]
+        if not _EXACT and _UNCOMPILED:
+            _UNCOMPILED.pop().close()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -29,6 +30,23 @@ def probe_of(here, **changes):
     detector = dataclasses.replace(detector, provenance=trained)
     scorer = Scorer(here, detector, strict=False)
     return beatrice.Probe(detector, layer=LAYER, open_scorer=lambda: scorer)
+
+
+def test_a_thread_that_holds_a_models_lock_scores_while_another_opens_a_probe(model):
+    first, second = (beatrice.load("embedded", model=model) for _ in range(2))
+    opening = threading.Thread(target=first.load_scorer, daemon=True)
+
+    def hold():
+        with model.lock:
+            opening.start()
+            opening.join(0.2)  # it waits for the lock
+            second.load_scorer()
+
+    holding = threading.Thread(target=hold, daemon=True)
+    holding.start()
+    for thread in (holding, opening):
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_hashes_and_examples_of_another_model_are_not_saved(model, tmp_path):

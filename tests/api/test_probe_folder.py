@@ -247,16 +247,16 @@ def test_a_card_rounds_thresholds_to_the_side_of_the_decided_answers(probe):
     p, labels = np.repeat([0.1, 0.43351, 0.56649, 0.9], 100), np.arange(400) >= 200
     labels[100:300] = np.arange(200) % 2 == 0
     evidence = Evidence(train=(99, 99), validation=(99, 99), auroc=(0.6, 0.9))
-    for n_tried, chosen in ((1, ""), (2, " after a choice among 2 encoders")):
-        head = dataclasses.replace(
-            probe.detector.heads["closed_book"],
-            validation=Validation(p, labels),
-            evidence=dataclasses.replace(evidence, n_tried=n_tried),
-        )
-        few = dataclasses.replace(probe.detector, heads={"closed_book": head})
-        text = card(few, [])
+    head, validation = probe.detector.heads["closed_book"], Validation(p, labels)
+    head, heads = dataclasses.replace(head, validation=validation), {}
+    for tried, among in (((1, 1), ""), ((15, 30), "15 or 30")):
+        for name, n in zip(("closed_book", "single_pass"), tried, strict=True):
+            chosen = dataclasses.replace(evidence, n_tried=n)
+            heads[name] = dataclasses.replace(head, evidence=chosen)
+        text = card(dataclasses.replace(probe.detector, heads=heads), [])
         assert "| 0.9 | 0.5665 (25.0%) | 0.4335 (25.0%) |" in text
-        assert f"each with 90% confidence{chosen}; otherwise" in text
+        promise = f" after a choice among {among} encoders" if among else ""
+        assert f"each with 90% confidence{promise}; otherwise" in text
 
 
 @pytest.mark.parametrize("name", ["config.json", "probe.safetensors", "eval.json"])

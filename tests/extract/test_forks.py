@@ -8,7 +8,28 @@ import time
 import pytest
 
 from beatrice.extract.forks import ForkLock
-from tests.process import forked
+from tests.process import forked, run_python
+
+BUSY = """
+import os, signal, threading
+from beatrice.extract.forks import ForkLock  # first, as after `import beatrice`
+import logging
+from concurrent.futures import ThreadPoolExecutor
+signal.alarm(20)  # ends a process that waits
+held = threading.Event()
+def work():
+    with ForkLock(), ThreadPoolExecutor() as pool:
+        held.set()
+        while not ForkLock._n_forks:
+            pass
+        pool.submit(logging.getLogger, "new").result()
+thread = threading.Thread(target=work)
+thread.start()
+held.wait()
+if os.fork() == 0:
+    os._exit(0)
+thread.join()
+"""
 
 
 def take(*locks):
@@ -46,6 +67,10 @@ def test_a_fork_waits_until_the_work_under_a_lock_is_done():
     with thread_of(work):
         assert forked(look) == 0
     take(first, second)
+
+
+def test_a_fork_takes_no_lock_that_a_thread_needs_to_log_or_to_start_another():
+    run_python(BUSY)
 
 
 def test_a_waiting_thread_gets_a_lock_before_one_that_takes_it_repeatedly():

@@ -704,7 +704,9 @@ def test_a_reply_has_one_log_probability_per_written_token(answering, answers):
     assert journal.value(answers[1]).text == "Guzolt Falls"
 
 
-def test_a_rival_cannot_take_the_name_of_another():
+def test_a_rival_has_a_name_of_the_list_and_not_that_of_another():
     assert "skr" in all_rivals()
+    with pytest.raises(ValueError, match="'mine' has no place .* RIVALS"):
+        rival("mine")(lambda session: None)
     with pytest.raises(ValueError, match="'skr' is already defined in .*adaptive"):
         rival("skr")(lambda session: None)

@@ -1,6 +1,7 @@
 """When float32 products are rounded: only in the thread that multiplies bfloat16."""
 
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -122,9 +123,32 @@ def test_a_process_forked_while_a_thread_computed_can_load_half_precision():
     with ThreadPoolExecutor() as pool:
         pool.submit(compute)
         began.wait()
-        code = forked(child)
+        with exact_products():  # else the fork waits until the thread has ended
+            code = forked(child)
         ended.set()
     assert code == 0
+
+
+def test_a_fork_while_a_load_waits_for_the_products_of_a_thread_waits_for_both():
+    began, loads = threading.Event(), []
+
+    def compute():
+        with exact_products():
+            began.set()
+            time.sleep(0.3)
+
+    def child():  # which a signal ends if it waits for ever
+        with (
+            warnings.catch_warnings(action="ignore"),
+            ThreadPoolExecutor() as pool,
+        ):
+            pool.submit(compute)
+            began.wait()
+            pool.submit(lambda: loads.append(load_half()))
+            time.sleep(0.1)
+            assert forked(lambda: None) == 0 and loads == [True]
+
+    assert forked(child) == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
