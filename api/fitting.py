@@ -54,6 +54,7 @@ from beatrice.jaxprobe.metrics import (
     auroc_interval,
     interval_of,
     resamples,
+    wider_auprc_interval,
 )
 from beatrice.jaxprobe.rows import (
     StoreRows,
@@ -535,7 +536,8 @@ def metric_rows(
     """Return AUROC, AUPRC, ECE and Brier score with 95 % intervals, one per row.
 
     An undefined metric has the value None. AUROC uses `auroc_interval`, because all
-    bootstrap resamples are perfect if the few right answers rank on top. Resampling
+    bootstrap resamples are perfect if the few right answers rank on top, and AUPRC uses
+    `wider_auprc_interval` for the same reason. Resampling
     biases ECE upwards, by at most as much as the ECE of the answers exceeds the true
     one. Its interval therefore starts as far below the value as the resamples end
     above it, plus their mean excess, which covers the true ECE at 100 answers (without
@@ -568,6 +570,9 @@ def metric_rows(
         if np.isfinite(value):
             if name == "auroc":
                 low, high = auroc_interval(raw, np.asarray(labels, bool), clusters)
+            elif name == "auprc":
+                known = value, np.asarray(labels, bool), clusters
+                low, high = wider_auprc_interval(np.array(draws[name]), *known)
             else:
                 low, high = interval_of(np.array(draws[name]))
             if name == "ece":

@@ -4,7 +4,8 @@ A detector's value is the mean over its training seeds. Its interval resamples
 questions, with all seeds and both wordings of a context, so it is the interval of that
 mean. Resamples of few right or wrong answers are too similar: with 10 among 100, such
 intervals of AUROC covered the truth .87 to .91 of the time. So the wider of this and
-`metrics.auroc_interval` is used (for a difference, `auroc_gain_interval`).
+`metrics.auroc_interval` is used (for a difference, `auroc_gain_interval`), for AUPRC
+that of `metrics.wider_auprc_interval` (for a difference, only resamples).
 """
 
 import collections
@@ -32,6 +33,7 @@ from beatrice.jaxprobe.metrics import (
     two_sided_p,
     weighted_metrics,
     weighted_stratified,
+    wider_auprc_interval,
     wider_interval,
 )
 from beatrice.jaxprobe.rows import StoreRows
@@ -75,7 +77,7 @@ class _Measured:
     seeds: list[Metric]  # its value with each training seed
     draws: np.ndarray | None  # `[n_resamples]` of the seeds' mean; None if undefined
     n_left_out: int  # labelled rows on which the detector is undefined
-    # Set for an AUROC over all rows, whose interval does not only use resamples.
+    # Set for values over all rows, whose intervals do not only use resamples.
     case: "_Case | None" = None
 
     @property
@@ -94,7 +96,11 @@ class _Measured:
         low, high = interval_of(self.draws)
         if self.case is not None:
             _, _, scores, labels, questions, *_ = self.case
-            low, high = wider_interval(self.draws, scores, labels, questions)
+            low, high = (
+                wider_interval(self.draws, scores, labels, questions)
+                if fields["metric"] == "auroc"
+                else wider_auprc_interval(self.draws, self.mean, labels, questions)
+            )
         mean = ResultRow(**fields, value=self.mean, ci_low=low, ci_high=high)
         seeds = enumerate(self.seeds if len(self.seeds) > 1 else ())
         return [
@@ -173,7 +179,7 @@ def _measure(
             seeds=points,
             draws=np.concatenate(x) if (x := draws[case.name, metric]) else None,
             n_left_out=int((~case.where).sum()),
-            case=case if metric == "auroc" and strata is None else None,
+            case=case if strata is None else None,
         )
         for case in cases
         for metric, points in case.seeds.items()
@@ -194,7 +200,9 @@ def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
         return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)
     row = difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
     case, other = ours.case, rival.case
-    if case is None or other is None or not np.array_equal(case.labels, other.labels):
+    if case is None or other is None or fields["metric"] != "auroc":
+        return row
+    if not np.array_equal(case.labels, other.labels):
         return row
     low, high, p = auroc_gain_interval(
         case.scores, other.scores, case.labels, case.questions

@@ -419,6 +419,30 @@ def wider_interval(
     return min(low for low, _ in both), max(high for _, high in both)
 
 
+def wider_auprc_interval(
+    draws: np.ndarray, value: float, labels: np.ndarray, questions: np.ndarray
+) -> tuple[float, float]:
+    """Return an AUPRC's 95 % interval: the union of bootstrap and logit intervals.
+
+    The latter (Boyd, Eng and Page, ECML 2013) takes AUPRC as a share of the questions
+    with a wrong answer, on the logit scale. With 10 right answers among 100, bootstrap
+    intervals covered the truth .81 of the time if AUROC is .8, .44 if it is .998.
+
+    Args:
+      draws: `[n_resamples]` of the value.
+      value: of the answers, or the mean over seeds.
+      labels: `[n_examples]` bool, of both classes.
+      questions: `[n_examples]`, see `auroc_gain`.
+    """
+    n = len(np.unique(questions[~labels]))
+    share = min(max(value, 0.5 / n), 1 - 0.5 / n)  # at 0 and 1 the error is zero
+    half = NormalDist().inv_cdf(0.975) / math.sqrt(n * share * (1 - share))
+    middle = math.log(share / (1 - share))
+    ends = (1 / (1 + math.exp(x - middle)) for x in (half, -half))
+    both = interval_of(draws), tuple(ends)
+    return min(low for low, _ in both), max(high for _, high in both)
+
+
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of `n` (Wilson, JASA 1927), also for 0 or 1.
 

@@ -349,7 +349,7 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     no interval. Our interval resamples the questions of both runs, those asked in both
     together, and recomputes all AUROCs. Subsets are not resampled, since there are no
     others. Resampled AUROCs are noisier than the sample's, so the interval lies
-    somewhat nearer to zero than one centred on the value.
+    somewhat nearer to zero than one centred on the value, which it always includes.
     """
     n = len(first.ids)
     ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
@@ -363,7 +363,8 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     together = np.concatenate([first.ids, second.ids])
     blocks = resamples(together, config)
     draws = np.concatenate([correlate(block[:n], block[n:]) for block in blocks])
-    return RankAgreement(value, *interval_of(draws))
+    low, high = interval_of(draws)
+    return RankAgreement(value, min(low, value), max(high, value))
 
 
 def _test_answers(deployed: Deployed) -> Ranked:

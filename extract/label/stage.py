@@ -99,7 +99,7 @@ class Agreement:
     n: int  # items that both rated
     n_agree: int  # items that both rated alike
     kappa: float | None  # in [-1, 1], or None if undefined
-    ci_low: float | None  # bounds of the 95 % percentile bootstrap interval
+    ci_low: float | None  # bounds of the 95 % interval, see `agreement`
     ci_high: float | None
     n_bootstrap: int  # resamples drawn
     n_undefined: int  # resamples without a kappa (one class), left out of the interval
@@ -133,22 +133,32 @@ def kappas(tables: np.ndarray) -> np.ndarray:
         return (n * (both + neither) - chance) / (n * n - chance)
 
 
-def agreement(pairs: Sequence[tuple[bool, bool]], *, seed: int = 0) -> Agreement:
+def agreement(
+    pairs: Sequence[tuple[bool, bool]], questions: Sequence[str] = (), *, seed: int = 0
+) -> Agreement:
     """Return the agreement of two raters (Cohen's kappa) from pairs of their ratings.
 
-    A resample of the items is drawn as counts of the four cells, which has the same
-    distribution as drawing the items one by one.
+    Each item has its question in `questions`, or one of its own. Questions are drawn as
+    counts of their kinds, which has the same distribution as drawing them one by one.
+    If nearly all items agree, resamples are too similar, so the interval also covers
+    Wilson's of the share that agrees, with the observed agreement by chance.
     """
     n = len(pairs)
     a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
-    cells = np.array([(a & b).sum(), (a & ~b).sum(), (~a & b).sum(), (~a & ~b).sum()])
+    items = np.stack([a & b, a & ~b, ~a & b, ~a & ~b], axis=1).astype(np.int64)
+    cells = items.sum(axis=0)
     kappa, low, high, drawn = None, None, None, np.empty(0)
     if len(np.unique(pairs)) > 1:
         kappa = float(kappas(cells[None])[0])
-        rng = np.random.default_rng(seed)
-        drawn = kappas(rng.multinomial(n, cells / n, size=N_BOOTSTRAP))
-        # Some are always defined: even with two items that differ, about half.
-        low, high = np.nanquantile(drawn, (0.025, 0.975)).tolist()
+        _, numbers = np.unique(questions or range(n), return_inverse=True)
+        tables = np.zeros((numbers.max() + 1, 4), np.int64)
+        np.add.at(tables, numbers, items)
+        kinds, counts = np.unique(tables, axis=0, return_counts=True)
+        draws = np.random.default_rng(seed).multinomial(
+            len(tables), counts / len(tables), size=N_BOOTSTRAP
+        )
+        drawn = kappas(draws @ kinds)
+        low, high = _kappa_interval(drawn, cells, len(tables))
     undefined = "both raters put every item into one class" if n else "no items"
     return Agreement(
         n=n,
@@ -160,6 +170,23 @@ def agreement(pairs: Sequence[tuple[bool, bool]], *, seed: int = 0) -> Agreement
         n_undefined=int(np.isnan(drawn).sum()),
         reason=undefined if kappa is None else None,
     )
+
+
+def _kappa_interval(
+    drawn: np.ndarray, cells: np.ndarray, n_questions: int
+) -> tuple[float, float]:
+    """Return kappa's 95 % interval: the union of the resamples' and Wilson's."""
+    # Imported here, since loading it takes a second.
+    from scipy.stats import binomtest
+
+    both, first, second, neither = (cells / cells.sum()).tolist()
+    chance = (both + first) * (both + second) + (neither + second) * (neither + first)
+    test = binomtest(round((both + neither) * n_questions), n_questions)
+    shares = map(float, test.proportion_ci(0.95, method="wilson"))
+    ends = [(share - chance) / (1 - chance) for share in shares]
+    # Some resamples are always defined: even with two items that differ, about half.
+    ends += np.nanquantile(drawn, (0.025, 0.975)).tolist()
+    return min(ends), max(ends)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +268,9 @@ def against_exact_match(
     compared = []
     for group in [("all", "all"), *sorted({row.group for row in rows})]:
         members = [row for row in rows if group in (("all", "all"), row.group)]
-        pairs = [(x.label.label, x.exact) for x in members if x.label.label is not None]
+        kept = [x for x in members if x.label.label is not None]
+        pairs = [(bool(x.label.label), x.exact) for x in kept]
+        questions = [x.example.id for x in kept]
         unparsable = [x.label.verdicts.count("unparsable") for x in members]
         compared.append(
             {
@@ -250,7 +279,7 @@ def against_exact_match(
                 "n_answers": len(members),
                 "n_dropped": len(members) - len(pairs),
                 "n_unparsable_verdicts": sum(unparsable),
-                **dataclasses.asdict(agreement(pairs, seed=seed)),
+                **dataclasses.asdict(agreement(pairs, questions, seed=seed)),
             }
         )
     return compared
@@ -268,14 +297,15 @@ def between_judges(
     compared = []
     for i, j in itertools.combinations(range(len(rubrics)), 2):
         pairs = [(row.label.verdicts[i], row.label.verdicts[j]) for row in rows]
-        parsed = [pair for pair in pairs if "unparsable" not in pair]
-        rated = [(a == "correct", b == "correct") for a, b in parsed]
+        parsed = [k for k, pair in enumerate(pairs) if "unparsable" not in pair]
+        rated = [(pairs[k][0] == "correct", pairs[k][1] == "correct") for k in parsed]
+        questions = [rows[k].example.id for k in parsed]
         compared.append(
             {
                 "first": rubrics[i].name,
                 "second": rubrics[j].name,
                 "n_unparsable": len(pairs) - len(parsed),
-                **dataclasses.asdict(agreement(rated, seed=seed)),
+                **dataclasses.asdict(agreement(rated, questions, seed=seed)),
             }
         )
     return compared
@@ -496,12 +526,14 @@ def read_annotations(
         elif verdict is not None:
             rated.append((verdict == "correct", row))
     labels = [(human, bool(row.label.label)) for human, row in rated]
+    exact = [(human, row.exact) for human, row in rated]
+    questions = [row.example.id for _, row in rated]
     verdicts = {row.label.key: human for human, row in rated}
     # Older files lack the digest of the labels under which they were drawn.
     is_of_these = not n_dropped and drawings <= {"", _drawing_of(rows)}
     return HumanAgreement(
-        judge=agreement(labels, seed=seed),
-        exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
+        judge=agreement(labels, questions, seed=seed),
+        exact=agreement(exact, questions, seed=seed),
         n_empty=len(seen) - len(rated) - n_dropped,
         n_dropped=n_dropped,
         noise=label_noise(rows, verdicts) if is_of_these else (),

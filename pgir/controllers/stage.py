@@ -119,8 +119,11 @@ class _ResampledMean(NamedTuple):
 
     def row(self, *, metric: str, **fields: Any) -> ResultRow:
         low, high = interval_of(self.draws)
-        if low == high and metric in QUALITY:  # all answers are right, or all wrong
-            low, high = wilson_interval(self.value, self.n)
+        # Resamples are too similar if nearly all answers are right, or wrong. Answers
+        # of several sets are no single sample, but a mean of 0 or 1 would be certain.
+        if metric in QUALITY and (low == high or fields["dataset"] != MACRO):
+            ends = wilson_interval(self.value, self.n)
+            low, high = min(low, ends[0]), max(high, ends[1])
         fields |= {"setting": "both", "n": self.n, "metric": metric}
         return ResultRow(value=self.value, ci_low=low, ci_high=high, **fields)
 

@@ -101,6 +101,10 @@ def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
         row = find(table, metric=metric, **pooled)
         assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
         assert (row.n, row.n_failed) == (len(where), is_test.sum() - len(where))
+        # Perfect on every resample, but not certain.
+        perfect = DetectorScores(name="champion", scores=rows.labels[None] * 1.0)
+        row = find(measured(rows, perfect), metric=metric, **pooled)
+        assert row.value == row.ci_high == 1 > row.ci_low + 0.005
     single = find(table, metric="auroc", **pooled | {"dataset": "musique"})
     assert single.value != pytest.approx(expected["auroc"], abs=1e-3)
     assert select(table, dataset=IN_DOMAIN, split="ood").empty

@@ -31,6 +31,7 @@ from beatrice.pgir.controllers.loop import (
     DraftScore,
     Outcome,
     Policy,
+    QuestionSet,
     TracedDraft,
     TracedSet,
     decide,
@@ -410,9 +411,16 @@ def test_controllers_have_the_expected_accuracy_and_every_call_is_counted(metric
     assert values == {name: n / 4 for name, n in zip(RANKED, sums, strict=True)}
 
 
-def test_four_right_answers_of_four_have_the_interval_of_a_share():
-    row = measured("em")["perfect_judge"]
-    assert (row.value, row.ci_low, row.ci_high) == (1, *wilson_interval(1, 4))
+@pytest.mark.parametrize("n_right", [29, 30])
+def test_right_answers_have_no_narrower_interval_than_a_share(n_right):
+    examples = tuple(an_example(id=f"q{i}", golds=("yes",)) for i in range(30))
+    questions = QuestionSet(dataset="world", split="test", examples=examples)
+    done = [Outcome("yes" if i < n_right else "no", Cost()) for i in range(30)]
+    config = BootstrapConfig(n_resamples=200)
+    rows = control_rows([questions], [{"no_rag": done}], config)
+    (row,) = (r for r in rows if (r.experiment, r.metric) == ("controller", "em"))
+    assert row.ci_low == pytest.approx(wilson_interval(n_right / 30, 30)[0])
+    assert row.value == n_right / 30 and row.ci_high == 1
     (row, *_) = measured("forwards").values()  # costs that are equal are certain
     assert row.ci_low == row.ci_high == 0
 

@@ -253,7 +253,7 @@ def test_planted_strengths_are_found_on_other_questions():
     interval = agreement(first, second, CONFIG)
     assert interval.value > 0.9
     # Resampling adds noise, so the interval lies lower.
-    assert 0.7 < interval.low <= interval.value + 0.05
+    assert 0.7 < interval.low <= interval.value <= interval.high
 
 
 def test_questions_that_two_runs_share_are_resampled_together():
@@ -263,7 +263,7 @@ def test_questions_that_two_runs_share_are_resampled_together():
     together = agreement(first, shuffled, CONFIG)
     assert together.low == pytest.approx(1.0, abs=1e-6)
     apart = agreement(first, shuffled._replace(ids=np.arange(len(order))), CONFIG)
-    assert apart.low < 0.95
+    assert apart.low < 0.95 < apart.value <= apart.high
 
 
 def test_the_correlation_is_spearmans_with_averaged_ties():
