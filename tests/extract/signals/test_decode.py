@@ -424,10 +424,17 @@ def test_an_answer_cut_at_a_stop_string_of_several_tokens_is_read_alike():
     assert answers[0].token_ids == ids[:2] and answers[0].stop_id == ids[2]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_in_bfloat16_the_passes_differ_only_within_the_models_rounding(family):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma2", torch.bfloat16),
+        ("gemma2", torch.float16),  # whose masks must stay finite in padding
+    ],
+)
+def test_in_half_precision_the_passes_differ_only_within_rounding(family, dtype):
     requests = requests_of()
-    reader = SignalReader(backbone_of(family, torch.bfloat16))
+    reader = SignalReader(backbone_of(family, dtype))
     assert_read_alike(reader, requests, atol=0.3)
     with pytest.raises(AssertionError):  # control: there is a difference
         assert_read_alike(reader, requests, atol=0)
