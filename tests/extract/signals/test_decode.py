@@ -20,6 +20,7 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
+from beatrice.extract.signals.attention import CACHE
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -122,6 +123,19 @@ def test_steps_whose_attention_is_read_together_equal_a_second_pass(family):
     assert max(len(answer.token_ids) for answer in answers) > 1
     again = reader.read([sequence_of(answer) for answer in answers])
     assert_same_signals(watch.signals(answers), again, 5e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_no_step_is_run_that_generation_could_take_back(family):
+    """On MPS, Transformers would run one more than it returns, and a watch see it."""
+    backbone, caches = backbone_of(family), []
+    hook = backbone.layout.decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True
+    )
+    with hook:
+        generate(backbone, requests_of(), CONFIG)
+    assert len(caches) >= CONFIG.max_new_tokens
+    assert not any(cache.is_croppable for cache in caches)
 
 
 def test_a_models_own_generation_config_changes_neither_answers_nor_signals():
