@@ -81,8 +81,8 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
 class _StepwiseCache(DynamicCache):
     """A cache that cannot be cropped, so that no step can be taken back.
 
-    If it could, Transformers would run a step more before it knows that a run has ended
-    (on MPS at present). Criteria and hooks would see that step, and take it for a token.
+    If it could, Transformers would (at present on MPS) run a step more before it knows
+    that a run has ended, and criteria and hooks would take that step for a token.
     """
 
     @property
