@@ -28,7 +28,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
@@ -206,14 +206,17 @@ def _check_depth(name: str, config: Any) -> None:
             )
 
 
+_UNPACKED = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+
+
 def _unpacking_config(quantization: Any) -> Any:
-    """Return a quantisation config that unpacks gpt-oss's four-bit weights, else None.
+    """Return a config that unpacks weights of four (gpt-oss) or eight bits, else None.
 
     Multiplying them packed needs kernels that are fetched from the Hub. Unpacked, they
-    are the same numbers on every device, and take four times as much memory.
+    are the same numbers on every device, and take four times as much memory, or twice.
     """
-    method = (quantization or {}).get("quant_method")
-    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+    kind = _UNPACKED.get(str((quantization or {}).get("quant_method")))
+    return None if kind is None else kind.from_dict(quantization | {"dequantize": True})
 
 
 def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:
@@ -242,7 +245,8 @@ def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, An
     _check_depth(name, config)
     check_weights(f"backbone {name!r}", Path(file).parent, config)
     _check_quantization(name, config)
-    return commit, _unpacking_config(config.get("quantization_config"))
+    with _checkpoint_errors(name):
+        return commit, _unpacking_config(config.get("quantization_config"))
 
 
 def _load_tokenizer(name: str, commit: str | None) -> Any:

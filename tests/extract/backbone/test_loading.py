@@ -394,6 +394,13 @@ def test_four_bit_experts_are_unpacked_to_their_values(tmp_path):
     load_quantized(str(path))
 
 
+def test_weights_in_fp8_are_unpacked_except_those_that_are_not_packed(checkpoint):
+    about = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    edit(checkpoint, quantization_config=about)
+    packing = load_outline(str(checkpoint)).quantization
+    assert packing.dequantize and packing.modules_to_not_convert == ["lm_head"]
+
+
 HERE, OTHER = "a" * 40, "b" * 40
 
 
