@@ -90,6 +90,11 @@ class _StepwiseCache(DynamicCache):
         """Return whether steps can be taken back."""
         return False
 
+    @property
+    def is_compileable(self) -> bool:
+        """Return whether generation may compile the model (Mamba's, on a GPU)."""
+        return False
+
 
 def _new_cache(layout: Layout) -> DynamicCache:
     return _StepwiseCache(config=layout.decoder.config.get_text_config(decoder=True))
