@@ -25,10 +25,9 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from beatrice.extract.backbone.layout import Layout, find_layout
 from beatrice.extract.backbone.names import (
@@ -206,17 +205,20 @@ def _check_depth(name: str, config: Any) -> None:
             )
 
 
-_UNPACKED = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+_UNPACKED = "mxfp4", "fp8", "compressed-tensors"
 
 
 def _unpacking_config(quantization: Any) -> Any:
-    """Return a config that unpacks weights of four (gpt-oss) or eight bits, else None.
+    """Return a config that unpacks weights of four or eight bits, else None.
 
-    Multiplying them packed needs kernels that are fetched from the Hub. Unpacked, they
-    are the same numbers on every device, and take four times as much memory, or twice.
+    Multiplying them packed needs kernels from the Hub, and compressed tensors unpack in
+    the first pass of a whole model only. Unpacked, all are the same numbers on every
+    device, in two to four times the memory.
     """
-    kind = _UNPACKED.get(str((quantization or {}).get("quant_method")))
-    return None if kind is None else kind.from_dict(quantization | {"dequantize": True})
+    if (quantization or {}).get("quant_method") in _UNPACKED:
+        with contextlib.suppress(ImportError):  # raised again by loading the weights
+            return AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})
+    return None
 
 
 def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:

@@ -401,6 +401,26 @@ def test_weights_in_fp8_are_unpacked_except_those_that_are_not_packed(checkpoint
     assert packing.dequantize and packing.modules_to_not_convert == ["lm_head"]
 
 
+def test_compressed_tensors_are_unpacked_before_they_are_read(checkpoint):
+    pytest.importorskip("compressed_tensors")
+    tensors, wanted = load_file(checkpoint / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = (tensors[name].abs().max() / 448).reshape(1)
+        tensors[f"{name}_scale"] = scale
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        wanted[name] = tensors[name].float() * scale
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    packing = {"format": "float-quantized", "quantization_status": "compressed"}
+    packing |= {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+    packing |= {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+    edit(checkpoint, quantization_config=packing)
+    backbone = load_backbone(checkpoint)
+    for name, values in wanted.items():
+        torch.testing.assert_close(backbone.model.get_parameter(name).data, values)
+    SignalReader(backbone)
+
+
 HERE, OTHER = "a" * 40, "b" * 40
 
 
