@@ -185,6 +185,13 @@ def of_eight_bits():
     return model
 
 
+def still_compressed():
+    model = tiny_model("llama")
+    hook = model.register_forward_pre_hook(lambda module, args: None)
+    model.ct_decompress_hook = hook  # as in compressed-tensors
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -193,6 +200,7 @@ def of_eight_bits():
         (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
         (offloaded, "are on cpu, meta .*; expected one device"),
         (of_eight_bits, "quantised by LLM.int8"),
+        (still_compressed, "compressed until its first forward pass; run one"),
         (in_mixed_precision, r"unwrap_model\(model, keep_fp32_wrapper=False\)"),
         (with_adapted_head, "found .*Adapted in .*; if it is an adapter, merge"),
     ],
