@@ -232,6 +232,16 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             each.training = True
 
 
+def plain_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a weight consists of; one that torchao packs has several.
+
+    Such a weight cannot be viewed as bytes.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = () if flatten is None else flatten()[0]
+    return [part for n in names for part in plain_parts(getattr(tensor, n))] or [tensor]
+
+
 def _tensor(output: Any) -> torch.Tensor:
     """Return the state from a module's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output

@@ -29,7 +29,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from beatrice.extract.backbone.layout import Layout, find_layout
+from beatrice.extract.backbone.layout import Layout, find_layout, plain_parts
 from beatrice.extract.backbone.names import (
     COMMIT,
     EMBEDDED,
@@ -643,8 +643,9 @@ def _hash_model(model: Any) -> str:
     digest = hashlib.sha256(sha256_json([config, _adapters_of(model)]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        for part in plain_parts(tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     BitsAndBytesConfig,
     GptOssConfig,
@@ -223,6 +224,17 @@ def test_threads_that_load_models_at_once_leave_the_process_as_it_was(checkpoint
     assert (PreTrainedModel.tie_weights, logging.get_verbosity()) == before
     assert logging.is_progress_bar_enabled() == shown
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_weight_that_packs_several_tensors_is_hashed_by_each():
+    def revision_of(distance):
+        model = tiny_model("llama")
+        plain = model.lm_head.weight.data
+        weight = TwoTensor(plain, plain + distance)
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return Backbone.from_model(model).revision
+
+    assert revision_of(1) == revision_of(1) != revision_of(2)
 
 
 def test_a_default_type_other_than_float32_is_refused():
