@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -446,6 +447,8 @@ def set_compiler(preset: Preset) -> None:
 
     JAX then allocates GPU memory as needed instead of three quarters at once, because
     Torch's model is on the same GPU; XLA_PYTHON_CLIENT_PREALLOCATE overrides this.
+    Torch returns the memory that it keeps for later, which is most of a GPU after
+    batches that filled it.
 
     Compiled code is kept in the user's cache directory, if it can be written, so that
     resumed runs, and other runs of the same sizes, compile little.
@@ -454,6 +457,8 @@ def set_compiler(preset: Preset) -> None:
     """
     import jax
 
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.empty_cache()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = XLA_FLAGS[preset]
     if preset == "smoke":

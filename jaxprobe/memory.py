@@ -10,7 +10,8 @@ loops, lays out arrays differently, and allows no scratch memory for libraries.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -293,12 +294,26 @@ def _split(items: Sequence[int], size: int) -> list[tuple[int, ...]]:
 def device_bytes() -> int | None:
     """Return the bytes of this machine's accelerator that JAX may use; None on a CPU.
 
-    For a GPU they are three quarters, or the share XLA_PYTHON_CLIENT_MEM_FRACTION.
+    For a GPU they are three quarters, or the share XLA_PYTHON_CLIENT_MEM_FRACTION, but
+    no more than Torch's model leaves there.
     """
     if jax.default_backend() == "cpu":
         return None
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    return statistics.get("bytes_limit")
+    device = jax.local_devices()[0]
+    return usable_bytes(device.memory_stats() or {}, device.local_hardware_id)
+
+
+def usable_bytes(statistics: Mapping[str, int], gpu: int) -> int | None:
+    """Return the bytes of a GPU that JAX may use, given its `memory_stats` of it.
+
+    JAX's own limit is a share of the whole memory, whoever else uses it. If Torch is
+    loaded, it says how much is free besides what JAX has allocated.
+    """
+    limit, torch = statistics.get("bytes_limit"), sys.modules.get("torch")
+    if limit is None or torch is None or not torch.cuda.is_available():
+        return limit
+    free, _ = torch.cuda.mem_get_info(gpu)
+    return min(limit, free + statistics.get("pool_bytes", 0))
 
 
 def host_bytes() -> int | None:

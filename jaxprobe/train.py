@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -613,8 +612,6 @@ def train_run(
     if gpu is not None:  # before JAX looks for GPUs
         jax.config.update("jax_cuda_visible_devices", str(gpu))
     set_compiler(run.preset)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.cuda.empty_cache()  # GPU memory that earlier stages held
     config, settings = config.seeded(run.seed), settings_of(run)
     total = 0
     for setting in settings:  # check before hours are spent on another setting

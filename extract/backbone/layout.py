@@ -188,6 +188,11 @@ def _check_config(model: Any) -> None:
 def find_layout(model: Any) -> Layout:
     """Find the modules to watch in a Transformers causal LM, bare or wrapped."""
     _check_config(model)
+    if hasattr(model, "ct_decompress_hook"):  # set by the package compressed-tensors
+        raise ValueError(
+            f"cannot read {type(model).__name__}: its weights are compressed until its "
+            "first forward pass; run one first, or load the model by its name"
+        )
     decoder = model.get_decoder()
     if _first_child(decoder, _LAYER_LISTS) is None:
         # Llama 4 returns the language model as its decoder.
@@ -225,6 +230,16 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for each in modules:
             each.training = True
+
+
+def plain_parts(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a weight consists of; one that torchao packs has several.
+
+    Such a weight cannot be viewed as bytes.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = () if flatten is None else flatten()[0]
+    return [part for n in names for part in plain_parts(getattr(tensor, n))] or [tensor]
 
 
 def _tensor(output: Any) -> torch.Tensor:

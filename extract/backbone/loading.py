@@ -25,12 +25,11 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, hub
 from transformers.utils.hub import cached_file, extract_commit_hash
-from transformers.utils.quantization_config import Mxfp4Config
 
-from beatrice.extract.backbone.layout import Layout, find_layout
+from beatrice.extract.backbone.layout import Layout, find_layout, plain_parts
 from beatrice.extract.backbone.names import (
     COMMIT,
     EMBEDDED,
@@ -206,14 +205,20 @@ def _check_depth(name: str, config: Any) -> None:
             )
 
 
-def _unpacking_config(quantization: Any) -> Any:
-    """Return a quantisation config that unpacks gpt-oss's four-bit weights, else None.
+_UNPACKED = "mxfp4", "fp8", "compressed-tensors"
 
-    Multiplying them packed needs kernels that are fetched from the Hub. Unpacked, they
-    are the same numbers on every device, and take four times as much memory.
+
+def _unpacking_config(quantization: Any) -> Any:
+    """Return a config that unpacks weights of four or eight bits, else None.
+
+    Multiplying them packed needs kernels from the Hub, and compressed tensors unpack in
+    the first pass of a whole model only. Unpacked, all are the same numbers on every
+    device, in two to four times the memory.
     """
-    method = (quantization or {}).get("quant_method")
-    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+    if (quantization or {}).get("quant_method") in _UNPACKED:
+        with contextlib.suppress(ImportError):  # raised again by loading the weights
+            return AutoQuantizationConfig.from_dict(quantization | {"dequantize": True})
+    return None
 
 
 def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, Any]:
@@ -242,7 +247,8 @@ def _check_configs(name: str, commit: str | None = None) -> tuple[str | None, An
     _check_depth(name, config)
     check_weights(f"backbone {name!r}", Path(file).parent, config)
     _check_quantization(name, config)
-    return commit, _unpacking_config(config.get("quantization_config"))
+    with _checkpoint_errors(name):
+        return commit, _unpacking_config(config.get("quantization_config"))
 
 
 def _load_tokenizer(name: str, commit: str | None) -> Any:
@@ -646,8 +652,9 @@ def _hash_model(model: Any) -> str:
     digest = hashlib.sha256(sha256_json([config, _adapters_of(model)]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        for part in plain_parts(tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

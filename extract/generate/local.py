@@ -78,9 +78,31 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
+class _StepwiseCache(DynamicCache):
+    """A cache that cannot be cropped, so that no step can be taken back.
+
+    If it could, Transformers would (at present on MPS) run a step more before it knows
+    that a run has ended, and criteria and hooks would take that step for a token.
+    """
+
+    @property
+    def is_croppable(self) -> bool:
+        """Return whether steps can be taken back."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return whether generation may compile the model (Mamba's, on a GPU)."""
+        return False
+
+
+def _new_cache(layout: Layout) -> DynamicCache:
+    return _StepwiseCache(config=layout.decoder.config.get_text_config(decoder=True))
+
+
 def empty_cache(layout: Layout) -> DynamicCache | None:
     """Return a cache, or None if a layer keeps states other than keys and values."""
-    cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
+    cache = _new_cache(layout)
     # A dummy stands for a layer that keeps nothing and reads another layer's keys.
     kinds = {type(layer) for layer in cache.layers} - {DummyLayer}
     is_plain = bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
@@ -495,6 +517,8 @@ class TransformersGenerator:
         else:
             cache = shared_states(layout, prompts, width, n_common)
         n_cached = 0 if cache is None else filled_layers(cache)[0].keys.shape[-2]
+        if cache is None and self.backbone.model._supports_default_dynamic_cache():
+            cache = _new_cache(layout)
         while rows:
             n_read = ids.shape[1]
             done = RowsDone(tokenizer, edges, config.stop, stops, watch, least_done)

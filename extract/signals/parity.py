@@ -318,8 +318,7 @@ class _Probe:
         unread = self._attention_calls(None)
         read = self._attention_calls(self.attention_reading(self.ids, self.lengths))
         for index in layout.attention_layers:
-            mixer = copy.deepcopy(layout.layers[index].mixer)
-            mixer._apply(_widened)  # `float()` would spoil complex rotations
+            mixer = _widened_copy(layout.layers[index].mixer, self.dtype)
             args, kwargs = map(_widened, unread[index])
             expected = call_attention_module(mixer, args, kwargs, None)
             # Each attention function needs its own form of the mask.
@@ -387,6 +386,34 @@ def _widened(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_widened, value))
     return value
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Return whether a module without parts has weights as integers or as FP8."""
+    weights = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    wide = (
+        w.element_size() > 1 and (w.is_floating_point() or w.is_complex())
+        for w in weights
+    )
+    return not all(wide) and next(module.children(), None) is None
+
+
+def _widened_copy(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Return a copy of a module that computes in float32 wherever it can.
+
+    Parts with packed weights get their inputs in `dtype`, as in the model: kernels such
+    as Marlin's take no float32, and FP8 weights that are widened lose their scale.
+    """
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        if _is_packed(part):
+            part.register_forward_pre_hook(
+                lambda _, args: tuple(value.to(dtype) for value in args)
+            )
+            part.register_forward_hook(lambda _, args, output: output.float())
+        else:  # `float()` would spoil complex rotations
+            part._apply(_widened, recurse=False)
+    return copied
 
 
 @torch.no_grad()

@@ -99,7 +99,10 @@ class AttentionCall:
         if self.mask is not None:
             rows = rows.expand(*self.mask.shape[:2], -1, -1).contiguous()
         self._hide(rows, start, stop)
-        return rows.to(self.query.dtype)
+        # Rounded to minus infinity, a row of padding would attend to nothing: NaN. Half
+        # of float16's lowest leaves room for the logits that it is added to.
+        lowest = torch.finfo(self.query.dtype).min / 2
+        return rows.clamp_min_(lowest).to(self.query.dtype)
 
     def log_weights(self, start: int, stop: int) -> torch.Tensor:
         """Return log a of these rows like `logits`; invisible keys: hugely negative."""

@@ -29,6 +29,7 @@ from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.train import EVERY_FAMILY, epoch_groups, members_of_share
 from tests.jaxprobe.samples import assert_same_leaves
 from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
+from tests.pretended_gpu import PretendedGpu
 from tests.process import run_python
 
 # As wide as the paper's: plans are made without arrays, so width costs nothing.
@@ -295,6 +296,21 @@ def test_gpu_preallocation_is_off_unless_the_environment_sets_it():
     assert run_python(program).stdout == "false\n"
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     assert run_python(program, **{name: "true"}).stdout == "true\n"
+
+
+def test_a_plan_uses_only_the_gpu_memory_that_torchs_model_leaves_free():
+    statistics = {"bytes_limit": 75 << 30, "pool_bytes": 3 << 30}
+    with PretendedGpu():  # of 80 GiB, 70 are free
+        assert memory.usable_bytes(statistics, 0) == 73 << 30
+        small = {**statistics, "bytes_limit": 60 << 30}
+        assert memory.usable_bytes(small, 0) == 60 << 30
+    assert memory.usable_bytes(statistics, 0) == 75 << 30
+
+
+def test_torch_returns_the_gpu_memory_that_it_keeps_before_jax_fits_a_probe():
+    with PretendedGpu() as gpu:
+        set_library_compiler()
+    assert gpu.n_emptied == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     BitsAndBytesConfig,
     GptOssConfig,
@@ -185,6 +186,13 @@ def of_eight_bits():
     return model
 
 
+def still_compressed():
+    model = tiny_model("llama")
+    hook = model.register_forward_pre_hook(lambda module, args: None)
+    model.ct_decompress_hook = hook  # as in compressed-tensors
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -193,6 +201,7 @@ def of_eight_bits():
         (lambda: Adapted(tiny_model("llama"), True), "PREFIX_TUNING puts trained .*"),
         (offloaded, "are on cpu, meta .*; expected one device"),
         (of_eight_bits, "quantised by LLM.int8"),
+        (still_compressed, "compressed until its first forward pass; run one"),
         (in_mixed_precision, r"unwrap_model\(model, keep_fp32_wrapper=False\)"),
         (with_adapted_head, "found .*Adapted in .*; if it is an adapter, merge"),
     ],
@@ -215,6 +224,17 @@ def test_threads_that_load_models_at_once_leave_the_process_as_it_was(checkpoint
     assert (PreTrainedModel.tie_weights, logging.get_verbosity()) == before
     assert logging.is_progress_bar_enabled() == shown
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_weight_that_packs_several_tensors_is_hashed_by_each():
+    def revision_of(distance):
+        model = tiny_model("llama")
+        plain = model.lm_head.weight.data
+        weight = TwoTensor(plain, plain + distance)
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return Backbone.from_model(model).revision
+
+    assert revision_of(1) == revision_of(1) != revision_of(2)
 
 
 def test_a_default_type_other_than_float32_is_refused():
@@ -394,6 +414,33 @@ def test_four_bit_experts_are_unpacked_to_their_values(tmp_path):
         torch.testing.assert_close(backbone.model.get_parameter(name).data, values)
     SignalReader(backbone)
     load_quantized(str(path))
+
+
+def test_weights_in_fp8_are_unpacked_except_those_that_are_not_packed(checkpoint):
+    about = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    edit(checkpoint, quantization_config=about)
+    packing = load_outline(str(checkpoint)).quantization
+    assert packing.dequantize and packing.modules_to_not_convert == ["lm_head"]
+
+
+def test_compressed_tensors_are_unpacked_before_they_are_read(checkpoint):
+    pytest.importorskip("compressed_tensors")
+    tensors, wanted = load_file(checkpoint / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = (tensors[name].abs().max() / 448).reshape(1)
+        tensors[f"{name}_scale"] = scale
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        wanted[name] = tensors[name].float() * scale
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    packing = {"format": "float-quantized", "quantization_status": "compressed"}
+    packing |= {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+    packing |= {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+    edit(checkpoint, quantization_config=packing)
+    backbone = load_backbone(checkpoint)
+    for name, values in wanted.items():
+        torch.testing.assert_close(backbone.model.get_parameter(name).data, values)
+    SignalReader(backbone)
 
 
 HERE, OTHER = "a" * 40, "b" * 40

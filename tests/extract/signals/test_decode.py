@@ -20,6 +20,7 @@ from beatrice.extract.generate.answers import prompts_of
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
+from beatrice.extract.signals.attention import CACHE
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -122,6 +123,19 @@ def test_steps_whose_attention_is_read_together_equal_a_second_pass(family):
     assert max(len(answer.token_ids) for answer in answers) > 1
     again = reader.read([sequence_of(answer) for answer in answers])
     assert_same_signals(watch.signals(answers), again, 5e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_no_step_is_run_that_generation_could_take_back(family):
+    """On MPS, Transformers would run one more than it returns, and a watch see it."""
+    backbone, caches = backbone_of(family), []
+    hook = backbone.layout.decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs[CACHE]), with_kwargs=True
+    )
+    with hook:
+        generate(backbone, requests_of(), CONFIG)
+    assert len(caches) >= CONFIG.max_new_tokens
+    assert not any(x.is_croppable or x.is_compileable for x in caches)
 
 
 def test_a_models_own_generation_config_changes_neither_answers_nor_signals():
@@ -424,10 +438,17 @@ def test_an_answer_cut_at_a_stop_string_of_several_tokens_is_read_alike():
     assert answers[0].token_ids == ids[:2] and answers[0].stop_id == ids[2]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_in_bfloat16_the_passes_differ_only_within_the_models_rounding(family):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma2", torch.bfloat16),
+        ("gemma2", torch.float16),  # whose masks must stay finite in padding
+    ],
+)
+def test_in_half_precision_the_passes_differ_only_within_rounding(family, dtype):
     requests = requests_of()
-    reader = SignalReader(backbone_of(family, torch.bfloat16))
+    reader = SignalReader(backbone_of(family, dtype))
     assert_read_alike(reader, requests, atol=0.3)
     with pytest.raises(AssertionError):  # control: there is a difference
         assert_read_alike(reader, requests, atol=0)

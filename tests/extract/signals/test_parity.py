@@ -327,7 +327,16 @@ class Packed(torch.nn.Module):
         return torch.nn.functional.linear(states.to(BF16), weight).to(states.dtype)
 
 
-def packed_model(dtype, attention_name):
+class PackedForHalf(Packed):
+    """A projection whose kernel refuses float32, like Marlin's (GPTQ, AWQ)."""
+
+    def forward(self, states):
+        if states.dtype != BF16:
+            raise RuntimeError("gptq_marlin_gemm only supports bfloat16 and float16")
+        return super().forward(states)
+
+
+def packed_model(dtype, attention_name, kind):
     """Return a model wide enough for some state to be rounded the other way."""
     sizes = {"hidden_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8}
     with torch.random.fork_rng():
@@ -337,17 +346,19 @@ def packed_model(dtype, attention_name):
     for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
         for name, child in list(part.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(part, name, Packed(child))
+                setattr(part, name, kind(child))
     model.is_quantized = True  # as Transformers' quantisers set it
     model.set_attn_implementation(attention_name)
     return model.eval().to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_model_with_packed_weights_is_checked_to_its_products_rounding(dtype):
-    SignalReader(Backbone.from_model(packed_model(dtype, "sdpa")))
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(F32, Packed), (BF16, Packed), (BF16, PackedForHalf)]
+)
+def test_a_model_with_packed_weights_is_checked_to_its_products_rounding(dtype, kind):
+    SignalReader(Backbone.from_model(packed_model(dtype, "sdpa", kind)))
     with_attention("weak_sink", weak_sink)
-    model = packed_model(dtype, "hidden_weak_sink")
+    model = packed_model(dtype, "hidden_weak_sink", kind)
     refused(model, "the outputs of layer 0's attention by itself and as it is read")
 
 
