@@ -208,10 +208,10 @@ def look_at_model(
     Returns:
       The shapes of its signals, or None if its config or layout cannot be used.
     """
+    from beatrice.extract.backbone.layout import window_of
     from beatrice.extract.backbone.loading import (
         check_quantization_support,
         load_outline,
-        window_of,
     )
     from beatrice.extract.backbone.names import download_needed, model_path
     from beatrice.extract.signals.extract import outline_shapes

@@ -185,6 +185,56 @@ def _check_config(model: Any) -> None:
             )
 
 
+def _switch_lengths(rope: Any) -> list[int]:
+    """Return the sequence lengths at which a config's rotary frequencies change."""
+    if not isinstance(rope, dict):
+        return []
+    if rope.get("rope_type") == "longrope":
+        return [int(rope["original_max_position_embeddings"])]
+    # Nested if each layer type has its own.
+    return [n for layer_type in rope.values() for n in _switch_lengths(layer_type)]
+
+
+def layer_values(config: Any, *names: str) -> list[Any]:
+    """Return the distinct values of the named entries of a text model's config.
+
+    Some configs hold entries per layer, which Transformers refuses to read from the
+    config as a whole. Absent entries and None are left out.
+    """
+    is_per_layer = getattr(config, "is_heterogeneous", False)
+    configs = config.per_layer_config if is_per_layer else [config]
+    values = (getattr(layer, name, None) for layer in configs for name in names)
+    return list(dict.fromkeys(value for value in values if value is not None))
+
+
+def n_heads_of(config: Any) -> int:
+    """Return the number of query heads, which every attention layer must share."""
+    values = layer_values(config, "num_attention_heads")
+    lists = [n if isinstance(n, list | tuple) else [n] for n in values]
+    counts = sorted({n for heads in lists for n in heads})
+    if len(counts) != 1:
+        listed = ", ".join(map(str, counts)) or "none"
+        raise ValueError(
+            "unknown residual layout: expected the same number of attention heads in "
+            f"every layer, found {listed} in the config; use another backbone"
+        )
+    return counts[0]
+
+
+def window_of(config: Any) -> int | None:
+    """Return the longest readable sequence in tokens, or None if there is no limit.
+
+    Longrope (Phi-3's long models) has two sets of frequencies, and Transformers uses
+    the long one for a whole batch as soon as its longest sequence is longer than
+    `original_max_position_embeddings`. Signals of a short example would then depend on
+    the rest of its batch, so the window ends where the short set does. Dynamic rotary
+    scaling changes only beyond `max_position_embeddings`, where nothing is read.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += _switch_lengths(getattr(config, "rope_parameters", None))
+    return min((n for n in limits if n is not None), default=None)
+
+
 def find_layout(model: Any) -> Layout:
     """Find the modules to watch in a Transformers causal LM, bare or wrapped."""
     _check_config(model)

@@ -391,7 +391,8 @@ def load_tokenizer_only(
     from transformers import GenerationConfig as Defaults
 
     from beatrice.extract.backbone.gguf import loadable_path
-    from beatrice.extract.backbone.loading import commit_of, load_outline, window_of
+    from beatrice.extract.backbone.layout import window_of
+    from beatrice.extract.backbone.loading import commit_of, load_outline
 
     config = run.section("backbone", BackboneConfig)
     commit = commit_of(config, run.answers)

@@ -565,8 +565,8 @@ def outline_shapes(
     outline: "Outline", choice: AttentionLayers = "all"
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's readings, with every hidden layer kept."""
-    from beatrice.extract.backbone.layout import find_layout
-    from beatrice.extract.backbone.loading import layers_read, n_heads_of
+    from beatrice.extract.backbone.layout import find_layout, n_heads_of
+    from beatrice.extract.backbone.loading import layers_read
 
     layout = find_layout(outline.model)
     return model_shapes(

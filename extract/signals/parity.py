@@ -36,8 +36,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from beatrice.extract.backbone.layout import LayerPass, evaluating
-from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
+from beatrice.extract.backbone.layout import LayerPass, evaluating, layer_values
+from beatrice.extract.backbone.loading import Backbone, Outline
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import (
     SpanReading,

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from beatrice.extract.backbone.loading import Backbone, layer_values
+from beatrice.extract.backbone.layout import layer_values
+from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.names import fingerprint_of
 from beatrice.extract.generate.local import (
     FEWEST_SHARED,

@@ -33,13 +33,13 @@ from beatrice.benchmarks.bench.tiny_models import (
     make_sequence,
     tiny_model,
 )
+from beatrice.extract.backbone.layout import window_of
 from beatrice.extract.backbone.loading import (
     Backbone,
     check_quantization_support,
     load_backbone,
     load_outline,
     require_answering_model,
-    window_of,
 )
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.run.directory import RunDir
