@@ -349,6 +349,23 @@ def verify_checksums(
             )
 
 
+@contextlib.contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """Check that a folder with checksums is not replaced while the block reads it.
+
+    Otherwise its files may be those of two folders, each of which is intact.
+    """
+    what_to_do = "copy the folder again or do the stage again"
+    before = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
+    try:
+        yield
+    finally:
+        if read_json(folder / CHECKSUMS, dict[str, str], what_to_do) != before:
+            raise ValueError(
+                f"{folder} was replaced by another while it was read; load it again"
+            )
+
+
 def _names(folder: Path) -> list[str]:
     """Return relative names of all files below a folder that have a checksum."""
     files = (path.relative_to(folder) for path in _files_in(folder))
