@@ -44,6 +44,12 @@ def test_hashes_and_examples_of_another_model_are_not_saved(model, tmp_path):
         probe.save(tmp_path / "probe", examples=[("where was he born?", "Rome")])
 
 
+@pytest.mark.parametrize("stop_id", [-1, 10**6])
+def test_a_model_without_the_token_that_ended_answers_is_refused(model, stop_id):
+    with pytest.raises(ValueError, match=f"end with token {stop_id}, but embedded kno"):
+        probe_of(model, stop_id=stop_id)
+
+
 @pytest.mark.parametrize("read", [load_arrays, Detector.load.__func__])
 def test_a_probe_replaced_while_it_is_read_is_not_mixed_with_the_new_one(
     model, tmp_path, read
