@@ -26,6 +26,7 @@ from beatrice.extract.run.files import (
     read_json,
     replaced_folder,
     sha256_file,
+    unreplaced,
 )
 from beatrice.extras import naming_extra
 from beatrice.jaxprobe.detector import (
@@ -636,18 +637,19 @@ def _saved_probe(
     folder: Path, options: Mapping[str, Any], *, is_of_hub: bool = False
 ) -> Probe:
     """Return a probe from its folder; `options` are those of `scorer_of`."""
-    # In the Hub's cache, other tools may have put more files of the repository.
-    detector = Detector.load(folder, _FILES if is_of_hub else None)
     again = "copy the folder again, or save the probe again"
-    about, file = read_json(folder / _REPORT, About, again), folder / _EXAMPLES
-    lines = file.read_bytes().splitlines()
+    with unreplaced(folder):
+        # In the Hub's cache, other tools may have put more files of the repository.
+        detector = Detector.load(folder, _FILES if is_of_hub else None)
+        about, file = read_json(folder / _REPORT, About, again), folder / _EXAMPLES
+        lines = file.read_bytes().splitlines()
+        identity = sha256_file(folder / CHECKSUMS)
     if len(lines) > MOST_EXAMPLES:
         few = f"at most {MOST_EXAMPLES} lines"
         raise ValueError(f"{file}: expected {few}, found {len(lines)}; {again}")
     for line in lines:
         from_json(Example, line, str(file), again)
     examples = [from_json(dict[str, Any], line, str(file), again) for line in lines]
-    identity = sha256_file(folder / CHECKSUMS)
     known = {"examples": examples, "identity": identity}
     opener = partial(scorer_of, detector, **known, **options)
     known |= {"model": options["model"], "strict": options["strict"]}

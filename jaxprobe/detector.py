@@ -19,7 +19,12 @@ from safetensors.numpy import load_file, save
 from beatrice.extract.backbone.names import COMMIT, AttentionLayers, ModelHashes
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import SETTINGS, AnswerSpan, Record, Setting
-from beatrice.extract.run.files import read_json, replaced_folder, verify_checksums
+from beatrice.extract.run.files import (
+    read_json,
+    replaced_folder,
+    unreplaced,
+    verify_checksums,
+)
 from beatrice.extract.store.spec import Dtype, ReadingPath
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.config import DETECTOR_FORMAT, EncoderConfig, FusionConfig
@@ -56,6 +61,16 @@ class EncoderBank:
     standardizer: Standardizer  # fitted on the training tokens
     params: Params  # leaves `[n_seeds, n_encoders, ...]`
     scope: Scope  # ranges of the training signals
+
+    def __post_init__(self) -> None:
+        """Check that channels' statistics have their shapes; others would broadcast."""
+        found = [np.shape(x) for x in (*self.standardizer, *self.scope)]
+        expected = [(self.dims.total,)] * 4 + [(self.dims.n_families,)]
+        if found != expected:
+            raise ValueError(
+                "standardizer and scope: expected arrays of shapes "
+                f"{expected}, found {found}"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -357,7 +372,12 @@ class Detector:
         `files` is passed to `verify_checksums`.
         """
         folder = Path(path)
-        verify_checksums(folder, files=files)
+        with unreplaced(folder):
+            verify_checksums(folder, files=files)
+            return cls._read(folder)
+
+    @classmethod
+    def _read(cls, folder: Path) -> "Detector":
         again = "fit the probe again, or run `beatrice calibrate` again"
         saved_as = read_json(folder / CONFIG, _Format, again).format
         if saved_as > DETECTOR_FORMAT:
@@ -393,7 +413,7 @@ class Detector:
             AttributeError,
         ) as error:
             raise ValueError(
-                f"{path} is not a detector of this version ({error}); {again}"
+                f"{folder} is not a detector of this version ({error}); {again}"
             ) from error
         return cls(banks=banks, heads=heads, provenance=provenance)
 

@@ -89,6 +89,13 @@ class ProbedBackbone:
             raise ValueError(
                 f"{first}; in Python, strict=False loads it with a warning per score"
             )
+        n_tokens = backbone.model.get_input_embeddings().weight.shape[0]
+        if trained.stop_id is not None and not 0 <= trained.stop_id < n_tokens:
+            raise ValueError(
+                f"the detector's answers end with token {trained.stop_id}, but "
+                f"{backbone.name} knows only tokens 0 to {n_tokens - 1}; use the model "
+                "that it was fitted on"
+            )
         if backbone.attention != trained.attention_layers:
             backbone = dataclasses.replace(backbone, attention=trained.attention_layers)
         self.backbone = backbone

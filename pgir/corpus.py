@@ -51,8 +51,11 @@ DEPTHS = (3, 5, 20)  # of a ranking, at which retrieval is measured
 # sentence marks that end a word (those of "3.5" and "!=" count); dashes, unless a word
 # begins with one ("-5"). All else counts: "C++" is not "C#", a vowel sign is a letter.
 _BLANKS = r"""\s"'`´‘’‚“”„«»‹›()\[\]{}"""
+_MARKS, _DASHES = "[.,;:!?…]", "[-‐‑–—]"
+# Each run is tried once, as a whole: a page may have a line of 100,000 dots.
 _BETWEEN = re.compile(
-    rf"[{_BLANKS}]|[.,;:!?…]+(?=[{_BLANKS}]|$)|(?<=\w)[-‐‑–—]+|[-‐‑–—]+(?![-‐‑–—\w])"
+    rf"[{_BLANKS}]|(?<!{_MARKS}){_MARKS}++(?=[{_BLANKS}]|$)"
+    rf"|(?<=\w){_DASHES}+|(?<!{_DASHES}){_DASHES}++(?!\w)"
 )
 _NO_SOURCE = (
     "left out, as it has neither questions nor passages (records with 'text', "

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm, pad
 
 from beatrice.extract.records import Setting
+from beatrice.extract.run.console import is_of_machine
 from beatrice.extract.signals.precision import exact_products
 from beatrice.jaxprobe.config import MatmulDtype
 from beatrice.jaxprobe.detector import (
@@ -37,8 +38,26 @@ class TorchForward:
     """Scores features with a detector's weights on one device."""
 
     def __init__(self, detector: Detector, device: torch.device | str = "cpu") -> None:
-        """Stack the weights, as float32 even if the backbone uses another type."""
+        """Stack the weights, as float32 even if the backbone uses another type.
+
+        Raises ValueError if the arrays do not fit the detector's settings.
+        """
         self.detector = detector
+        try:
+            self._stack(detector, device)
+            for branch in detector.heads:
+                passes = detector.passes_of(branch)
+                self.score(branch, {w: _blank(detector.banks[w]) for w in passes})
+        except (RuntimeError, LookupError, TypeError) as error:
+            if is_of_machine(error):  # such as a full GPU
+                raise
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ValueError(
+                f"the probe's arrays do not fit its settings ({what}); fit the probe "
+                "again"
+            ) from error
+
+    def _stack(self, detector: Detector, device: torch.device | str) -> None:
         needs_pooled = any(
             np.any(head.params["params"][name])
             for head in detector.heads.values()
@@ -279,6 +298,13 @@ def _group_norm(
     gain = inverse.repeat_interleave(size, -1) * scale[:, None]
     shift = bias[:, None] - mean.repeat_interleave(size, -1) * gain
     return (x * gain[:, :, None] + shift[:, :, None]) * real[..., None]
+
+
+def _blank(bank: EncoderBank) -> Features:
+    """Return the features of an answer with one token per span, all zero."""
+    tokens = np.zeros((1, 1, bank.dims.total), np.float32)
+    n_spans = len(bank.spans)
+    return Features((tokens,) * n_spans, (np.ones((1, 1), bool),) * n_spans)
 
 
 def _mean_over_seeds(p_correct: torch.Tensor) -> np.ndarray:

@@ -71,6 +71,7 @@ _KEY = "BEATRICE_RETRIEVAL_KEY"  # environment variable, sent as a bearer token
 _BATCH = 32  # questions in a request
 _N_TRIED = 3  # questions of a batch that failed; if these fail too, no more are asked
 _MOST_REPLY_BYTES = 64 << 20
+_named: set[str] = set()  # URLs that the user gave in this process
 Note = Callable[[str], None]
 
 
@@ -649,6 +650,7 @@ def check_retrieval(config: RetrievalConfig) -> None:
         load_retriever(config.retriever)
     if config.url is not None:
         ServedRetriever(config.url, None)
+        _named.add(config.url)
     if config.corpus is None:
         return
     corpus = Corpus(Path(config.corpus))
@@ -700,6 +702,12 @@ def open_retrieval(
         plugged = UserRetriever(plug, cache, note)
         return Retrieval(plugged, plugged.passages, identity)
     if config.url is not None:
+        if config.url not in _named and "Authorization" in _headers():
+            raise ValueError(
+                f"this run searches at {config.url}, which anybody may have put there, "
+                f"and the key in {_KEY} would be sent to it; give --url {config.url} "
+                "to allow it, or unset that variable"
+            )
         served = ServedRetriever(config.url, cache, note=note)
         return Retrieval(served, served.passages, identity)
     if config.corpus is None:

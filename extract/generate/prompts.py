@@ -195,7 +195,8 @@ def _time_limit(seconds: int) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # perhaps set by a caller
+    # Raised each second, since Jinja goes on after an error in a constant expression.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # perhaps of a caller
     try:
         yield
     finally:

@@ -269,6 +269,7 @@ def sha256_tree(path: Path) -> str | None:
 
 
 CHECKSUMS = "checksums.json"
+_COPY_AGAIN = "copy the folder again or do the stage again"
 
 
 def write_checksums(folder: Path) -> None:
@@ -336,16 +337,31 @@ def verify_checksums(
 
     With `files`, check only these names: others, such as the Hub's cache, may add more.
     """
-    what_to_do = "copy the folder again or do the stage again"
-    expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
+    expected = read_json(folder / CHECKSUMS, dict[str, str], _COPY_AGAIN)
     names = [n for n in _names(folder) if files is None or n in files]
     if odd := sorted(set(expected) ^ set(names)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
-        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")
+        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {_COPY_AGAIN}")
     for name in names:
         if sha256_of(folder / name) != expected[name]:
             raise ValueError(
-                f"{folder} is damaged: {name} does not match its SHA-256; {what_to_do}"
+                f"{folder} is damaged: {name} does not match its SHA-256; {_COPY_AGAIN}"
+            )
+
+
+@contextlib.contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """Check that a folder with checksums is not replaced while the block reads it.
+
+    Otherwise its files may be those of two folders, each of which is intact.
+    """
+    before = read_json(folder / CHECKSUMS, dict[str, str], _COPY_AGAIN)
+    try:
+        yield
+    finally:
+        if read_json(folder / CHECKSUMS, dict[str, str], _COPY_AGAIN) != before:
+            raise ValueError(
+                f"{folder} was replaced by another while it was read; load it again"
             )
 
 

@@ -15,6 +15,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import safetensors.numpy
+from safetensors import SafetensorError
 
 from beatrice.extract.records import AnswerSpan, check_choices
 
@@ -484,22 +485,45 @@ def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
     return index, sha
 
 
+class _Index(msgspec.Struct):
+    """The fields of an index that are read after its checksum and version."""
+
+    families: dict[str, Family]
+    keys: tuple[tuple[str, ...], ...]
+    rows_per_shard: int
+    hidden_layers: tuple[int, ...]
+    fingerprint: dict[str, Any]
+
+
 def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec:
     """Check `examples.safetensors` against a parsed index, and combine the two."""
+    again = "delete the store and extract again"
     if hashlib.sha256(examples).hexdigest() != index["examples_sha256"]:
         raise ValueError(
             f"{url}examples.safetensors is missing or damaged: it does not match the "
-            "SHA-256 in index.json; delete the store and extract again"
+            f"SHA-256 in index.json; {again}"
         )
-    tensors = safetensors.numpy.load(examples)
+    try:
+        fields = msgspec.convert(index, _Index)
+        tensors = safetensors.numpy.load(examples)
+    except (msgspec.ValidationError, SafetensorError) as error:
+        raise ValueError(f"{url} does not hold a store ({error}); {again}") from error
+    n = len(fields.keys)
+    shapes = {"lengths": (n,), "spans": (n, 3, 2), "firsts": (n,), "written": (n,)}
+    expected = {x: (shapes[x], "b" if x == "written" else "i") for x in shapes}
+    found = {name: (x.shape, x.dtype.kind) for name, x in tensors.items()}
+    if found != expected:
+        raise ValueError(
+            f"{url}examples.safetensors: expected {expected}, found {found}; {again}"
+        )
     return StoreSpec(
-        families=msgspec.convert(index["families"], dict[str, Family]),
-        keys=tuple(map(tuple, index["keys"])),
+        families=fields.families,
+        keys=fields.keys,
         lengths=tensors["lengths"],
         spans=tensors["spans"],
         firsts=tensors["firsts"],
         written_mask=tensors["written"],
-        rows_per_shard=index["rows_per_shard"],
-        hidden_layers=tuple(index["hidden_layers"]),
-        fingerprint=index["fingerprint"],
+        rows_per_shard=fields.rows_per_shard,
+        hidden_layers=fields.hidden_layers,
+        fingerprint=fields.fingerprint,
     )

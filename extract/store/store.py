@@ -127,7 +127,8 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
         try:
             how = {"open": True, "create": create, "context": _context()}
             arrays[name] = ts.open(_array_spec(url, spec, name), **how).result()
-        except (ValueError, OSError) as error:
+        # OverflowError: shapes of 2^63 rows.
+        except (ValueError, OSError, OverflowError) as error:
             cause = _cause_of(error)
             raise ValueError(
                 f"{url}{name} cannot be written ({cause}); check what is already "

@@ -2,10 +2,12 @@
 
 import dataclasses
 import shutil
+import sys
 import threading
 import warnings
 
 import pytest
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
 import beatrice
@@ -58,6 +60,30 @@ def test_hashes_and_examples_of_another_model_are_not_saved(model, tmp_path):
         assert stored == (model.backbone.hashes if is_its else ModelHashes())
     with pytest.raises(ValueError, match="examples: .*another model"):
         probe.save(tmp_path / "probe", examples=[("where was he born?", "Rome")])
+
+
+@pytest.mark.parametrize("stop_id", [-1, 10**6])
+def test_a_model_without_the_token_that_ended_answers_is_refused(model, stop_id):
+    with pytest.raises(ValueError, match=f"end with token {stop_id}, but embedded kno"):
+        probe_of(model, stop_id=stop_id)
+
+
+@pytest.mark.parametrize("read", [load_arrays, Detector.load.__func__])
+def test_a_probe_replaced_while_it_is_read_is_not_mixed_with_the_new_one(
+    model, tmp_path, read
+):
+    old, new = probe_of(model), probe_of(model, stop_id=7)
+    old.save(tmp_path / "probe")
+
+    def replace(frame, event, _):
+        if frame.f_code is read.__code__ and event == "return":
+            sys.setprofile(None)
+            new.save(tmp_path / "probe")
+
+    sys.setprofile(replace)
+    with pytest.raises(ValueError, match="probe was replaced by another while it was"):
+        beatrice.load(tmp_path / "probe")
+    assert beatrice.load(tmp_path / "probe").detector.provenance.stop_id == 7
 
 
 OLDER, NEWER = "a" * 40, "b" * 40

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from beatrice.extract.records import Passage
 from beatrice.extract.signals.sequence import TokenSequence
 from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.detector import leaves
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import SPANS, SUBSET_NAMES, Features, paper_dims
 from beatrice.jaxprobe.fusion import FusionHead, PoolOutputs, apply_head, slots_of
@@ -215,3 +216,21 @@ def test_batches_are_hardly_padded_after_the_shared_worked_examples(probed):
     with hook:
         probed.read_sequences(sequences)
     assert sum(sizes) <= 69 + 1.15 * lengths.sum()
+
+
+@pytest.mark.parametrize("name", ["projection_1", "mlp_in/kernel", "span_1/entry_bias"])
+def test_arrays_that_do_not_fit_the_settings_are_refused(name):
+    detector = make_detector(CONFIG, {"closed_book": (("closed_book", "PR"),)})
+    bank = detector.banks["closed_book"]
+    arrays = {path: np.asarray(x) for path, x in leaves(bank.params["params"])}
+    x = arrays[name]
+    for wrong in (None, x[:, :, :0], np.repeat(x, 3, axis=2), np.float32(0)):
+        params = {"params": arrays | {name: wrong}}
+        if wrong is None:
+            del params["params"][name]
+        broken = dataclasses.replace(bank, params=params)
+        with pytest.raises(ValueError, match="arrays do not fit its settings"):
+            TorchForward(dataclasses.replace(detector, banks={"closed_book": broken}))
+    scope = bank.scope._replace(limits=np.ones(1))
+    with pytest.raises(ValueError, match=r"arrays of shapes .* found .*\(1,\)"):
+        dataclasses.replace(bank, scope=scope)

@@ -49,7 +49,12 @@ from beatrice.pgir.retrievers import (
     ServedRetriever,
     fuse,
 )
-from beatrice.pgir.stages import CONTROL, ControlConfig, retrieval_config
+from beatrice.pgir.stages import (
+    CONTROL,
+    ControlConfig,
+    record_retrieval,
+    retrieval_config,
+)
 from tests.extract.small_run import beatrice, make_run
 from tests.pgir.small import (
     CORPUS,
@@ -540,6 +545,21 @@ def test_the_key_goes_with_every_request_and_is_kept_out_of_refusals(monkeypatch
     assert "status 500: no index, Bearer …" in failed.value.reasons[0]
 
 
+def test_a_key_is_sent_to_the_url_of_a_run_only_if_the_user_gives_it_too(
+    run, monkeypatch
+):
+    monkeypatch.setenv("BEATRICE_RETRIEVAL_KEY", "sk-planned")
+    server = Moody({})
+    with serving(server) as url:
+        chosen = RetrievalConfig(retriever="served", url=f"{url}/retrieve")
+        record_retrieval(run, chosen, "retrieval")  # as somebody else did
+        with pytest.raises(ValueError, match=f"run searches at {url}.*; give --url"):
+            retrieval_of(run)
+        RetrievalOptions(url=chosen.url).write(run.path)
+        retrieval_of(run).retriever.search(["x"], 1)
+    assert server.keys == ["Bearer sk-planned"]
+
+
 def test_a_key_in_a_url_or_with_a_line_end_is_refused_and_not_repeated(
     run, monkeypatch
 ):
@@ -641,6 +661,7 @@ def build(tmp_path, **files):
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         sources.append(tmp_path / name.replace("__", "."))
+        tmp_path.mkdir(exist_ok=True)
         sources[-1].write_text(text, encoding="utf-8")
     return build_corpus(tmp_path / "corpus", sources, notes.append), notes
 
@@ -650,6 +671,10 @@ def test_published_corpora_are_read_and_each_passage_is_kept_once(tmp_path):
     assert [p.title for p in corpus] == ["Aaron", "Aaron", "Zoe"]
     assert corpus[0].text == 'He said "no" twice.'  # the first wording is kept
     assert notes[1] == "two.json: 2 passages, 1 of them new"
+    leaders = [f"Zoe {run}12" for run in ("." * 10**6, "-" * 10**6)]  # took hours
+    rows = [{"title": "Zoe", "text": text} for text in (*leaders, *leaders)]
+    corpus, _ = build(tmp_path / "leaders", rows__json=rows)
+    assert [p.text for p in corpus] == leaders
 
 
 BY_CHAIN = {"page_content": "Paged.", "metadata": {"title": "P", "source": "x"}}

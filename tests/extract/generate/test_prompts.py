@@ -259,9 +259,10 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, words):
 @pytest.mark.slow
 def test_a_template_that_does_not_end_is_refused(tokenizer):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    tokenizer.chat_template = loop + "{% endfor %}"
-    with pytest.raises(ValueError, match="fails .TimeoutError: it is not done after"):
-        render_message(tokenizer, "who?")
+    for template in (loop + "{% endfor %}", "{{ 9**(9**9) }}"):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="fails .TimeoutError: it is not done aft"):
+            render_message(tokenizer, "who?")
     of_turns = f"{{% if messages | length > 1 %}}{loop}{{% endfor %}}{{% endif %}}"
     tokenizer.chat_template = f"{of_turns}q"
     stop = usual_stop_id(tokenizer, PromptConfig(chat=True), ())

@@ -1,5 +1,7 @@
 """A store of signals returns what was written, in every number type."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -12,8 +14,10 @@ from beatrice.extract.store.spec import (
     Family,
     StoreSpec,
     as_written,
+    canonical_json,
     decode,
     encode,
+    parse_index,
 )
 from beatrice.extract.store.store import (
     as_url,
@@ -242,6 +246,31 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, name):
         open_store(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=name):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"keys": [7] * len(LENGTHS)}, "does not hold a store .*keys"),
+        ({"rows_per_shard": "x"}, "does not hold a store .*rows_per_shard"),
+        ({"families": {"prob": {"shape": [10**30]}}}, "hold"),
+        (
+            {"keys": [["a"], ["b"]]},
+            r"safetensors: expected .*\(2,\).*; delete the store",
+        ),
+    ],
+)
+def test_an_index_with_other_content_and_a_right_checksum_is_refused(
+    tmp_path, changes, words
+):
+    filled_store(tmp_path)
+    file = tmp_path / "index.json"
+    index, _ = parse_index(file.read_bytes(), "")
+    index |= changes
+    sha256 = hashlib.sha256(canonical_json(index)).hexdigest()
+    file.write_text(json.dumps(index | {"sha256": sha256}))
+    with pytest.raises(ValueError, match=words):
         open_store(tmp_path)
 
 
