@@ -79,7 +79,7 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
 def _compared(text: str) -> str:
     """Return what exact match compares of a text; it is empty only if the text is."""
     words = spaced(normalise(text))
-    return words or re.sub(r"\W+", "", text.lower()) or text.strip()
+    return words or re.sub(r"\W+", "", text.lower()) or "".join(text.split())
 
 
 # Marks that separate words without a space: "Lisbon\u2014the capital", "Answer:Lisbon".

@@ -405,6 +405,7 @@ def test_without_faiss_one_sentence_says_what_to_install(encoded):
 
     def child():
         sys.modules["faiss"] = None
+        torch.set_num_threads(1)  # more do not survive a fork, as a warning would say
         done = beatrice(*words, code=1)
         assert_error_sentence(done, "pip install 'beatrice-probe[dense]'")
 
