@@ -187,13 +187,14 @@ class Ablation:
         subsets, data = self.subsets[setting], None
         for variant in span_variants(setting):
             name = f"{setting}.{variant}"
+            folder = self.cache.folder and self.cache.folder / f"{name}.members"
+            members = Cache(folder, self.cache.key)
             if self.cache.load(name) is not None or not subsets:
+                members.clear()  # left if a process was killed just before it did so
                 for _ in range(self.n_members(setting)):
                     tick()
                 continue
             data = data or self.read_training_set(setting)
-            folder = self.cache.folder and self.cache.folder / f"{name}.members"
-            members = Cache(folder, self.cache.key)
             trained = train_encoders(
                 rows_without(data, setting, variant),
                 self.grid,

@@ -27,7 +27,7 @@ from tests.records import passage_rows, question_row
 pytestmark = pytest.mark.slow
 N_KILLS = 10
 LEAST_KILLS = 5  # a run that ends before its tenth kill has been killed often enough
-LIFE = 0.1, 0.45  # processes live for these shares of a whole run's time
+LIFE = 0.05, 0.25  # processes live for these shares of a whole run's time
 
 
 def test_ten_kills_change_no_row(smoke_run, tmp_path):

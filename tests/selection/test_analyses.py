@@ -36,7 +36,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.train import train_encoders
 from beatrice.selection import decisions, places, reach
-from beatrice.selection.ablation import Ablation
+from beatrice.selection.ablation import Ablation, span_variants
 from beatrice.selection.analysis import Deployed, QuestionTexts, Search
 from beatrice.selection.anatomy import ANATOMY
 from beatrice.selection.exhaustive import Ranking, all_sets, traits
@@ -376,6 +376,10 @@ def test_without_the_span_or_family_that_knows_scores_are_worse(deployed, tmp_pa
     ablation.train_without_spans("closed_book", lambda: ticks.append("member"))
     ablation.fit_variants("closed_book", lambda: ticks.append("variant"))
     assert Counter(ticks) == {"member": 2 * 4, "variant": 4 + 4}
+    # As after a kill between the last encoder and the deletion of all parts.
+    (tmp_path / f"closed_book.{span_variants('closed_book')[0]}.members").mkdir()
+    ablation.train_without_spans("closed_book", lambda: None)
+    assert not list(tmp_path.glob("*.members"))
     results = results_of(ablation.result_rows("closed_book", deployed.bootstrap))
     at = {"metric": "auroc", "dataset": "held", "seed": "mean"}
 
