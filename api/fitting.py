@@ -537,12 +537,12 @@ def metric_rows(
 
     An undefined metric has the value None. AUROC uses `auroc_interval`, because all
     bootstrap resamples are perfect if the few right answers rank on top, and AUPRC uses
-    `wider_auprc_interval` for the same reason. Resampling
-    biases ECE upwards, by at most as much as the ECE of the answers exceeds the true
-    one. Its interval therefore starts as far below the value as the resamples end
-    above it, plus their mean excess, which covers the true ECE at 100 answers (without
-    the excess only in 90 % of simulations). It starts at zero if a perfectly calibrated
-    P would show such an ECE by chance.
+    `wider_auprc_interval` for the same reason. Resampling biases ECE upwards, by at
+    most as much as the ECE of the answers exceeds the true one. Its interval therefore
+    starts as far below the value as the resamples end above it, plus their mean excess,
+    which covers the true ECE at 100 answers (without the excess only in 90 % of
+    simulations). It starts at zero if a perfectly calibrated P would show such an ECE
+    by chance.
 
     Args:
       raw: `[n]` scores for ranking.

@@ -64,12 +64,12 @@ class EncoderBank:
 
     def __post_init__(self) -> None:
         """Check that channels' statistics have their shapes; others would broadcast."""
-        found = [np.shape(x) for x in (*self.standardizer, *self.scope)]
+        shapes = [np.shape(x) for x in (*self.standardizer, *self.scope)]
         expected = [(self.dims.total,)] * 4 + [(self.dims.n_families,)]
-        if found != expected:
+        if shapes != expected:
             raise ValueError(
                 "standardizer and scope: expected arrays of shapes "
-                f"{expected}, found {found}"
+                f"{expected}, found {shapes}"
             )
 
     @property

@@ -511,10 +511,10 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
     n = len(fields.keys)
     shapes = {"lengths": (n,), "spans": (n, 3, 2), "firsts": (n,), "written": (n,)}
     expected = {x: (shapes[x], "b" if x == "written" else "i") for x in shapes}
-    found = {name: (x.shape, x.dtype.kind) for name, x in tensors.items()}
-    if found != expected:
+    stored = {name: (x.shape, x.dtype.kind) for name, x in tensors.items()}
+    if stored != expected:
         raise ValueError(
-            f"{url}examples.safetensors: expected {expected}, found {found}; {again}"
+            f"{url}examples.safetensors: expected {expected}, found {stored}; {again}"
         )
     return StoreSpec(
         families=fields.families,
