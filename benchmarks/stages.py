@@ -20,6 +20,7 @@ from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json, sha256_file, sha256_json
 from beatrice.extract.run.rows import published, rows_file
 from beatrice.extract.run.stages import Stage, deferred, is_done
+from beatrice.jaxprobe.config import INTERVAL_FORMAT
 from beatrice.jaxprobe.stages import encoder_folders
 
 
@@ -45,6 +46,7 @@ EVALUATE = Stage(
         run.path / "shown.json",
     ],
     work=deferred("beatrice.benchmarks.results.evaluate:evaluate_run"),
+    identity=lambda config: {"interval format": str(INTERVAL_FORMAT)},
 )
 
 SCORE_FORMAT = "5"  # of cached scores: 5 splits words and sentences of every script
@@ -91,7 +93,7 @@ def _identity(config: BaselinesConfig) -> dict[str, str | NotNamed]:
 
     plugs = filter(is_plug, config.only)
     codes = {f"detector:{x}": identity_or_error(partial(identity_of, x)) for x in plugs}
-    return {"format": SCORE_FORMAT, **codes}
+    return {"format": SCORE_FORMAT, "interval format": str(INTERVAL_FORMAT), **codes}
 
 
 BASELINES = Stage(

@@ -84,7 +84,7 @@ from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.extract.store.store import FeatureStore, end_to_end
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import run_bootstrap, score_store
-from beatrice.jaxprobe.config import GridConfig, set_compiler
+from beatrice.jaxprobe.config import INTERVAL_FORMAT, GridConfig, set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
@@ -635,6 +635,7 @@ TRANSFER = Stage(
     outputs=lambda run: [rows_file(run, NAME)],
     work=_transfer,
     presets=TRANSFER_PRESETS,
+    identity=lambda config: {"interval format": str(INTERVAL_FORMAT)},
 )
 
 

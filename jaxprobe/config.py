@@ -27,6 +27,9 @@ PROTOCOL = 2
 # has no hash of a Hub model's files; format 10 does not count the encoders tried, and
 # has one reading path for all settings.
 DETECTOR_FORMAT = 11
+# Version of the intervals beside measured values. Version 1 had only resamples for an
+# AUPRC, and for exact match and F1 of one set.
+INTERVAL_FORMAT = 2
 
 
 def _given(**values: Any) -> dict[str, Any]:

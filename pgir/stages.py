@@ -20,6 +20,7 @@ from beatrice.extract.run.contents import require_both_settings, row_files
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.rows import rows_file
 from beatrice.extract.run.stages import Stage, deferred
+from beatrice.jaxprobe.config import INTERVAL_FORMAT
 from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.controllers import RIVALS
 from beatrice.pgir.index import encoder_identity, read_encoder_config
@@ -131,7 +132,7 @@ def _identity(config: ControlConfig) -> dict[str, str | NotNamed]:
 
     judges = [name for name in config.rivals if name.startswith(OWN_JUDGE)]
     identity = {x: identity_or_error(partial(identity_of, x)) for x in judges}
-    identity["served"] = str(SERVED)
+    identity |= {"served": str(SERVED), "interval format": str(INTERVAL_FORMAT)}
     if config.encoder is not None:
         identity["encoder"] = encoder_identity(
             read_encoder_config(Path(config.encoder))

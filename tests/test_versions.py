@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks import stages as measured
+from beatrice.benchmarks import transfer
 from beatrice.benchmarks.baselines import plain
 from beatrice.benchmarks.baselines.detectors import selfcheck
 from beatrice.extract.generate.templates import PromptConfig, Words
 from beatrice.extract.label import labels, stage
 from beatrice.extract.records import Passage
 from beatrice.extract.run.files import sha256_json
-from beatrice.jaxprobe.config import DETECTOR_FORMAT, PROTOCOL
+from beatrice.jaxprobe.config import DETECTOR_FORMAT, INTERVAL_FORMAT, PROTOCOL
 from beatrice.jaxprobe.families import width_groups
 from beatrice.jaxprobe.grid import fit_blocks
 from beatrice.jaxprobe.linear import feature_scale
+from beatrice.jaxprobe.metrics import (
+    wider_auprc_interval,
+    wider_interval,
+    wilson_interval,
+)
 from beatrice.jaxprobe.stages import CALIBRATE
 from beatrice.jaxprobe.stages import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
@@ -104,8 +110,19 @@ def read_ids():
             yield read.prompt.ids, read.answer.token_ids
 
 
+def intervals():
+    """Yield the intervals of an AUROC, an AUPRC and a share, from given resamples."""
+    draws = np.linspace(0.4, 0.9, 41)
+    scores, questions = np.arange(12.0), np.arange(12) // 2
+    labels = np.arange(12) % 3 > 0
+    yield wider_interval(draws, scores, labels, questions)
+    yield wider_auprc_interval(draws, 0.7, labels, questions)
+    yield wilson_interval(0.7, 6)
+
+
 STANDS_FOR = {
     "fits": (PROTOCOL, lambda: list(fits())),
+    "intervals": (INTERVAL_FORMAT, lambda: np.round([*intervals()], 9).tolist()),
     "verdicts": (stage._FORMAT, lambda: list(verdicts())),
     "scores of detectors": (measured.SCORE_FORMAT, words_and_sentences),
     "analyses": (anatomy.FORMAT, lambda: list(grounded())),
@@ -115,6 +132,7 @@ STANDS_FOR = {
 }
 EXPECTED = {
     "fits": (2, "98e1eaca3726"),
+    "intervals": (2, "0a23cd8285d6"),
     "verdicts": ("3", "99b13b2e3acf"),
     "scores of detectors": ("5", "e975ecd1e678"),
     "analyses": (7, "d13653d5f4ed"),
@@ -136,6 +154,15 @@ IN_RECORDS = [
     (stage.LABEL, "format", stage._FORMAT),
     (CALIBRATE, "format", DETECTOR_FORMAT),
     (measured.BASELINES, "format", measured.SCORE_FORMAT),
+    *(
+        (done, "interval format", INTERVAL_FORMAT)
+        for done in (
+            measured.EVALUATE,
+            measured.BASELINES,
+            control.CONTROL,
+            transfer.TRANSFER,
+        )
+    ),
     (anatomy.ANATOMY, "format", anatomy.FORMAT),
     (control.CONTROL, "served", control.SERVED),
 ]

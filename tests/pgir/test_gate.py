@@ -751,7 +751,8 @@ def test_a_judge_whose_file_changed_is_asked_again(probed, notes):
         file.write("# another line\n")
     assert judging.add("a", stands_in_a_passage) != number
     assert CONTROL.identity(config) != identity
-    assert {*CONTROL.identity(ControlConfig(rivals=("skr",)))} == {"served"}
+    identity = CONTROL.identity(ControlConfig(rivals=("skr",)))
+    assert {*identity} == {"served", "interval format"}
 
 
 def test_a_judge_gets_only_the_passages_that_the_model_was_shown(probed):
