@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
-from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
@@ -490,10 +489,9 @@ def _provenance(
         scripts=tuple(sorted(set(scripts))),
         paths={setting: part.store.spec.path for setting, part in passes.items()},
         attention_layers=facts.get("attention_layers", "all"),
-        hashes=ModelHashes() if model is None else model.backbone.hashes,
-        files_sha256="" if model is None else model.backbone.files_sha256,
         max_new_tokens=facts.get("max_new_tokens", MAX_NEW_TOKENS),
         stop=None if facts.get("stop") is None else tuple(facts["stop"]),
+        **({} if model is None else model.backbone.identity()),
     )
 
 

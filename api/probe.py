@@ -458,8 +458,7 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     about: dict[str, Any] = {"model": model}
     is_of_run = trained.hashes == ModelHashes()
     if scorer is not None and is_of_run and _other_model(scorer) is None:
-        backbone = scorer.probed.backbone
-        about |= {"hashes": backbone.hashes, "files_sha256": backbone.files_sha256}
+        about |= scorer.probed.backbone.identity()
     provenance = dataclasses.replace(trained, **about)
     return dataclasses.replace(detector, provenance=provenance)
 

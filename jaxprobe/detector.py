@@ -198,6 +198,9 @@ class Provenance:
     # Hash of the weight and config files, which copies and later commits of a Hub model
     # may share; empty if unknown, or if the model was in memory.
     files_sha256: str = ""
+    # Hash of the loaded config and weights, by which the model is known again if it was
+    # loaded by other code; empty if unknown.
+    weights_sha256: str = ""
     # Where most signals of a setting came from: "decode", the passes that wrote the
     # answers, or "teacher_forced", later passes over the finished answers.
     paths: Mapping[Setting, ReadingPath] = dataclasses.field(default_factory=dict)
@@ -220,7 +223,7 @@ class _Format(msgspec.Struct):
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8, 9, 10, 11]
+    format: Literal[8, 9, 10, 11, 12]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: dict[str, Any] | None

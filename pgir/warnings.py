@@ -119,22 +119,26 @@ def warn_of_path(
 
 
 def is_of_model(trained: Provenance, revision: str, model: "Backbone | None") -> bool:
-    """Return whether a revision is that of a detector's model, by commit or by files.
+    """Return whether a revision is that of a detector's model.
 
-    `model` is the model of that revision, or None if it is not loaded.
+    It may be known by its commit, its files, or its weights in memory. `model` is the
+    model of that revision, or None if it is not loaded.
     """
-    if revision in (trained.revision, trained.files_sha256):
+    known = {trained.revision, trained.files_sha256, trained.weights_sha256} - {""}
+    if revision in known:
         return True
     if model is None or model.revision != revision:
         return False
     if trained.model == IN_MEMORY:
-        return model.is_of_revision(trained.revision)
-    known = (trained.revision, trained.files_sha256)
-    return model.files_sha256 != "" and model.files_sha256 in known
+        return model.weights_sha256 in known
+    return model.files_sha256 in known
 
 
 def differences(trained: Provenance, model: "Backbone") -> Iterator[str]:
     """Yield a warning for each difference between a model and the detector's model."""
+    if (dtype := _name_dtype(model)) != trained.dtype:
+        names = {"trained": trained.dtype, "model": model.name, "here": dtype}
+        yield _warning("other_dtype", **names)
     if not is_of_model(trained, model.revision, model):
         yield _other_model(trained, model.name, model.revision)
     for field in dataclasses.fields(ModelHashes):
@@ -153,9 +157,6 @@ def differences(trained: Provenance, model: "Backbone") -> Iterator[str]:
                 model=model.name,
                 here=here[:12] or "none",
             )
-    if (dtype := _name_dtype(model)) != trained.dtype:
-        names = {"trained": trained.dtype, "model": model.name, "here": dtype}
-        yield _warning("other_dtype", **names)
 
 
 def _other_model(trained: Provenance, name: str, revision: str) -> str:

@@ -405,6 +405,11 @@ class Backbone:
                 return ModelHashes(config=config, **find())
             return ModelHashes(config=config, **self.check_once("tokenizer", [], find))
 
+    def identity(self) -> dict[str, Any]:
+        """Return all hashes, by the fields of a detector's `Provenance`."""
+        names = ("hashes", "files_sha256", "weights_sha256")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is read, see `layers_read`."""
@@ -494,13 +499,13 @@ class Backbone:
             splitter=_SPLITTERS.setdefault(bare, BatchSplitter()),
         )
 
-    def is_of_revision(self, revision: str) -> bool:
-        """Return whether `revision` is this model's, as loaded or hashed in memory."""
-        return revision in (self.revision, self._revision_in_memory)
-
     @functools.cached_property
-    def _revision_in_memory(self) -> str:
-        return _hash_model(self.model)
+    def weights_sha256(self) -> str:
+        """SHA-256 of config and weights in memory, by which copies know each other."""
+        if not self.is_of_files:
+            return self.revision
+        with self.splitter.lock:
+            return self.check_once("weights", [], lambda: _hash_model(self.model))
 
     @functools.cached_property
     def files_sha256(self) -> str:

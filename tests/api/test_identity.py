@@ -7,8 +7,10 @@ import threading
 import warnings
 
 import pytest
+import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import beatrice
 from beatrice.extract.backbone.loading import load_backbone
@@ -60,6 +62,33 @@ def test_hashes_and_examples_of_another_model_are_not_saved(model, tmp_path):
         assert stored == (model.backbone.hashes if is_its else ModelHashes())
     with pytest.raises(ValueError, match="examples: .*another model"):
         probe.save(tmp_path / "probe", examples=[("where was he born?", "Rome")])
+
+
+def test_a_probe_knows_its_model_when_another_program_loaded_the_same_weights(
+    model, changed, tmp_path
+):
+    probe = probe_of(model)
+    assert probe.scorer is not None
+    probe.save(tmp_path / "probe")
+    answer = "where was he born?", "Guzolt Falls"
+    (same, other), (rounded, _) = (
+        [
+            beatrice.LanguageModel(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+                model.backbone.tokenizer,
+            )
+            for folder in (WEIGHTS, changed)
+        ]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    scores = [
+        beatrice.load(tmp_path / "probe", model=known).score(*answer).p_correct
+        for known in (model, same)
+    ]
+    assert scores[0] == scores[1] is not None
+    for known, message in ((other, "another model"), (rounded, "another precision")):
+        with pytest.raises(ValueError, match=message):
+            beatrice.load(tmp_path / "probe", model=known).load_scorer()
 
 
 @pytest.mark.parametrize("stop_id", [-1, 10**6])
