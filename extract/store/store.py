@@ -236,13 +236,8 @@ def end_to_end(
             "layers, dtypes and rows per shard; extract it again like the first"
         )
     fields: dict[str, Any] = {
-        field: np.concatenate([getattr(spec, name) for spec in specs])
-        for field, name in (
-            ("lengths", "lengths"),
-            ("spans", "spans"),
-            ("firsts", "first_rows"),
-            ("written_mask", "is_written"),
-        )
+        name: np.concatenate([getattr(spec, name) for spec in specs])
+        for name in ("lengths", "spans", "first_rows", "is_written")
     }
     spec = dataclasses.replace(
         first.spec,
@@ -407,36 +402,31 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
     kvstore = open_kvstore(url)
     index = spec.index_bytes()
     stored = kvstore.read("index.json").result()
-    if stored.state == "value":
-        if stored.value != index:
-            raise ValueError(
-                f"{url} holds another store: {_index_difference(stored.value, index)}; "
-                "choose another place, or delete it to extract again"
-            )
-        return open_store(url)
-    open_arrays(url, spec, create=True)
-    kvstore.write("examples.safetensors", spec.examples_bytes()).result()
-    kvstore.write("index.json", index).result()
+    if stored.state != "value":
+        open_arrays(url, spec, create=True)
+        kvstore.write("examples.safetensors", spec.examples_bytes()).result()
+        kvstore.write("index.json", index).result()
+    elif stored.value != index:
+        raise ValueError(
+            f"{url} holds another store: {_index_difference(url, stored.value, index)};"
+            " choose another place, or delete it to extract again"
+        )
     return open_store(url)
 
 
-def _index_difference(stored: bytes, wanted: bytes) -> str:
-    try:
-        old, new = (
-            index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
-            for index in (json.loads(stored), json.loads(wanted))
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its index.json is not readable"
+def _index_difference(url: str, stored: bytes, wanted: bytes) -> str:
+    old, new = (parse_index(content, url)[0] for content in (stored, wanted))
+    for index in (old, new):
+        fingerprint = index.pop("fingerprint").items()
+        index.update({f"fingerprint.{name}": value for name, value in fingerprint})
     differences = []
-    for field in dict.fromkeys([*old, *new]):
+    for field in old | new:
         there, wants = json.dumps(old.get(field)), json.dumps(new.get(field))
-        if there == wants or field in ("sha256", "fingerprint"):
-            continue
-        is_short = len(there) + len(wants) < 200
-        differences.append(
-            f"{field} {there} instead of {wants}" if is_short else f"other {field}"
-        )
+        if there != wants:
+            is_short = len(there) + len(wants) < 200
+            differences.append(
+                f"{field} {there} instead of {wants}" if is_short else f"other {field}"
+            )
     return "; ".join(differences) or "its index.json was written by another version"
 
 
