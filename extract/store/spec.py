@@ -92,16 +92,16 @@ def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> E
 
     Codes are written into `out`, of that dtype, or else into a new array if needed.
     """
-    scales = None
-    if dtype == "int8":
-        codes, scales = _quantise(values, out)
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):  # counted below
-            if out is None:
-                codes = values.astype(numpy_dtype(dtype), copy=False)
-            else:
-                out[...] = values
-                codes = out
+    scales, exact = None, values
+    with np.errstate(over="ignore", invalid="ignore"):  # counted below
+        if dtype == "int8":
+            scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
+            exact = np.rint(values / np.where(scales > 0, scales, 1)[..., None])
+        if out is None:
+            out = exact.astype(numpy_dtype(dtype), copy=False)
+        else:
+            out[...] = exact
+    codes = out
     if _n_not_finite(codes if scales is None else scales) == 0:
         return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
     n_invalid = _n_not_finite(values)
@@ -127,18 +127,6 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     if encoded.scales is not None:
         return decode(encoded.codes, encoded.scales)
     return encoded.codes.astype(np.float32, copy=False)
-
-
-def _quantise(
-    values: np.ndarray, out: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(invalid="ignore"):  # scales that are not finite are counted later
-        scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
-        step = np.where(scales > 0, scales, np.float32(1))[..., None]
-        codes = np.rint(values / step).astype(np.int8)
-    if out is not None:
-        out[...] = codes
-    return codes, scales.astype(np.float32)
 
 
 def _n_not_finite(values: np.ndarray) -> int:
