@@ -17,10 +17,8 @@ from beatrice.extract.run.directory import (
     InUse,
     NewRun,
     NotWritten,
-    OtherSettings,
     RunDir,
     acquire_lock,
-    write_or_compare_manifest,
 )
 from beatrice.extract.run.files import (
     CHECKSUMS,
@@ -36,6 +34,7 @@ from beatrice.extract.run.files import (
     verify_checksums,
     write_checksums,
     write_json_atomic,
+    write_stream_atomic,
     write_text_atomic,
 )
 from beatrice.extract.run.process import Share
@@ -165,21 +164,25 @@ def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_a_run_is_made_without_hard_links_but_never_over_another(tmp_path):
+def test_a_new_file_needs_no_hard_links_and_never_replaces_another(tmp_path):
     def refuse(*_):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     def be_second(_, file):
-        shutil.copy(tmp_path / "first" / "manifest.json", file)
+        file.write_text("theirs")
         refuse()
 
-    for name in ("first", "other"):
-        (tmp_path / name).mkdir()
-    write_or_compare_manifest(tmp_path / "first", SMOKE, link=refuse)
-    assert RunDir(tmp_path / "first").preset == "smoke"
-    with pytest.raises(OtherSettings):
-        write_or_compare_manifest(tmp_path / "other", NewRun(), link=be_second)
-    assert os.listdir(tmp_path / "other") == ["manifest.json"]
+    def write(file, **options):
+        with write_stream_atomic(file, is_new=True, **options) as stream:
+            stream.write(b"mine")
+
+    first, other = tmp_path / "first", tmp_path / "other"
+    for link in (refuse, os.link):
+        write(first, link=link)
+    with pytest.raises(ValueError, match="other is there already with other content"):
+        write(other, link=be_second)
+    assert (first.read_text(), other.read_text()) == ("mine", "theirs")
+    assert set(tmp_path.iterdir()) == {first, other}
 
 
 def test_a_run_held_by_a_live_process_is_refused_and_by_a_dead_one_is_not(tmp_path):
