@@ -174,13 +174,11 @@ def test_a_missing_manifest_or_another_version_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[]", "expected object, found array"),
-        (b"{", "not a JSON object (Expecting property name"),
         (b"\xff", "not a JSON object (byte 0xff at position 0 is not UTF-8)"),
         (b"[" * 200_000, "not a JSON object (nested too deeply)"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "not a JSON object (Exceeds the limit"),
     ],
-    ids=["a list", "a piece", "bytes", "200,000 brackets", "5,000 digits"],
+    ids=["bytes", "200,000 brackets", "5,000 digits"],
 )
 def test_a_manifest_that_is_not_an_object_is_refused(tmp_path, content, words):
     (tmp_path / "manifest.json").write_bytes(content)

@@ -298,18 +298,13 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
     assert run.stage_done("sweep", inputs)
     gap = run.stage_gap("sweep", inputs | {"model": "def"})
     assert gap == "stage sweep: its input model has changed since"
-    for path, words in (
-        (run.answers / "b.jsonl", "input answers"),
-        (run.examples, "input examples.jsonl"),
-        (run.sweep, "output sweep.json"),
-    ):
-        before = path.read_text() if path.exists() else None
-        write_text_atomic(path, '{"new": 1}\n')
-        assert words in run.stage_gap("sweep")
-        write_text_atomic(path, before) if before is not None else path.unlink()
-        assert run.stage_done("sweep")
-    run.sweep.unlink()
-    assert not run.stage_done("sweep")
+    write_text_atomic(run.answers / "b.jsonl", "{}\n")
+    assert run.stage_gap("sweep") == "stage sweep: its input answers has changed since"
+    (run.answers / "b.jsonl").unlink()
+    assert run.stage_done("sweep")
+    run.sweep.write_text("[]")
+    gap = "stage sweep: its output sweep.json has changed since"
+    assert run.stage_gap("sweep") == gap
 
 
 def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_path):
@@ -324,10 +319,8 @@ def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_p
 
 DAMAGE = {
     "a piece": lambda text: text[:8],
-    "a list": lambda text: "[]",
     "another type": lambda text: text.replace('"seconds": 0.1', '"seconds": "0.1"'),
     "another number": lambda text: text.replace("0.1", "0.2"),
-    "brackets": lambda text: "[" * 200_000,
 }
 
 
@@ -434,18 +427,11 @@ def text_of(**counts):
     return "".join(f"{line}\n" for line in lines_of(**counts).values())
 
 
-def test_a_journal_finds_its_rows_by_key_when_it_is_opened_again(tmp_path):
-    Journal.open(counts_in(tmp_path)).append(lines_of(b=2, a=1))
-    again = Journal.open(counts_in(tmp_path))
-    again.append(lines_of(c=3))
-    assert list(again) == ["b", "a", "c"]
-    assert [again[name].n for name in "abc"] == [1, 2, 3]
-    assert again.notes == [] and "d" not in again
-
-
 def test_an_arranged_journal_has_the_order_on_disk_and_finds_its_rows(tmp_path):
+    Journal.open(counts_in(tmp_path)).append(lines_of(b=20, a=1))
     journal = Journal.open(counts_in(tmp_path))
-    journal.append(lines_of(b=20, a=1, c=300))
+    journal.append(lines_of(c=300))
+    assert list(journal) == ["b", "a", "c"] and "d" not in journal
     journal.arrange("abc")
     assert journal.lines.path.read_text() == text_of(a=1, b=20, c=300)
     journal.append(lines_of(d=4))
