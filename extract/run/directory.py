@@ -301,12 +301,10 @@ def check_not_foreign(path: Path) -> None:
         return
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a directory of its own")
-    if (path / MANIFEST).exists():
-        return
     names = sorted(p.name for p in path.iterdir())
     # These two are left by a run that was killed while it was created.
     others = [n for n in names if n != "lock" and not n.startswith(".manifest.json.")]
-    # Checked again, since another worker may have created the run meanwhile.
+    # Only now, since another worker may have created the run meanwhile.
     if others and not (path / MANIFEST).exists():
         raise ValueError(
             f"{path} is not empty, and not a run directory (it has {others[0]!r}, but "
@@ -456,11 +454,10 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         if value is not None:
             settings = self.section(name, type(settings))
         changed = settings if change is None else change(settings)
-        if value is not None:
-            if changed == settings:
-                return changed
-            if not is_replaceable:
-                check_same(self.path, {name: value}, {name: as_json(changed)})
+        if value is not None and changed == settings:
+            return changed
+        if value is not None and not is_replaceable:
+            check_same(self.path, {name: value}, {name: as_json(changed)})
         if is_recorded:
             manifest["sections"][name] = as_json(changed)
             write_json_atomic(self.manifest, seal(manifest))
@@ -483,7 +480,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         seconds: float,
         outputs: Iterable[Path | str] = (),
         verb: str = "",
-    ) -> StageRecord:
+    ) -> None:
         """Record that a stage is finished: call it after the last file is written."""
         digests = self._digests(outputs)
         assert all(digests.values()), f"{name} has not written all of {digests}"
@@ -497,7 +494,6 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             versions=package_versions(),
         )
         self._write_record(record)
-        return record
 
     def reopen_stage(self, name: str) -> None:
         """Record that a stage, if it was finished, is being done again."""
@@ -547,9 +543,9 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             ("input", record.inputs, inputs),
             ("output", record.outputs, self._digests(record.outputs)),
         ):
-            for path in sorted(then.keys() | current.keys()):
-                if then.get(path) != current.get(path):
-                    return f"stage {name}: its {kind} {path} has changed since"
+            if changed := then.items() ^ current.items():
+                path, _ = min(changed)
+                return f"stage {name}: its {kind} {path} has changed since"
         return None
 
     def edited_output(self, name: str) -> str | None:

@@ -134,15 +134,14 @@ def write_stream_atomic(
             stream.flush()
             os.fsync(stream.fileno())
         if is_new:
-            # Unlike a rename, a link never replaces another process's file. Disks with
-            # exFAT and mounted buckets have no links.
-            with contextlib.suppress(OSError):
-                link(name, path)
-            if sha256_tree(path) not in (None, sha256_file(name)):
-                raise ValueError(
-                    f"{path} is there already with other content, and is not replaced: "
-                    "move it elsewhere, or choose another run directory"
-                )
+            try:
+                link(name, path)  # unlike a rename, this never replaces another's file
+            except OSError as error:  # it is there; exFAT and buckets have no links
+                if sha256_tree(path) not in (None, sha256_file(name)):
+                    raise ValueError(
+                        f"{path} is there already with other content, and is not "
+                        "replaced: move it elsewhere, or choose another run directory"
+                    ) from error
         os.replace(name, path)
     sync_folder(path.parent)
 
@@ -676,10 +675,9 @@ def cached_result(what: str, key: Mapping[str, Any], find: Callable[[], Any]) ->
 
 
 def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a file that may be large; it is then read once per change.
+    """Return the SHA-256 of a file that may be large, by `cached_result`.
 
-    Writing to a file updates its time of change, which no program can set. So a file
-    is hashed again unless its device, inode, size and both times are unchanged.
+    It is read again if its device, inode, size or one of its times has changed.
     """
     at = path.stat()
     is_settled = time.time() - max(at.st_mtime, at.st_ctime) > SETTLED

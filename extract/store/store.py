@@ -350,15 +350,14 @@ def read_family(
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
-    Values have the family's dtype; int8 becomes float32 unless `is_decoded` is False.
-
     Args:
       store: the store.
       family: name of the family.
       examples: indices in any order, a slice, or None for all.
       layer: number of the one layer to read, dropping the layer axis; None for all.
       span: 0, 1 or 2 for only rows of the context, question or answer; None for all.
-      is_decoded: False to get int8 codes, whose scales are a separate family.
+      is_decoded: whether int8 becomes float32; otherwise codes are returned, whose
+        scales are a separate family. Other dtypes are returned as they are.
     """
     _family_array(store, family, layer)
     spec = store.spec
