@@ -243,13 +243,9 @@ def do_share(
     the run to itself. Raises `InUse` if a process that works alone, or workers of
     another stage, hold the run for more than `patience` seconds: nobody joins then.
     """
-    if share.is_whole:
-        with RunDir.open(run_dir) as run:
-            work(run)
-        return
-    with _open_patiently(run_dir, share, patience) as run:
+    with _open_patiently(run_dir, share, 0 if share.is_whole else patience) as run:
         n_missing = work(run)
-    if n_missing is None:
+    if n_missing is None or share.is_whole:
         return
     if n_missing:
         progress.note(
