@@ -567,20 +567,13 @@ def label(
             else:
                 stage.label_run(run, how.match, progress)
     if how.audit:
-        _audit(run_dir, how.n_samples, how.annotations, as_json)
-
-
-def _audit(
-    run_dir: Path, n_sample: int | None, annotations: Path | None, as_json: bool
-) -> None:
-    from beatrice.extract.label.stage import audit_labels, compare_annotations
-
-    with RunDir.open(run_dir) as run:
-        human = compare_annotations(run, annotations) if annotations else None
-        report = audit_labels(run, n_sample)
-    extra = {} if human is None else {"human": dataclasses.asdict(human)}
-    text = json.dumps(report | extra) if as_json else _audit_as_text(report, human)
-    click.echo(text)
+        with RunDir.open(run_dir) as run:
+            rows = how.annotations
+            human = None if rows is None else stage.compare_annotations(run, rows)
+            report = stage.audit_labels(run, how.n_samples)
+        extra = {} if human is None else {"human": dataclasses.asdict(human)}
+        text = json.dumps(report | extra) if as_json else _audit_as_text(report, human)
+        click.echo(text)
 
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:

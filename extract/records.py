@@ -11,18 +11,11 @@ import json
 import re
 import string
 import sys
+import typing
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -81,9 +74,9 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 def check_choices(settings: Any) -> None:
     """Check that every field annotated as `Literal` has one of its values."""
-    for name, hint in get_type_hints(type(settings)).items():
-        if get_origin(hint) is Literal:
-            check_choice(name, getattr(settings, name), get_args(hint))
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        if typing.get_origin(hint) is Literal:
+            check_choice(name, getattr(settings, name), typing.get_args(hint))
 
 
 def as_golds(golds: Any) -> list[str]:

@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
@@ -26,15 +26,15 @@ import msgspec
 
 from beatrice.extract.records import Record, Setting
 from beatrice.extract.run.files import (
+    from_json,
     lock_file,
     open_unlinked,
     read_json,
     read_sealed,
     seal,
     sha256_tree,
-    sync_folder,
-    temporary,
     write_json_atomic,
+    write_text_atomic,
 )
 from beatrice.extract.run.process import Share
 
@@ -92,8 +92,7 @@ def acquire_lock(
     without locks nobody is kept out, and a shared lock is a ValueError.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
-    file = open_unlinked(path, os.O_RDWR | os.O_CREAT)
-    stream = os.fdopen(file, "r+b", 0)
+    stream = os.fdopen(open_unlinked(path, os.O_RDWR | os.O_CREAT), "r+b", 0)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         has_locks = lock_file(stream, kind | fcntl.LOCK_NB, flock)
@@ -132,13 +131,11 @@ def acquire_lock(
 
 def _lock_owner(stream: BinaryIO) -> dict[str, Any]:
     """Return who wrote the lock file; empty if nobody did, or it is incomplete."""
-    try:
-        owner = json.loads(stream.read())
-    except (ValueError, RecursionError):
-        return {}
-    finally:
-        stream.seek(0)
-    return owner if isinstance(owner, dict) else {}
+    content = stream.read()
+    stream.seek(0)
+    with contextlib.suppress(ValueError):
+        return from_json(dict[str, Any], content, "")
+    return {}
 
 
 Preset = Literal["demo", "few", "smoke", "paper"]
@@ -217,23 +214,21 @@ def decode_section(content: Any, kind: type[Section], where: str) -> Section:
     except msgspec.ValidationError as error:
         reason = str(error)
     else:
-        wanted = as_json(section)
-        if wanted == content:
+        differences = _differences(as_json(section), content)
+        if not differences:
             return section
-        known, given = dict(_dotted(wanted, content)), dict(_dotted(content, wanted))
         reason = "one of its values has another form"
-        for name in sorted(known.keys() ^ given.keys(), reverse=True):
-            what = "missing" if name in known else "unknown"
-            reason = f"its field {name!r} is {what}"
+        for name, (known, given) in sorted(differences.items(), reverse=True):
+            if _ABSENT in (known, given):
+                what = "missing" if given is _ABSENT else "unknown"
+                reason = f"its field {name!r} is {what}"
     raise ValueError(
         f"{where}: {reason}; another version of this program made it: start a new run "
         "directory"
     )
 
 
-def write_or_compare_manifest(
-    path: Path, settings: NewRun, link: Callable[[Path, Path], None] = os.link
-) -> None:
+def write_or_compare_manifest(path: Path, settings: NewRun) -> None:
     """Write the manifest, or check the existing one against these settings."""
     file, wanted = path / MANIFEST, {"preset": settings.preset, "seed": settings.seed}
     sections = {name: as_json(section) for name, section in settings.sections.items()}
@@ -242,18 +237,8 @@ def write_or_compare_manifest(
         manifest |= {"sections": sections, "created": utc_now()}
         manifest["versions"] = package_versions()
         content = json.dumps(seal(manifest), indent=2, allow_nan=False) + "\n"
-        with temporary(file) as name, name.open("wb") as stream:
-            stream.write(content.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-            try:
-                link(name, file)  # unlike a rename, this never replaces another's file
-            except FileExistsError:
-                pass  # another worker was first: compare with its manifest
-            except OSError:  # exFAT and mounted buckets have no links
-                if not file.exists():
-                    os.replace(name, file)
-            sync_folder(path)
+        with contextlib.suppress(ValueError):  # another was first: compare with it
+            write_text_atomic(file, content, is_new=True)
     manifest = read_manifest(path)
     for name in sections:
         if name not in manifest["sections"]:
@@ -274,20 +259,18 @@ def check_same(
     path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
     """Check that a run has the wanted settings; raise `OtherSettings` if not."""
-    here, there = dict(_dotted(recorded, wanted)), dict(_dotted(wanted, recorded))
-    names = [
-        name
-        for name in here | there
-        if (name in here, here.get(name)) != (name in there, there.get(name))
-    ]
-    if "preset" in names:  # these settings follow from it
-        follows = ("world.", "answer.", "extract.")
-        names = [name for name in names if not name.startswith(follows)]
-    if not names:
+    differences = _differences(recorded, wanted)
+    if not differences:
         return
+    # Settings that follow from the preset.
+    follows = ("world.", "answer.", "extract.") if "preset" in differences else ()
     has, requested = (
-        ", ".join(f"{n}={side[n]!r}" if n in side else f"no {n}" for n in names)
-        for side in (here, there)
+        ", ".join(
+            f"no {name}" if sides[i] is _ABSENT else f"{name}={sides[i]!r}"
+            for name, sides in differences.items()
+            if not name.startswith(follows)
+        )
+        for i in range(2)
     )
     raise OtherSettings(
         f"{path} holds a run with {has}; you asked for {requested}; choose another "
@@ -295,16 +278,21 @@ def check_same(
     )
 
 
-def _dotted(
-    settings: Mapping[str, Any], others: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield entries by dotted name; a group that `others` lacks is one entry."""
-    for name, value in settings.items():
-        other = others.get(name)
-        if isinstance(value, dict) and isinstance(other, dict):
-            yield from _dotted(value, other, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+_ABSENT = object()  # in place of a value that only one side has
+
+
+def _differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Return pairs of values that differ, by dotted name; an absent group is one."""
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for name in {**first, **second}:
+        values = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        if all(isinstance(value, dict) for value in values):
+            pairs |= _differences(*values, f"{prefix}{name}.")
+        elif values[0] != values[1]:
+            pairs[prefix + name] = values
+    return pairs
 
 
 def check_not_foreign(path: Path) -> None:
@@ -313,12 +301,10 @@ def check_not_foreign(path: Path) -> None:
         return
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a directory of its own")
-    if (path / MANIFEST).exists():
-        return
     names = sorted(p.name for p in path.iterdir())
     # These two are left by a run that was killed while it was created.
     others = [n for n in names if n != "lock" and not n.startswith(".manifest.json.")]
-    # Checked again, since another worker may have created the run meanwhile.
+    # Only now, since another worker may have created the run meanwhile.
     if others and not (path / MANIFEST).exists():
         raise ValueError(
             f"{path} is not empty, and not a run directory (it has {others[0]!r}, but "
@@ -468,11 +454,10 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         if value is not None:
             settings = self.section(name, type(settings))
         changed = settings if change is None else change(settings)
-        if value is not None:
-            if changed == settings:
-                return changed
-            if not is_replaceable:
-                check_same(self.path, {name: value}, {name: as_json(changed)})
+        if value is not None and changed == settings:
+            return changed
+        if value is not None and not is_replaceable:
+            check_same(self.path, {name: value}, {name: as_json(changed)})
         if is_recorded:
             manifest["sections"][name] = as_json(changed)
             write_json_atomic(self.manifest, seal(manifest))
@@ -495,7 +480,7 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
         seconds: float,
         outputs: Iterable[Path | str] = (),
         verb: str = "",
-    ) -> StageRecord:
+    ) -> None:
         """Record that a stage is finished: call it after the last file is written."""
         digests = self._digests(outputs)
         assert all(digests.values()), f"{name} has not written all of {digests}"
@@ -509,7 +494,6 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             versions=package_versions(),
         )
         self._write_record(record)
-        return record
 
     def reopen_stage(self, name: str) -> None:
         """Record that a stage, if it was finished, is being done again."""
@@ -559,9 +543,9 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             ("input", record.inputs, inputs),
             ("output", record.outputs, self._digests(record.outputs)),
         ):
-            for path in sorted(then.keys() | current.keys()):
-                if then.get(path) != current.get(path):
-                    return f"stage {name}: its {kind} {path} has changed since"
+            if changed := then.items() ^ current.items():
+                path, _ = min(changed)
+                return f"stage {name}: its {kind} {path} has changed since"
         return None
 
     def edited_output(self, name: str) -> str | None:

@@ -5,6 +5,7 @@ are done once per machine and remembered in the user's cache under everything th
 depend on. Only successes are remembered; any of these cache files may be deleted.
 """
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -119,7 +120,9 @@ def temporary(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
+def write_stream_atomic(
+    path: Path, *, is_new: bool = False, link: Callable[[Path, Path], None] = os.link
+) -> Iterator[BinaryIO]:
     """Yield a stream whose content replaces a file in one step when the block ends.
 
     For content that does not fit in memory; an error in the block leaves the old file.
@@ -130,11 +133,15 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        if is_new and sha256_tree(path) not in (None, sha256_file(name)):
-            raise ValueError(
-                f"{path} is there already with other content, and is not replaced: "
-                "move it elsewhere, or choose another run directory"
-            )
+        if is_new:
+            try:
+                link(name, path)  # unlike a rename, this never replaces another's file
+            except OSError as error:  # it is there; exFAT and buckets have no links
+                if sha256_tree(path) not in (None, sha256_file(name)):
+                    raise ValueError(
+                        f"{path} is there already with other content, and is not "
+                        "replaced: move it elsewhere, or choose another run directory"
+                    ) from error
         os.replace(name, path)
     sync_folder(path.parent)
 
@@ -245,15 +252,11 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _is_of_system(path: Path) -> bool:
-    """Return whether macOS (`.DS_Store`, `._x`) or NFS (`.nfs…`) made a file."""
-    return path.name == ".DS_Store" or path.name.startswith(("._", ".nfs"))
-
-
 def _files_in(folder: Path) -> list[Path]:
-    """Return all files below a folder, except those that the system put there."""
+    """Return all files below a folder, except those that macOS or NFS put there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [path for path in paths if not _is_of_system(path)]
+    of_system = re.compile(r"\.DS_Store$|\._|\.nfs")
+    return [path for path in paths if not of_system.match(path.name)]
 
 
 def sha256_tree(path: Path) -> str | None:
@@ -404,16 +407,14 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             return cls(path)
-        keep, last = 0, b""
         with path.open("rb") as stream:
-            for line in stream:
-                keep, last = keep + len(last), line
+            last = b"".join(collections.deque(stream, maxlen=1))
         if not last or _is_whole(last):
             return cls(path)
         aside = path.with_name(path.name + ".truncated")
         _append(aside, last if last.endswith(b"\n") else last + b"\n")
         with open(path, "r+b", opener=open_unlinked) as stream:
-            stream.truncate(keep)
+            stream.truncate(path.stat().st_size - len(last))
             os.fsync(stream.fileno())
         return cls(
             path,
@@ -674,10 +675,9 @@ def cached_result(what: str, key: Mapping[str, Any], find: Callable[[], Any]) ->
 
 
 def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a file that may be large; it is then read once per change.
+    """Return the SHA-256 of a file that may be large, by `cached_result`.
 
-    Writing to a file updates its time of change, which no program can set. So a file
-    is hashed again unless its device, inode, size and both times are unchanged.
+    It is read again if its device, inode, size or one of its times has changed.
     """
     at = path.stat()
     is_settled = time.time() - max(at.st_mtime, at.st_ctime) > SETTLED

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,15 +226,6 @@ def _open_patiently(run_dir: Path, share: Share, patience: float) -> RunDir:
             time.sleep(0.2)
 
 
-def _is_shared(run_dir: Path, share: Share) -> bool:
-    """Return whether the run is open to this worker: no process holds it alone."""
-    try:
-        RunDir.open(run_dir, share=share).close()
-    except InUse:
-        return False
-    return True
-
-
 def do_share(
     run_dir: Path,
     name: str,
@@ -251,13 +243,9 @@ def do_share(
     the run to itself. Raises `InUse` if a process that works alone, or workers of
     another stage, hold the run for more than `patience` seconds: nobody joins then.
     """
-    if share.is_whole:
-        with RunDir.open(run_dir) as run:
-            work(run)
-        return
-    with _open_patiently(run_dir, share, patience) as run:
+    with _open_patiently(run_dir, share, 0 if share.is_whole else patience) as run:
         n_missing = work(run)
-    if n_missing is None:
+    if n_missing is None or share.is_whole:
         return
     if n_missing:
         progress.note(
@@ -269,15 +257,17 @@ def do_share(
     try:
         run = _open_patiently(run_dir, Share(), patience)
     except InUse as error:
-        if not _is_shared(run_dir, share):
+        what = f"another process has joined the {parts}"
+        try:
+            RunDir.open(run_dir, share=share).close()
+        except InUse:  # by a process that works alone
             what = f"another process holds the run and may join the {parts}"
-        elif RunDir(run_dir).stage_done(name):
-            what = f"another process has joined the {parts}"
         else:
-            raise InUse(
-                f"the {parts} are all there, but not joined: {error}, then run "
-                "the same command in one process"
-            ) from None
+            if not RunDir(run_dir).stage_done(name):
+                raise InUse(
+                    f"the {parts} are all there, but not joined: {error}, then run "
+                    "the same command in one process"
+                ) from None
         progress.note(f"{_name_of(name, share)}: {what}")
         return
     with run:
@@ -369,10 +359,7 @@ def open_and_do(
 ) -> None:
     """Open a run directory and do a stage, or a share of it; see `run_stage`."""
     progress = Progress()
-
-    def work(run: RunDir) -> int | None:
-        return run_stage(stage, run, progress, change)
-
+    work = partial(run_stage, stage, progress=progress, change=change)
     do_share(run_dir, stage.name, share, work, progress, stage.parts)
 
 

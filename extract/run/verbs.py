@@ -158,10 +158,9 @@ def _click_option(field: dataclasses.Field, hint: Any) -> Callable[[Command], Co
         settings["default"] = field.default
     if typing.get_origin(hint) is tuple:
         settings.setdefault("multiple", True)
-    if bool in (hint, *typing.get_args(hint)):
-        return click.option(*flag.split(" "), field.name, is_flag=True, **settings)
-    kind = _type_of(field, hint)
-    return click.option(*flag.split(" "), field.name, type=kind, **settings)
+    is_flag = bool in (hint, *typing.get_args(hint))
+    settings |= {"is_flag": True} if is_flag else {"type": _type_of(field, hint)}
+    return click.option(*flag.split(" "), field.name, **settings)
 
 
 @dataclasses.dataclass(eq=False)

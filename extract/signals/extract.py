@@ -202,8 +202,8 @@ def plan_extraction(
         keys=tuple(keys),
         lengths=lengths,
         spans=spans,
-        firsts=firsts,
-        written_mask=np.array([is_written(item) for item in sequences]),
+        first_rows=firsts,
+        is_written=np.array([is_written(item) for item in sequences]),
         rows_per_shard=n_rows_of(n_read, per_token) if n_rows is None else n_rows,
         hidden_layers=tuple(reader.hidden_layers),
         fingerprint={

@@ -18,6 +18,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from beatrice.extract.records import AnswerSpan, check_choices
+from beatrice.extract.run.files import from_json
 
 Dtype = Literal["bfloat16", "float16", "float32", "int8"]
 # Attention masses can be below 6e-8, the smallest positive float16.
@@ -91,16 +92,16 @@ def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> E
 
     Codes are written into `out`, of that dtype, or else into a new array if needed.
     """
-    scales = None
-    if dtype == "int8":
-        codes, scales = _quantise(values, out)
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):  # counted below
-            if out is None:
-                codes = values.astype(numpy_dtype(dtype), copy=False)
-            else:
-                out[...] = values
-                codes = out
+    scales, exact = None, values
+    with np.errstate(over="ignore", invalid="ignore"):  # counted below
+        if dtype == "int8":
+            scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
+            exact = np.rint(values / np.where(scales > 0, scales, 1)[..., None])
+        if out is None:
+            out = exact.astype(numpy_dtype(dtype), copy=False)
+        else:
+            out[...] = exact
+    codes = out
     if _n_not_finite(codes if scales is None else scales) == 0:
         return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
     n_invalid = _n_not_finite(values)
@@ -126,18 +127,6 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     if encoded.scales is not None:
         return decode(encoded.codes, encoded.scales)
     return encoded.codes.astype(np.float32, copy=False)
-
-
-def _quantise(
-    values: np.ndarray, out: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(invalid="ignore"):  # scales that are not finite are counted later
-        scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
-        step = np.where(scales > 0, scales, np.float32(1))[..., None]
-        codes = np.rint(values / step).astype(np.int8)
-    if out is not None:
-        out[...] = codes
-    return codes, scales.astype(np.float32)
 
 
 def _n_not_finite(values: np.ndarray) -> int:
@@ -297,18 +286,20 @@ class StoreSpec:
     hidden_layers: tuple[int, ...]  # layer numbers along the layer axis of `hidden`
     # What else the values depend on (model, revision, precision, …); JSON values.
     fingerprint: Mapping[str, Any]
-    # `[n_examples]` int64, the first token of each example that has rows, after the
-    # worked examples of its prompt. None: rows begin at the first token.
-    firsts: np.ndarray | None = None
-    # `[n_examples]` bool, which answers were read while being written; None: none.
-    written_mask: np.ndarray | None = None
+    # `[n_examples]` int64, the first token of each example that has a row, after the
+    # worked examples of its prompt; like the next, a single value counts for all.
+    first_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.array(0))
+    # `[n_examples]` bool, which answers were read while being written.
+    is_written: np.ndarray = dataclasses.field(default_factory=lambda: np.array(False))
     # Examples that always begin a range, such as the first of a second store.
     range_starts: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
-        n_examples = len(self.keys)
-        rows = self.rows_per_shard
+        n_examples, rows = len(self.keys), self.rows_per_shard
+        for name in ("first_rows", "is_written"):
+            values = np.broadcast_to(getattr(self, name), n_examples)
+            object.__setattr__(self, name, values)
         if rows < 1 or rows & (rows - 1):
             raise ValueError(f"rows_per_shard must be a power of two, found {rows}")
         repeated = [key for key, n in Counter(self.keys).items() if n > 1]
@@ -337,17 +328,6 @@ class StoreSpec:
                 f"{self.first_rows[first]} on; expected spans [start, stop) inside the "
                 "example, and rows that begin no later than the context span"
             )
-
-    @functools.cached_property
-    def first_rows(self) -> np.ndarray:
-        """`[n_examples]` int64: the first token that has a row."""
-        return np.zeros_like(self.lengths) if self.firsts is None else self.firsts
-
-    @functools.cached_property
-    def is_written(self) -> np.ndarray:
-        """`[n_examples]` bool: which answers were read while being written."""
-        absent = np.zeros(len(self.keys), dtype=bool)
-        return absent if self.written_mask is None else self.written_mask
 
     @property
     def path(self) -> ReadingPath:
@@ -466,18 +446,16 @@ def canonical_json(value: Any) -> bytes:
 def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
     """Parse and check `index.json` of the store at `url`; also return its SHA-256."""
     try:
-        index = json.loads(content)
-        sha = index.pop("sha256")
-        is_intact = sha == hashlib.sha256(canonical_json(index)).hexdigest()
-        version = index["version"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        index, sha, is_intact, version = {}, "", False, FORMAT_VERSION
+        index = from_json(dict[str, Any], content, url)
+    except ValueError:
+        index = {}
+    sha, version = index.pop("sha256", ""), index.get("version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{url}index.json has version {version}, but this program reads version "
             f"{FORMAT_VERSION}; use the program that wrote it, or extract again"
         )
-    if not is_intact:
+    if sha != hashlib.sha256(canonical_json(index)).hexdigest():
         raise ValueError(
             f"{url}index.json is damaged: it does not match its own SHA-256; "
             "restore it from a copy, or delete the store and extract again"
@@ -509,21 +487,17 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
     except (msgspec.ValidationError, SafetensorError) as error:
         raise ValueError(f"{url} does not hold a store ({error}); {again}") from error
     n = len(fields.keys)
-    shapes = {"lengths": (n,), "spans": (n, 3, 2), "firsts": (n,), "written": (n,)}
-    expected = {x: (shapes[x], "b" if x == "written" else "i") for x in shapes}
+    expected = {name: ((n,), "i") for name in ("lengths", "firsts")}
+    expected |= {"spans": ((n, 3, 2), "i"), "written": ((n,), "b")}
     stored = {name: (x.shape, x.dtype.kind) for name, x in tensors.items()}
     if stored != expected:
         raise ValueError(
             f"{url}examples.safetensors: expected {expected}, found {stored}; {again}"
         )
     return StoreSpec(
-        families=fields.families,
-        keys=fields.keys,
         lengths=tensors["lengths"],
         spans=tensors["spans"],
-        firsts=tensors["firsts"],
-        written_mask=tensors["written"],
-        rows_per_shard=fields.rows_per_shard,
-        hidden_layers=fields.hidden_layers,
-        fingerprint=fields.fingerprint,
+        first_rows=tensors["firsts"],
+        is_written=tensors["written"],
+        **msgspec.structs.asdict(fields),
     )

@@ -236,13 +236,8 @@ def end_to_end(
             "layers, dtypes and rows per shard; extract it again like the first"
         )
     fields: dict[str, Any] = {
-        field: np.concatenate([getattr(spec, name) for spec in specs])
-        for field, name in (
-            ("lengths", "lengths"),
-            ("spans", "spans"),
-            ("firsts", "first_rows"),
-            ("written_mask", "is_written"),
-        )
+        name: np.concatenate([getattr(spec, name) for spec in specs])
+        for name in ("lengths", "spans", "first_rows", "is_written")
     }
     spec = dataclasses.replace(
         first.spec,
@@ -355,15 +350,14 @@ def read_family(
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
-    Values have the family's dtype; int8 becomes float32 unless `is_decoded` is False.
-
     Args:
       store: the store.
       family: name of the family.
       examples: indices in any order, a slice, or None for all.
       layer: number of the one layer to read, dropping the layer axis; None for all.
       span: 0, 1 or 2 for only rows of the context, question or answer; None for all.
-      is_decoded: False to get int8 codes, whose scales are a separate family.
+      is_decoded: whether int8 becomes float32; otherwise codes are returned, whose
+        scales are a separate family. Other dtypes are returned as they are.
     """
     _family_array(store, family, layer)
     spec = store.spec
@@ -407,36 +401,31 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
     kvstore = open_kvstore(url)
     index = spec.index_bytes()
     stored = kvstore.read("index.json").result()
-    if stored.state == "value":
-        if stored.value != index:
-            raise ValueError(
-                f"{url} holds another store: {_index_difference(stored.value, index)}; "
-                "choose another place, or delete it to extract again"
-            )
-        return open_store(url)
-    open_arrays(url, spec, create=True)
-    kvstore.write("examples.safetensors", spec.examples_bytes()).result()
-    kvstore.write("index.json", index).result()
+    if stored.state != "value":
+        open_arrays(url, spec, create=True)
+        kvstore.write("examples.safetensors", spec.examples_bytes()).result()
+        kvstore.write("index.json", index).result()
+    elif stored.value != index:
+        raise ValueError(
+            f"{url} holds another store: {_index_difference(url, stored.value, index)};"
+            " choose another place, or delete it to extract again"
+        )
     return open_store(url)
 
 
-def _index_difference(stored: bytes, wanted: bytes) -> str:
-    try:
-        old, new = (
-            index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
-            for index in (json.loads(stored), json.loads(wanted))
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its index.json is not readable"
+def _index_difference(url: str, stored: bytes, wanted: bytes) -> str:
+    old, new = (parse_index(content, url)[0] for content in (stored, wanted))
+    for index in (old, new):
+        fingerprint = index.pop("fingerprint").items()
+        index.update({f"fingerprint.{name}": value for name, value in fingerprint})
     differences = []
-    for field in dict.fromkeys([*old, *new]):
+    for field in old | new:
         there, wants = json.dumps(old.get(field)), json.dumps(new.get(field))
-        if there == wants or field in ("sha256", "fingerprint"):
-            continue
-        is_short = len(there) + len(wants) < 200
-        differences.append(
-            f"{field} {there} instead of {wants}" if is_short else f"other {field}"
-        )
+        if there != wants:
+            is_short = len(there) + len(wants) < 200
+            differences.append(
+                f"{field} {there} instead of {wants}" if is_short else f"other {field}"
+            )
     return "; ".join(differences) or "its index.json was written by another version"
 
 

@@ -94,7 +94,7 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
         spans,
         every,
         lengths=lengths,
-        firsts=firsts,
+        first_rows=firsts,
         rows_per_shard=32,
         hidden_layers=LAYERS,
     )

@@ -17,10 +17,8 @@ from beatrice.extract.run.directory import (
     InUse,
     NewRun,
     NotWritten,
-    OtherSettings,
     RunDir,
     acquire_lock,
-    write_or_compare_manifest,
 )
 from beatrice.extract.run.files import (
     CHECKSUMS,
@@ -36,6 +34,7 @@ from beatrice.extract.run.files import (
     verify_checksums,
     write_checksums,
     write_json_atomic,
+    write_stream_atomic,
     write_text_atomic,
 )
 from beatrice.extract.run.process import Share
@@ -165,21 +164,25 @@ def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_a_run_is_made_without_hard_links_but_never_over_another(tmp_path):
+def test_a_new_file_needs_no_hard_links_and_never_replaces_another(tmp_path):
     def refuse(*_):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     def be_second(_, file):
-        shutil.copy(tmp_path / "first" / "manifest.json", file)
+        file.write_text("theirs")
         refuse()
 
-    for name in ("first", "other"):
-        (tmp_path / name).mkdir()
-    write_or_compare_manifest(tmp_path / "first", SMOKE, link=refuse)
-    assert RunDir(tmp_path / "first").preset == "smoke"
-    with pytest.raises(OtherSettings):
-        write_or_compare_manifest(tmp_path / "other", NewRun(), link=be_second)
-    assert os.listdir(tmp_path / "other") == ["manifest.json"]
+    def write(file, **options):
+        with write_stream_atomic(file, is_new=True, **options) as stream:
+            stream.write(b"mine")
+
+    first, other = tmp_path / "first", tmp_path / "other"
+    for link in (refuse, os.link):
+        write(first, link=link)
+    with pytest.raises(ValueError, match="other is there already with other content"):
+        write(other, link=be_second)
+    assert (first.read_text(), other.read_text()) == ("mine", "theirs")
+    assert set(tmp_path.iterdir()) == {first, other}
 
 
 def test_a_run_held_by_a_live_process_is_refused_and_by_a_dead_one_is_not(tmp_path):
@@ -196,33 +199,25 @@ def test_a_run_held_by_a_live_process_is_refused_and_by_a_dead_one_is_not(tmp_pa
     RunDir.open(tmp_path, SMOKE).close()
 
 
-def test_symbolic_links_in_a_run_are_refused_and_their_targets_left_alone(tmp_path):
+OPENED = {
+    "lock": lambda run: RunDir.open(run),
+    ".lock": lambda run: locked_folder(run).__enter__(),
+    "calls.jsonl": lambda run: CallJournal(run / "calls.jsonl", ""),
+    "rows.jsonl": lambda run: JsonLines.open(run / "rows.jsonl"),
+    "more.jsonl": lambda run: JsonLines(run / "more.jsonl").append(["{}"]),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_symbolic_link_in_a_run_is_refused_and_its_target_left_alone(tmp_path, name):
     theirs, run = tmp_path / "theirs", tmp_path / "run"
     theirs.write_text('{"a": 1}\nunfinished')
-    before = theirs.read_bytes()
     RunDir.open(run, SMOKE).close()
-    names = [run / "lock", run / ".lock", run / "calls.jsonl", run / "rows.jsonl"]
-    (run / "lock").unlink()
-    for name in names:
-        name.symlink_to(theirs)
-    lock, folder_lock, calls, rows = names
-    with pytest.raises(ValueError, match=f"{lock} is a link"):
-        RunDir.open(run)
-    with (
-        pytest.raises(ValueError, match=f"{folder_lock} is a link"),
-        locked_folder(run),
-    ):
-        pass
-    with pytest.raises(ValueError, match=f"{calls} is a link"):
-        CallJournal(calls, "")
-    with pytest.raises(ValueError, match=f"{rows} is a link"):
-        JsonLines.open(rows)
-    with pytest.raises(ValueError, match=f"{rows} is a link"):
-        JsonLines(rows).append(["{}"])
-    assert theirs.read_bytes() == before
-    (tmp_path / "link").symlink_to(run)
-    lock.unlink()
-    RunDir.open(tmp_path / "link").close()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(theirs)
+    with pytest.raises(ValueError, match=f"{run / name} is a link"):
+        OPENED[name](run)
+    assert theirs.read_text() == '{"a": 1}\nunfinished'
 
 
 def test_workers_share_a_directory_and_keep_others_out(tmp_path):
@@ -287,26 +282,21 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
         write_text_atomic(path, "{}\n")
     assert run.stage_gap("sweep") == "stage sweep has no record yet"
     inputs = run.hash_inputs(run.examples, run.answers) | {"model": "abc123"}
-    record = run.mark_stage("sweep", inputs, 1.5, outputs=[run.sweep])
+    run.mark_stage("sweep", inputs, 1.5, outputs=[run.sweep])
+    record = run.stage_record("sweep")
     assert record.seconds == 1.5
     assert record.outputs == {"sweep.json": sha256_file(run.sweep)}
-    assert run.stage_record("sweep") == record
     assert run.stage_done("sweep")
     assert run.stage_done("sweep", inputs)
     gap = run.stage_gap("sweep", inputs | {"model": "def"})
     assert gap == "stage sweep: its input model has changed since"
-    for path, words in (
-        (run.answers / "b.jsonl", "input answers"),
-        (run.examples, "input examples.jsonl"),
-        (run.sweep, "output sweep.json"),
-    ):
-        before = path.read_text() if path.exists() else None
-        write_text_atomic(path, '{"new": 1}\n')
-        assert words in run.stage_gap("sweep")
-        write_text_atomic(path, before) if before is not None else path.unlink()
-        assert run.stage_done("sweep")
-    run.sweep.unlink()
-    assert not run.stage_done("sweep")
+    write_text_atomic(run.answers / "b.jsonl", "{}\n")
+    assert run.stage_gap("sweep") == "stage sweep: its input answers has changed since"
+    (run.answers / "b.jsonl").unlink()
+    assert run.stage_done("sweep")
+    run.sweep.write_text("[]")
+    gap = "stage sweep: its output sweep.json has changed since"
+    assert run.stage_gap("sweep") == gap
 
 
 def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_path):
@@ -321,10 +311,8 @@ def test_questions_are_read_for_the_settings_once_and_again_after_a_change(tmp_p
 
 DAMAGE = {
     "a piece": lambda text: text[:8],
-    "a list": lambda text: "[]",
     "another type": lambda text: text.replace('"seconds": 0.1', '"seconds": "0.1"'),
     "another number": lambda text: text.replace("0.1", "0.2"),
-    "brackets": lambda text: "[" * 200_000,
 }
 
 
@@ -407,11 +395,13 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
 
 def test_a_run_given_by_a_relative_path_is_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("run")
     with RunDir.open("run", SMOKE) as run:
         run.examples.write_text("{}\n")
         run.mark_stage("world", {}, 0.1, [run.examples])
         assert run.stage_done("world", run.hash_inputs())
     assert run == RunDir(tmp_path / "run")
+    RunDir.open("link").close()  # a link to the whole run is no danger
 
 
 class Counted(Record, frozen=True):
@@ -431,18 +421,11 @@ def text_of(**counts):
     return "".join(f"{line}\n" for line in lines_of(**counts).values())
 
 
-def test_a_journal_finds_its_rows_by_key_when_it_is_opened_again(tmp_path):
-    Journal.open(counts_in(tmp_path)).append(lines_of(b=2, a=1))
-    again = Journal.open(counts_in(tmp_path))
-    again.append(lines_of(c=3))
-    assert list(again) == ["b", "a", "c"]
-    assert [again[name].n for name in "abc"] == [1, 2, 3]
-    assert again.notes == [] and "d" not in again
-
-
 def test_an_arranged_journal_has_the_order_on_disk_and_finds_its_rows(tmp_path):
+    Journal.open(counts_in(tmp_path)).append(lines_of(b=20, a=1))
     journal = Journal.open(counts_in(tmp_path))
-    journal.append(lines_of(b=20, a=1, c=300))
+    journal.append(lines_of(c=300))
+    assert list(journal) == ["b", "a", "c"] and "d" not in journal
     journal.arrange("abc")
     assert journal.lines.path.read_text() == text_of(a=1, b=20, c=300)
     journal.append(lines_of(d=4))

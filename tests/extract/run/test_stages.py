@@ -273,12 +273,6 @@ def test_an_estimate_never_falls_and_its_speed_ignores_earlier_work():
     assert [in_words(x) for x in (39.6, 545.9, 7800)] == ["40 s", "9 min", "2 h 10 min"]
 
 
-def test_a_stage_prints_how_long_it_took(capsys):
-    with Progress().stage("answer") as update:
-        update(1, 2)
-    assert capsys.readouterr().err == "answer: done in 0 s\n"
-
-
 class Log:
     """Stands in for stderr in programs whose messages go to a log."""
 
@@ -289,7 +283,7 @@ class Log:
         self.text += text
 
 
-def test_a_stage_is_reported_to_a_log_and_to_nobody_without_stderr(capsys):
+def test_a_stage_reports_its_time_to_a_log_and_to_nobody_without_stderr(capsys):
     log = Log()
     for stream in (log, None):
         with contextlib.redirect_stderr(stream), Progress().stage("fit") as update:

@@ -242,8 +242,9 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, name):
         with pytest.raises(ValueError, match=name):
             open_store(tmp_path)
     (tmp_path / name).write_text("[" * 10**5 + "]" * 10**5)
-    with pytest.raises(ValueError, match=f"{name} is .*damaged"):
-        open_store(tmp_path)
+    for read in (open_store, lambda where: create_store(where, spec_of())):
+        with pytest.raises(ValueError, match=f"{name} is .*damaged"):
+            read(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=name):
         open_store(tmp_path)
