@@ -217,11 +217,8 @@ class Entropies(Part):
         n_words = self.batch.head.weight.shape[0]
         scores: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
         for at in rows.slices():
-            shifts = {
-                "": slice(at.start + 1, at.stop),
-                "_corrected": slice(at.start, at.stop - 1),
-            }
-            for suffix, tokens in shifts.items():
+            answer, before = slice(at.start + 1, at.stop), slice(at.start, at.stop - 1)
+            for suffix, tokens in (("", answer), ("_corrected", before)):
                 window = window_entropy(every[tokens], n_words)
                 scores[f"window_entropy{suffix}"].append(window)
                 scores[f"logit_entropy{suffix}"].append(top[tokens].mean())
@@ -447,11 +444,6 @@ class Lookback(Part):
 _LEAST = 1e-37  # about the smallest float32 that is not subnormal
 
 
-def n_attended(n_prompt: int) -> int:
-    """Return how many prompt tokens count as attended to: a tenth, at least one."""
-    return max(1, math.floor(0.1 * n_prompt))
-
-
 def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
     """Compare two next-token distributions P and Q, given as log-probabilities.
 
@@ -501,7 +493,7 @@ class ContextScores(Part):
         for example, (first, stop) in enumerate(self.batch.predictor_edges):
             some = slice(max(first - start, 0), max(stop - start, 0))
             rows = log_weights[example, :, some, : first + 1]
-            n_top = n_attended(first + 1)
+            n_top = max(1, (first + 1) // 10)
             if rows.shape[1]:
                 top = rows.topk(n_top, dim=-1)
                 indices = top.indices.masked_fill_(top.values < -1e29, -1).int()

@@ -136,15 +136,25 @@ def budget_for(device: torch.device) -> ReadingBudget:
 
 
 class HostCopies:
-    """Copies of one batch from a device on which copying is synchronous."""
+    """Copies of one batch to the host, which on CUDA do not wait for other work."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Begin a batch; on CUDA, all batches share a `stream` that only copies."""
+        self._stream = stream
+        self._arrived = None if stream is None else torch.cuda.Event()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised host memory for `copy_rows` to fill."""
-        return torch.empty(shape, dtype=dtype)
+        # Pinned, or a copy would be synchronous; Torch reuses such memory.
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
     def copy(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values on the host; read them only after `wait`."""
-        return values.cpu()
+        if self._stream is None:
+            return values.cpu()
+        host = self.host_buffer(values.shape, values.dtype)
+        self._queue(values, host)
+        return host
 
     def copy_rows(
         self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
@@ -153,38 +163,13 @@ class HostCopies:
         if values.device == out.device:
             torch.index_select(values, 0, index, out=out)
         else:
-            out.copy_(values.index_select(0, index))
-
-    def wait(self) -> None:
-        """Wait until every copy has arrived."""
-
-
-class CudaCopies(HostCopies):
-    """Copies from a CUDA device that do not wait for its other work."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Begin a batch; `stream` carries only copies."""
-        self._stream = stream
-        self._arrived = torch.cuda.Event()
-
-    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory, without which a copy would be synchronous."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)  # Torch reuses it
-
-    def copy(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy after the work that computes the values."""
-        host = self.host_buffer(values.shape, values.dtype)
-        self._queue(values, host)
-        return host
-
-    def copy_rows(
-        self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Pick rows on the device and queue their copy."""
-        self._queue(values.index_select(0, index), out)
+            self._queue(values.index_select(0, index), out)
 
     def _queue(self, values: torch.Tensor, host: torch.Tensor) -> None:
         """Copy after the work that computes the values, and parallel to later work."""
+        if self._stream is None or self._arrived is None:
+            host.copy_(values)
+            return
         self._stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
@@ -194,15 +179,8 @@ class CudaCopies(HostCopies):
 
     def wait(self) -> None:
         """Wait for the last copy; the stream keeps copies in order."""
-        self._arrived.synchronize()
-
-
-def host_copies(device: torch.device) -> Callable[[], HostCopies]:
-    """Return a factory for the copies of a batch; all batches share one stream."""
-    if device.type != "cuda":
-        return HostCopies
-    stream = torch.cuda.Stream(device)
-    return lambda: CudaCopies(stream)
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

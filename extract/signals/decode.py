@@ -14,7 +14,6 @@ columns. What all prompts begin with, outside all spans, may be cached and is no
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ from beatrice.extract.signals.sequence import first_read_token, sequence_of
 from beatrice.extract.signals.span_sums import (
     Attention,
     AttentionCall,
-    AttentionMap,
     StepCalls,
     entropies_and_masses,
     span_sums,
@@ -189,6 +187,7 @@ class DecodeReading(AttentionReading):
         self, layer: int, call: Attention, value: torch.Tensor | None
     ) -> tuple[None, torch.Tensor | None]:
         """Add one step of a layer to the sums between spans."""
+        assert isinstance(call, AttentionCall)  # a map is of a whole sequence
         n_rows, n_heads, self._n_step = call.shape
         stop = self._n_before + self._n_step
         n_keys = call.n_cached + self._n_step
@@ -202,8 +201,7 @@ class DecodeReading(AttentionReading):
             self._sums[layer] = torch.zeros((2, *shape), device=call.device).unbind()
         self.rows = (self._first, self._n_step)
         # If the model attends with these weights, it needs them at once.
-        is_now = self._n_step > 1 or self._first or value is not None
-        if is_now or isinstance(call, AttentionMap):
+        if self._n_step > 1 or self._first or value is not None:
             return None, self._add_sums(layer, call, self._n_before, value)
         if layer in self._steps:
             self._steps[layer].add(call)
@@ -212,7 +210,7 @@ class DecodeReading(AttentionReading):
         return None, None
 
     def _add_sums(
-        self, layer: int, call: Attention, n_before: int, value: torch.Tensor | None
+        self, layer: int, call: AttentionCall, n_before: int, value: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Add the sums of a call whose rows follow `n_before` columns; maybe attend."""
         if self._run_members is None:
@@ -222,7 +220,7 @@ class DecodeReading(AttentionReading):
         first = min(max(0, self.n_unread - n_before), call.shape[2])
         keys = self._run_members[:, :2, stop - n_keys : stop]
         rows = self._run_members[:, 1:, n_before:stop]
-        if isinstance(call, AttentionCall) and call.shape[2] == 1 and not first:
+        if call.shape[2] == 1 and not first:
             by_row, by_key, attended = step_sums(call, keys, rows, value)
         else:
             by_row, by_key, attended = span_sums(
@@ -471,15 +469,6 @@ def generate_and_read(
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
 
 
-def _written(
-    watch: DecodeReading, requests: Sequence[Request], replies: Sequence[Generated]
-) -> tuple[list[Answer], list[AnswerSignals | None]]:
-    """Return a batch's answers with their signals, see `DecodeReading.signals`."""
-    pairs = zip(requests, replies, strict=True)
-    answers = [request.answer(reply) for request, reply in pairs]
-    return answers, watch.signals(answers)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingGenerator(TransformersGenerator):
     """Answers requests greedily, reading each batch in the passes that write it."""
@@ -505,7 +494,8 @@ class ReadingGenerator(TransformersGenerator):
         span = self.answer_span
         reading = DecodeReading(self.reader, some, n_new, answer_span=span)
         replies = super().write(prompts, config, reading)
-        self.on_batch(*_written(reading, requests, replies))
+        answers = list(map(Request.answer, requests, replies))
+        self.on_batch(answers, reading.signals(answers))
         return replies
 
 
@@ -513,7 +503,8 @@ def _read_written(
     watch: DecodeReading, requests: Sequence[Request], replies: Sequence[Generated]
 ) -> Iterator[tuple[Answer, AnswerSignals]]:
     """Yield a batch's answers with their signals, reading some answers again."""
-    answers, signals = _written(watch, requests, replies)
+    answers = list(map(Request.answer, requests, replies))
+    signals = watch.signals(answers)
     for request, answer, read in zip(requests, answers, signals, strict=True):
         if read is None:
             sequence = sequence_of(
@@ -633,26 +624,26 @@ def check_decoding(reader: SignalReader) -> str | None:
     attention from the start of the padding. Returns None if they agree, else a sentence
     saying why answers must be read again.
     """
-    about = [list(reader.hidden_layers), reader.hidden_spans, reader.backbone.attention]
-    why = functools.cache(lambda: _why_undecodable(reader))
-    agrees = reader.backbone.check_once(
-        "decoding", about, lambda: why() is None or None
-    )
-    return None if agrees else why()
-
-
-def _why_undecodable(reader: SignalReader) -> str | None:
     backbone = reader.backbone
+    about = [list(reader.hidden_layers), reader.hidden_spans, backbone.attention]
+
+    def require_equal() -> bool:
+        try:
+            differences = decoding_differences(reader)
+        except ValueError as error:
+            raise ValueError(f"cannot be read while it writes: {error}") from error
+        tolerance = _TOLERANCE[backbone.rounding_in(backbone.dtype)]
+        for family, difference in differences.items():
+            if not difference <= tolerance:
+                raise ValueError(
+                    f"computes other states with its cache than without: {family} "
+                    f"differs by {difference:.1e} of its norm (expected at most "
+                    f"{tolerance:.0e})"
+                )
+        return True
+
     try:
-        differences = decoding_differences(reader)
+        backbone.check_once("decoding", about, require_equal)
     except ValueError as error:
-        return f"backbone {backbone.name!r} cannot be read while it writes: {error}"
-    tolerance = _TOLERANCE[backbone.rounding_in(backbone.dtype)]
-    for family, difference in differences.items():
-        if not difference <= tolerance:
-            return (
-                f"backbone {backbone.name!r} computes other states with its cache than "
-                f"without: {family} differs by {difference:.1e} of its norm "
-                f"(expected at most {tolerance:.0e})"
-            )
+        return f"backbone {backbone.name!r} {error}"
     return None

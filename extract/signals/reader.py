@@ -29,7 +29,6 @@ from beatrice.extract.signals.batch import (
     ReadingBudget,
     TokenRows,
     budget_for,
-    host_copies,
     pad_batch,
 )
 from beatrice.extract.signals.parity import check_parity
@@ -128,7 +127,8 @@ class SignalReader:
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans: Spans = hidden_spans
         self.budget = budget or budget_for(backbone.device)
-        self._copies = host_copies(backbone.device)
+        is_cuda = backbone.device.type == "cuda"
+        self._stream = torch.cuda.Stream(backbone.device) if is_cuda else None
         self.final_norm = residual.measure_final_norm(backbone.layout)
         self.head = probability.head_of(backbone.model)
         config = backbone.model.config.get_text_config()
@@ -229,7 +229,7 @@ class SignalReader:
         rows = hidden_rows = TokenRows(read, n_tokens, device)
         if self.hidden_spans == "answer":
             hidden_rows = TokenRows(spans[:, 2].tolist(), n_tokens, device)
-        copies, budget = self._copies(), self.budget.n_attention_weights
+        copies, budget = HostCopies(self._stream), self.budget.n_attention_weights
         first, passed_over = min(firsts), self.backbone.passed_over
         lens = self.lens(targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.bench.tiny_models import tiny_model
-from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings import formulas
 from beatrice.extract.readings.batch import Batch
-from beatrice.extract.readings.formulas import lookback_ratio
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
 from tests.extract.readings.loops import mmd, shannon
-from tests.records import an_answer
 
 FIELDS = {"n_cue": 1, "budget": ReadingBudget()}
 
@@ -25,21 +21,6 @@ def test_the_hidden_score_has_its_golden_value():
     assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
 
 
-def test_the_attention_score_has_its_golden_value():
-    backbone = Backbone.from_model(tiny_model("llama"))
-    answer = an_answer(prompt_ids=(11,), token_ids=(12, 13), context_span=(0, 0))
-    fields = {"answers": [answer], "swapped": [None], **FIELDS}
-    batch = Batch(backbone=backbone, **fields)
-    reader = formulas.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
-    rows = [[1, 0.5, 0.25], [1, 0.2, 0.1]]
-    diagonals = torch.tensor(rows, dtype=torch.float64)
-    log_weights = torch.diag_embed(diagonals).log()[None]
-    reader.on_weights(0, log_weights[:, :, :2, :2], 0)
-    reader.on_weights(0, log_weights[:, :, 2:], 2)
-    scores = reader.finish(torch.empty(0))["llmcheck_attention_all"]
-    assert float(scores[0]) == pytest.approx(-1.9971548490359936, abs=1e-9)
-
-
 def test_the_entropies_have_their_golden_values():
     logits = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0]]).double()
     log_probs = logits.log_softmax(-1)
@@ -48,15 +29,6 @@ def test_the_entropies_have_their_golden_values():
     assert float(window(entropies, 4)) == pytest.approx(0.34657359, abs=1e-8)
     top = formulas.top_entropies(logits, 2).mean()
     assert float(top) == pytest.approx(0.31883757, abs=1e-8)
-
-
-def test_a_head_that_sees_only_the_context_has_a_lookback_ratio_of_one():
-    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
-    ratios = lookback_ratio(weights[None, None], torch.tensor([2]), torch.tensor([4]))
-    assert ratios.tolist() == [[[1.0, 0.0]]]
-    even = torch.full((1, 1, 1, 5), 0.2)
-    ratio = lookback_ratio(even, torch.tensor([4]), torch.tensor([5]))
-    assert float(ratio) == pytest.approx(0.5)
 
 
 def test_divergences_of_a_large_vocabulary_in_chunks_are_those_of_float64():
@@ -114,11 +86,6 @@ def test_disjoint_distributions_diverge_by_log_two_and_equal_ones_by_zero():
     assert formulas.divergences(sure, sure).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
-def test_a_tenth_of_the_prompt_counts_as_attended_but_at_least_one_token(n_prompt, n):
-    assert formulas.n_attended(n_prompt) == n
-
-
 def test_the_discrepancy_is_the_double_sum_over_the_most_probable_words():
     generator = torch.Generator().manual_seed(0)
     p, q = torch.randn((2, 9), generator=generator).double().softmax(-1)
@@ -132,13 +99,3 @@ def test_the_discrepancy_is_the_double_sum_over_the_most_probable_words():
     assert float(result) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
     same = formulas.discrepancy(p.log()[None], p.log()[None], table)
     assert float(same) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_layers_that_already_know_the_word_have_a_processing_rate_of_zero():
-    entropies, emphasis = torch.ones((1, 2)), torch.ones(1)
-    rate = formulas.processing_rate
-    assert float(rate(torch.tensor([[1.0, 2.0]]), entropies, emphasis)) == 0.0
-    # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it for half the emphasis.
-    halfway = torch.tensor([[0.0, 0.5]])
-    assert float(rate(halfway, entropies, emphasis)) == pytest.approx(2 / 3)
-    assert float(rate(halfway, entropies, emphasis / 2)) == pytest.approx(1 / 3)

@@ -7,7 +7,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings.batch import Batch, begin, cue_length
-from beatrice.extract.readings.formulas import bin_weights, map_statistics
+from beatrice.extract.readings.formulas import map_statistics
 from beatrice.extract.readings.reader import (
     PARTS,
     READINGS,
@@ -20,7 +20,7 @@ from beatrice.extract.readings.reader import (
 )
 from beatrice.extract.signals.batch import ReadingBudget
 from tests.extract.generate.loopback import shapes_run
-from tests.extract.readings.loops import Eager, expected, statistics
+from tests.extract.readings.loops import Eager, expected
 from tests.records import an_answer
 
 CUE = (5, 9, 7)
@@ -46,8 +46,8 @@ def answer_after_cue(seed, n_prompt, n_answer, **fields):
 
 
 ANSWERS = [
-    answer_after_cue(1, 23, 3),
-    answer_after_cue(2, 14, 1),
+    answer_after_cue(1, 19, 3),
+    answer_after_cue(2, 9, 1),  # too short for a tenth of it to be a token
     answer_after_cue(3, 31, 5, stop_id=None),
     answer_after_cue(4, 12, 0),
 ]
@@ -339,26 +339,5 @@ def planted_map(n=32):
 
 def test_a_map_has_the_statistics_of_the_official_code():
     np.testing.assert_allclose(map_statistics(planted_map()), GOLDEN, atol=2e-8)
-    np.testing.assert_allclose(statistics(planted_map().numpy()), GOLDEN, atol=1e-7)
-
-
-def test_a_head_that_sees_only_itself_or_the_first_token_has_extreme_statistics():
-    diagonal = map_statistics(torch.eye(32)).numpy()
-    np.testing.assert_allclose(diagonal[9:13], [1, 1, 1, 0], atol=1e-6)
-    np.testing.assert_allclose(diagonal[13:15], 0.5, atol=1e-6)
-    assert diagonal[22] == pytest.approx(1, abs=1e-6)  # rows determine columns
-    sink = torch.zeros(32, 32)
-    sink[:, 0] = 1
-    column = map_statistics(sink).numpy()
-    assert column[14] == column[16] == 0 and column[18] == pytest.approx(1, abs=1e-6)
-    assert column[22] == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("n_tokens", [1, 7, 32, 50])
-def test_bins_average_like_adaptive_pooling(n_tokens):
-    values = torch.rand(1, 1, n_tokens, generator=torch.Generator().manual_seed(0))
-    bins = bin_weights([(3, 3 + n_tokens)], n_tokens + 9, 32)
-    inside = bins[0, :, 3 : 3 + n_tokens]
-    assert float(bins.sum()) == pytest.approx(float(inside.sum()), abs=1e-5)
-    pooled = torch.nn.functional.adaptive_avg_pool1d(values, 32)
-    torch.testing.assert_close(inside @ values.flatten(), pooled.flatten())
+    unlike = map_statistics(planted_map().mT)[18]  # a difference without a sign
+    assert float(unlike) == pytest.approx(GOLDEN[18], abs=2e-8)

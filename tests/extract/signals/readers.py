@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from beatrice.extract.signals.extract import ExtractConfig, plan_extraction
+from beatrice.extract.signals.extract import ExtractConfig, plan_extraction, run_plan
 from beatrice.extract.signals.sequence import TokenSequence
 
 FAMILIES = ("hidden", "prob", "resid", "attn")
@@ -45,15 +45,12 @@ class WaveReader:
         return {"hidden": (len(self.hidden_layers), self.width), "prob": (5,)}
 
     def start(self, sequences):
-        readings = self.read(sequences)
-        return SimpleNamespace(result=lambda: readings)
-
-    def read(self, sequences):
         if self.most_tokens and len(sequences) > 1:
             width = max(len(sequence.ids) for sequence in sequences)
             assert width * len(sequences) <= self.most_tokens
         self.n_read += len(sequences)
-        return [self.read_ids(sequence.ids) for sequence in sequences]
+        readings = [self.read_ids(sequence.ids) for sequence in sequences]
+        return SimpleNamespace(result=lambda: readings)
 
     def read_ids(self, ids):
         """Return `hidden`, `[n_tokens, 2, width]`, and `prob`, `[n_tokens, 5]`."""
@@ -72,6 +69,12 @@ def plan_of(sequences, reader, config=SMALL):
     """Return the plan of a store of these sequences, with the keys of answers."""
     keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
     return plan_extraction(sequences, keys, reader, config, {"model": "waves"})
+
+
+def write_store(where, sequences, reader, config=SMALL, **worker):
+    """Run the plan of these sequences; return the report."""
+    plan = plan_of(sequences, reader, config)
+    return run_plan(reader, sequences, plan, where, **worker)
 
 
 def sequences_of(n_examples=40, longest=150):

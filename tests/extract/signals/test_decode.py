@@ -74,12 +74,26 @@ def assert_read_alike(reader, requests, config=CONFIG, span="emitting", atol=5e-
     return answers
 
 
-def write(reader, requests, watch, n_new=CONFIG.max_new_tokens):
-    """Return the replies to the requests while `watch` reads them."""
+def read_again(reader, answers):
+    return reader.read([sequence_of(answer) for answer in answers])
+
+
+def assert_unchanged(reader, requests, expected, atol=5e-4):
+    """Check answers and signals, of one pass or two, against those of earlier."""
+    answers, signals = expected
+    written = generate_and_read(reader, requests, CONFIG)
+    assert written[0] == answers == generate(reader.backbone, requests, CONFIG)
+    rows = [*written[1], *read_again(reader, answers)]
+    assert_same_signals(rows, signals * 2, atol)
+
+
+def write(kind, reader, requests, n_new=CONFIG.max_new_tokens):
+    """Return a `kind` of reading of what is written, and the answers."""
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    sampling = SamplingConfig(max_new_tokens=n_new)
+    watch = kind(reader, [r.prompt for r in requests], n_new)
     generator = TransformersGenerator(backbone=reader.backbone)
-    return generator.write(prompts, sampling, watch)
+    replies = generator.write(prompts, SamplingConfig(max_new_tokens=n_new), watch)
+    return watch, list(map(Request.answer, requests, replies))
 
 
 def stop_of(family, requests, index):
@@ -92,37 +106,30 @@ def stop_of(family, requests, index):
 READ = representatives([family for family in FAMILIES if family not in WITHOUT])
 
 
-@pytest.mark.parametrize("family", READ)
-def test_reading_while_writing_equals_a_second_pass(family):
-    """Padded prompts of five lengths beyond the window; answers leave at a stop."""
-    requests = requests_of()
-    stop = stop_of(family, requests, 2)
-    reader = SignalReader(backbone_of(family, stop=stop))
-    answers = assert_read_alike(reader, requests)
-    lengths = {len(answer.token_ids) for answer in answers}
-    assert min(lengths) < CONFIG.max_new_tokens  # a row left early
-    assert answers == generate(reader.backbone, requests, CONFIG)
-    assert check_decoding(reader) is None
-
-
 class KernelAttends(DecodeReading):
-    """Leave attention to the model's kernel, as in half precision and on a GPU."""
+    """Leave attention to the model's kernel, as in half precision and on a GPU.
+
+    Then the attention of eight steps is read at once.
+    """
 
     def reduce(self, layer, call, value):
         return super().reduce(layer, call, None)
 
 
+@pytest.mark.parametrize("kind", [DecodeReading, KernelAttends])
 @pytest.mark.parametrize("family", READ)
-def test_steps_whose_attention_is_read_together_equal_a_second_pass(family):
+def test_reading_while_writing_equals_a_second_pass(family, kind):
+    """Padded prompts of five lengths beyond the window; answers leave at a stop."""
     requests, n_new = requests_of(), 11  # eight steps and a remainder
     stop = stop_of(family, requests, 2)
     reader = SignalReader(backbone_of(family, stop=stop))
-    watch = KernelAttends(reader, [r.prompt for r in requests], n_new)
-    replies = write(reader, requests, watch, n_new)
-    answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
-    assert max(len(answer.token_ids) for answer in answers) > 1
-    again = reader.read([sequence_of(answer) for answer in answers])
-    assert_same_signals(watch.signals(answers), again, 5e-4)
+    watch, answers = write(kind, reader, requests, n_new)
+    lengths = {len(answer.token_ids) for answer in answers}
+    assert min(lengths) < n_new and max(lengths) > 1  # a row left early
+    config = dataclasses.replace(CONFIG, max_new_tokens=n_new)
+    assert answers == generate(reader.backbone, requests, config)
+    assert_same_signals(watch.signals(answers), read_again(reader, answers), 5e-4)
+    assert check_decoding(reader) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
@@ -140,9 +147,8 @@ def test_no_step_is_run_that_generation_could_take_back(family):
 
 def test_a_models_own_generation_config_changes_neither_answers_nor_signals():
     requests = requests_of(n_shared=20)
-    stop = stop_of("llama", requests, 2)
-    expected = generate(backbone_of("llama", stop=stop), requests, CONFIG)
-    backbone = backbone_of("llama", stop=stop)
+    backbone = backbone_of("llama", stop=stop_of("llama", requests, 2))
+    expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
     for name, value in {
         "do_sample": True,
         "use_cache": False,
@@ -164,8 +170,7 @@ def test_a_models_own_generation_config_changes_neither_answers_nor_signals():
         "max_length": 1,
     }.items():
         setattr(backbone.model.generation_config, name, value)
-    assert generate(backbone, requests, CONFIG) == expected
-    assert generate_and_read(SignalReader(backbone), requests, CONFIG)[0] == expected
+    assert_unchanged(SignalReader(backbone), requests, expected)
 
 
 def test_a_model_in_training_mode_is_read_without_dropout():
@@ -177,11 +182,7 @@ def test_a_model_in_training_mode_is_read_without_dropout():
     expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
     model.train()
     model.lm_head.eval()
-    reader = SignalReader(backbone)
-    answers, signals = generate_and_read(reader, requests, CONFIG)
-    again = reader.read([sequence_of(answer) for answer in answers])
-    assert answers == expected[0]
-    assert_same_signals([*signals, *again], expected[1] * 2, 5e-4)
+    assert_unchanged(SignalReader(backbone), requests, expected)
     assert model.training and model.model.training and not model.lm_head.training
 
 
@@ -196,15 +197,10 @@ def test_a_check_of_some_attention_layers_does_not_count_for_all(tmp_path, monke
 
 def test_autocast_changes_neither_answers_nor_signals():
     requests, backbone = requests_of(n_shared=20), backbone_of("llama")
-    reader = SignalReader(backbone)
-    answers, signals = generate_and_read(reader, requests, CONFIG)
+    expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert generate(backbone, requests, CONFIG) == answers
-        written = generate_and_read(SignalReader(backbone), requests, CONFIG)
-        again = reader.read([sequence_of(answer) for answer in answers])
+        assert_unchanged(SignalReader(backbone), requests, expected)
         assert torch.is_autocast_enabled("cpu")
-    assert written[0] == answers
-    assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
 def test_a_default_device_is_harmless_and_a_default_dtype_refused(
@@ -213,19 +209,17 @@ def test_a_default_device_is_harmless_and_a_default_dtype_refused(
     monkeypatch.setenv("BEATRICE_REMEMBERED", str(tmp_path))  # forget earlier checks
     requests, backbone = requests_of(n_shared=20), backbone_of("llama")
     reader = SignalReader(backbone)
-    answers, signals = generate_and_read(reader, requests, CONFIG)
-    sequences = [sequence_of(answer) for answer in answers]
+    answers, _ = expected = generate_and_read(reader, requests, CONFIG)
     other = backbone_of("llama", torch.bfloat16)
     torch.set_default_device("meta")
     try:
         assert check_decoding(SignalReader(other)) is None
-        assert generate(backbone, requests, CONFIG) == answers
-        written = generate_and_read(reader, requests, CONFIG)
-        again = reader.read(sequences)
+        assert_unchanged(reader, requests, expected)
         *_, last = read_stepwise(reader, requests[0], SAMPLING)
+        assert last.ids == answers[0].token_ids
         torch.set_default_dtype(torch.bfloat16)
         for work in (
-            lambda: reader.read(sequences),
+            lambda: read_again(reader, answers),
             lambda: generate_and_read(reader, requests, CONFIG),
         ):
             with pytest.raises(ValueError, match="default dtype is bfloat16, .* call"):
@@ -233,27 +227,21 @@ def test_a_default_device_is_harmless_and_a_default_dtype_refused(
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-    assert written[0] == answers and last.ids == answers[0].token_ids
-    assert_same_signals([*written[1], *again], signals * 2, 5e-4)
 
 
 def test_threads_that_share_a_model_write_and_read_the_same_as_one_thread():
     requests, backbone = requests_of(), backbone_of("llama")
-    answers, signals = generate_and_read(SignalReader(backbone), requests, CONFIG)
-    sequences = [sequence_of(answer) for answer in answers]
+    expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
 
-    def writes_and_reads(_):
+    def write_and_read(_):
         reader = SignalReader(backbone)
-        written = generate_and_read(reader, requests, CONFIG)
-        alone = generate(backbone, requests, CONFIG)
-        *_, tokens = [token for token in read_stepwise(reader, requests[0], SAMPLING)]
-        return written, alone, tokens.so_far(None)[0].token_ids, reader.read(sequences)
+        assert_unchanged(reader, requests, expected)
+        *_, last = read_stepwise(reader, requests[0], SAMPLING)
+        return last.so_far(None)[0].token_ids
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for written, alone, ids, again in pool.map(writes_and_reads, range(8)):
-            assert written[0] == alone == answers
-            assert ids == answers[0].token_ids
-            assert_same_signals([*written[1], *again], signals * 2, 5e-4)
+        texts = {*pool.map(write_and_read, range(8))}
+    assert texts == {expected[0][0].token_ids}
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "mpt"])
@@ -398,11 +386,10 @@ def test_answers_in_a_batch_can_be_read_as_if_their_last_token_ended_them():
 
         texts = {}
 
-    watch = Prefixes(reader, [r.prompt for r in requests], CONFIG.max_new_tokens)
-    write(reader, requests, watch)
+    write(Prefixes, reader, requests)
     assert len({len(a.token_ids) for answers, _ in read for a in answers}) > 3
     for answers, signals in read:
-        again = reader.read([sequence_of(answer) for answer in answers])
+        again = read_again(reader, answers)
         for answer, value, expected in zip(answers, signals, again, strict=True):
             if len(answer.token_ids) == CONFIG.max_new_tokens:
                 assert value is None
@@ -551,13 +538,9 @@ class FromTheFirstColumn(DecodeReading):
 def test_planted_off_by_one_errors_in_reading_are_noticed(reading, noticed):
     requests = requests_of(n_shared=60)
     reader = SignalReader(backbone_of("llama", stop=stop_of("llama", requests, 2)))
-    prompts = [request.prompt for request in requests]
-    watch = reading(reader, prompts, CONFIG.max_new_tokens)
     with noticed:
-        replies = write(reader, requests, watch)
-        answers = [r.answer(x) for r, x in zip(requests, replies, strict=True)]
-        again = reader.read([sequence_of(answer) for answer in answers])
-        assert_same_signals(watch.signals(answers), again, 5e-4)
+        watch, answers = write(reading, reader, requests)
+        assert_same_signals(watch.signals(answers), read_again(reader, answers), 5e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_5"])

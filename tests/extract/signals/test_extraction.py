@@ -1,6 +1,5 @@
 """From a prompt and its answer to signals: sequences, and their extraction."""
 
-import dataclasses
 import shutil
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share
-from beatrice.extract.signals.extract import ExtractConfig, extract, n_rows_of, run_plan
+from beatrice.extract.signals.extract import ExtractConfig, n_rows_of
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import TokenSequence, batches_of, sequence_of
 from beatrice.extract.store.store import done_ranges, open_store
@@ -21,6 +20,7 @@ from tests.extract.signals.readers import (
     files_under,
     plan_of,
     sequences_of,
+    write_store,
 )
 from tests.records import an_answer
 
@@ -30,9 +30,8 @@ def id_reader(**fields):
 
 
 def run(where, *, reader=None, sequences=None, **worker):
-    reader, sequences = reader or id_reader(), sequences or sequences_of()
-    plan = plan_of(sequences, reader)
-    return run_plan(reader, sequences, plan, where, **worker)
+    sequences = sequences or sequences_of()
+    return write_store(where, sequences, reader or id_reader(), **worker)
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +118,19 @@ def test_a_reading_of_another_shape_is_refused_not_broadcast_or_cut(tmp_path, sh
         run(tmp_path, reader=Wrong(), sequences=sequences_of(10))
 
 
-def test_zero_rows_per_shard_are_refused():
-    with pytest.raises(ValueError, match="must be a power of two, found 0"):
-        plan_of(sequences_of(3), id_reader(), ExtractConfig(rows_per_shard=0))
+@pytest.mark.parametrize(
+    ("n_answers", "fields", "message"),
+    [
+        (0, {}, "expected answers to read, found none"),
+        (3, {"rows_per_shard": 0}, "must be a power of two, found 0"),
+        (3, {"hidden_layers": (1,)}, r"keeps layers \[2, 5\], but the config"),
+    ],
+)
+def test_a_plan_without_answers_or_with_unfit_settings_is_refused(
+    n_answers, fields, message
+):
+    with pytest.raises(ValueError, match=message):
+        plan_of(sequences_of(n_answers), id_reader(), ExtractConfig(**fields))
 
 
 def test_readings_may_be_lists(tmp_path):
@@ -135,23 +144,12 @@ def test_readings_may_be_lists(tmp_path):
     assert files_under(tmp_path / "lists") == files_under(tmp_path / "arrays")
 
 
-def test_the_config_and_the_reader_must_agree_on_layers():
-    config = dataclasses.replace(SMALL, hidden_layers=(1,))
-    with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], but the config"):
-        plan_of(sequences_of(3), id_reader(), config)
-
-
 def test_shards_hold_few_rows_of_a_small_store_or_a_wide_family():
     narrow = 2 * 4096
     assert n_rows_of(50_000 * 400, [33 * narrow, 20]) == 256
     assert n_rows_of(50_000 * 400, [narrow, 20]) == 16384
     assert n_rows_of(3_000 * 40, [narrow, 20]) == 1024
     assert n_rows_of(3 * 4, [narrow, 20]) == 256
-
-
-def test_extraction_without_answers_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected answers to read, found none"):
-        extract(id_reader(), [], tmp_path, SMALL)
 
 
 def make_answer(**changes):

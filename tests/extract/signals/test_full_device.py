@@ -15,9 +15,13 @@ from beatrice.extract.run.console import in_one_sentence, is_of_machine
 from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import generate_and_read, read_stepwise
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.signals.sequence import sequence_of
-from tests.extract.signals.readers import assert_same_signals
-from tests.extract.signals.test_decode import CONFIG, backbone_of, requests_of
+from tests.extract.signals.test_decode import (
+    CONFIG,
+    assert_unchanged,
+    backbone_of,
+    read_again,
+    requests_of,
+)
 
 FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
@@ -44,17 +48,11 @@ def room_for(backbone, n_rows=math.inf, n_tokens=math.inf):
 
 def test_answers_and_signals_in_halves_are_those_of_the_whole_batch():
     requests = requests_of()
-    expected, signals = generate_and_read(
-        SignalReader(backbone_of("llama")), requests, CONFIG
-    )
-    backbone = backbone_of("llama")
-    reader = SignalReader(backbone)
-    with room_for(backbone, 2) as refused:
-        answers, rows = generate_and_read(reader, requests, CONFIG)
-        assert generate(backbone, requests, CONFIG) == answers
-        rows += reader.read([sequence_of(answer) for answer in answers])
-    assert refused and answers == expected
-    assert_same_signals(rows, signals * 2, 1e-5)
+    reader = SignalReader(backbone_of("llama"))
+    expected = generate_and_read(reader, requests, CONFIG)
+    with room_for(reader.backbone, 2) as refused:
+        assert_unchanged(reader, requests, expected, 1e-5)
+    assert refused
 
 
 def test_other_readings_in_halves_are_those_of_the_whole_batch():
@@ -75,10 +73,9 @@ def test_a_batch_that_is_too_large_is_tried_once_and_reported_once(capsys):
     backbone = backbone_of("llama")
     reader = SignalReader(backbone)
     answers = generate(backbone, requests_of(lengths=(9,) * 8), CONFIG)
-    sequences = [sequence_of(answer) for answer in answers]
     with room_for(backbone, 4) as refused:
         for _ in range(3):
-            reader.read(sequences)
+            read_again(reader, answers)
     assert refused == [8]
     (note,) = capsys.readouterr().err.splitlines()
     assert "8 texts" in note and "Tried to allocate 2.00 GiB)" in note
@@ -96,25 +93,18 @@ def test_a_text_that_does_not_fit_is_an_error_with_its_length(how):
         elif how == "streamed":
             next(read_stepwise(reader, requests[0], SamplingConfig(max_new_tokens=3)))
         else:
-            reader.read([sequence_of(answer) for answer in answers])
+            read_again(reader, answers)
 
 
-def test_batches_are_whole_again_after_a_time_in_which_no_text_fitted():
+def test_batches_are_whole_again_after_a_time_in_which_no_text_fitted(capsys):
     backbone, requests = backbone_of("llama"), requests_of()
     expected = generate(backbone, requests, CONFIG)
-    with room_for(backbone, 0), pytest.raises(DoesNotFit):
-        generate(backbone, requests, CONFIG)
+    for _ in range(3):
+        with room_for(backbone, 0), pytest.raises(DoesNotFit):
+            generate(backbone, requests, CONFIG)
     with room_for(backbone, len(requests) - 1) as refused:
         assert generate(backbone, requests, CONFIG) == expected
     assert refused[0] == len(requests)
-
-
-def test_halves_are_reported_once_even_if_no_text_fits(capsys):
-    backbone, requests = backbone_of("llama"), requests_of()
-    with room_for(backbone, 0):
-        for _ in range(3):
-            with pytest.raises(DoesNotFit):
-                generate(backbone, requests, CONFIG)
     assert capsys.readouterr().err.count("are run in halves") == 1
 
 

@@ -28,7 +28,7 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import READINGS, read
-from beatrice.extract.signals.batch import host_copies
+from beatrice.extract.signals.batch import HostCopies
 from beatrice.extract.signals.decode import (
     check_decoding,
     generate_and_read,
@@ -103,24 +103,25 @@ def test_the_embedded_model_can_be_loaded_checked_and_read_on_a_gpu(
     assert_same_signals(rows, signals, TOLERANCE)
 
 
-def test_draws_are_made_on_the_device_of_the_logits():
-    requests = requests_of()
+def drawn(backbone):
     sampling = SamplingConfig(max_new_tokens=6, temperature=1.5, top_k=9, top_p=0.9)
-    here, there = pair_of("llama")
-    expected = generate(here, requests, CONFIG, sampling)
-    with PretendedGpu():
-        assert generate(there, requests, CONFIG, sampling) == expected
+    return generate(backbone, requests_of(), CONFIG, sampling)
 
 
-def test_an_answer_can_be_streamed_on_a_gpu():
-    (request, *_), (_, there) = requests_of(), pair_of("llama")
+def streamed(backbone):
     sampling = SamplingConfig(max_new_tokens=4)
-    with PretendedGpu():
-        steps = read_stepwise(SignalReader(there), request, sampling)
-        read = [(token.id, *token.so_far(None)) for token in steps]
-    assert [len(answer.token_ids) for _, answer, _ in read] == [1, 2, 3, 4]
-    assert all(answer.token_ids[-1] == token for token, answer, _ in read)
+    steps = read_stepwise(SignalReader(backbone), requests_of()[0], sampling)
+    read = [(token.id, *token.so_far(None)) for token in steps]
     assert all(np.isfinite(signals.prob).all() for _, _, signals in read)
+    return [(token, answer) for token, answer, _ in read]
+
+
+@pytest.mark.parametrize("write", [drawn, streamed])
+def test_draws_and_streamed_tokens_of_a_gpu_are_those_of_the_host(write):
+    here, there = pair_of("llama")
+    expected = write(here)
+    with PretendedGpu():
+        assert write(there) == expected
 
 
 def test_the_readings_of_rival_detectors_are_those_of_the_host():
@@ -173,7 +174,7 @@ def test_attention_weights_are_checked_even_if_the_models_kernel_attends(dtype):
 def test_an_asynchronous_copy_is_complete_only_after_the_wait():
     with PretendedGpu():
         values = torch.arange(6.0, device=DEVICE)
-        copies = host_copies(DEVICE)()
+        copies = HostCopies(torch.cuda.Stream(DEVICE))
         host = copies.copy(values)
         assert host.isnan().all()
         copies.wait()

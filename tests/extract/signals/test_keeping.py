@@ -17,7 +17,6 @@ from beatrice.extract.signals.extract import (
     ExtractConfig,
     extract_config,
     record_storage,
-    run_plan,
 )
 from beatrice.extract.store.spec import (
     Dtype,
@@ -30,9 +29,9 @@ from beatrice.extract.store.store import done_ranges, open_store, read_family, v
 from tests.extract.signals.readers import (
     SMALL,
     WaveReader,
-    plan_of,
     sequence_of_ids,
     sequences_of,
+    write_store,
 )
 from tests.extract.small_run import beatrice, smoke
 
@@ -43,9 +42,8 @@ def memory(tmp_path):
 
 
 def extracted(where, reader=None, **fields):
-    reader, sequences = reader or WaveReader(), sequences_of()
-    plan = plan_of(sequences, reader, dataclasses.replace(SMALL, **fields))
-    run_plan(reader, sequences, plan, where)
+    config = dataclasses.replace(SMALL, **fields)
+    write_store(where, sequences_of(), reader or WaveReader(), config)
     return open_store(where)
 
 
@@ -73,7 +71,7 @@ def test_worked_examples_before_the_spans_have_no_rows(memory, spans):
     sequences = [sequence_of_ids(ids, item) for item in (with_examples, without)]
     reader = WaveReader()
     config = ExtractConfig(hidden_spans=spans, dtype="float32")
-    run_plan(reader, sequences, plan_of(sequences, reader, config), memory)
+    write_store(memory, sequences, reader, config)
     store, every = open_store(memory), reader.read_ids(ids)
     assert verify(store) == []
     prob, hidden = read_family(store, "prob"), read_family(store, "hidden")
@@ -133,11 +131,10 @@ def test_forecast_bytes_are_those_of_the_files_within_a_percent(tmp_path, fields
     spans = [(0, 8), (8, 16), (16, 32)]
     sequences = [sequence_of_ids(ids + i, spans) for i in range(256)]
     reader = WaveReader(width=512)  # as wide as a small model
-    plan = plan_of(sequences, reader, ExtractConfig(rows_per_shard=4096, **fields))
-    run_plan(reader, sequences, plan, tmp_path)
-    files = [
-        path for name in plan.spec.families for path in (tmp_path / name).rglob("*")
-    ]
+    config = ExtractConfig(rows_per_shard=4096, **fields)
+    write_store(tmp_path, sequences, reader, config)
+    names = open_store(tmp_path).spec.families
+    files = [path for name in names for path in (tmp_path / name).rglob("*")]
     on_disk = sum(path.stat().st_size for path in files if path.is_file())
     forecast = stored_bytes(
         {"hidden": (7, 512), "prob": (5,)},

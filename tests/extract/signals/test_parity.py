@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -28,8 +27,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from beatrice.benchmarks.bench import oracle
-from beatrice.benchmarks.bench.oracle import TOLERANCE
 from beatrice.benchmarks.bench.tiny_models import (
     _SIZES,
     FAMILIES,
@@ -47,6 +44,7 @@ from beatrice.extract.signals.parity import narrow_twin, require_readable
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.backbone.test_loading import save
 from tests.extract.signals.readers import representatives
+from tests.extract.signals.test_signals import assert_same_as_oracle
 from tests.extract.small_run import beatrice
 from tests.extract.test_doctor import doctor
 
@@ -70,14 +68,30 @@ REFUSED = {
         lambda: CTRLLMHeadModel(CTRLConfig(**SIZES, n_embd=32, dff=48)),
         "unknown residual layout.*token mixer of",
     ),
+    "a pass of its own that fails": (
+        lambda: Broken(LlamaConfig(**_SIZES)),
+        "cannot read Broken: .*image_outputs.*5",
+    ),
+    "different numbers of heads": (
+        lambda: with_two_heads(tiny_model("llama"), [1]),
+        "unknown residual layout: .*same number of .* heads .* with 2, 4;",
+    ),
+    "too few positions": (
+        lambda: with_positions(3),
+        "reads at most 3 tokens.*need 4",
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", REFUSED)
-def test_an_unknown_layout_is_refused_with_the_reason(layout):
-    make, message = REFUSED[layout]
-    with pytest.raises(ValueError, match=message):
-        Backbone.from_model(make())
+def refused(model, message, start="unknown residual layout: "):
+    with pytest.raises(ValueError, match=start + message):
+        SignalReader(Backbone.from_model(model))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_read_is_refused_with_the_reason(what):
+    make, message = REFUSED[what]
+    refused(make(), message, start="")
 
 
 class Broken(LlamaForCausalLM):
@@ -85,13 +99,6 @@ class Broken(LlamaForCausalLM):
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs).image_outputs
-
-
-def test_a_model_whose_own_pass_fails_is_refused_with_the_reason():
-    torch.manual_seed(0)
-    backbone = Backbone.from_model(Broken(LlamaConfig(**_SIZES)))
-    with pytest.raises(ValueError, match="cannot read Broken: .*image_outputs.*5"):
-        SignalReader(backbone)
 
 
 def windowed(window):
@@ -143,20 +150,13 @@ def with_two_heads(model, layers):
     return model.eval()
 
 
-def test_layers_with_different_numbers_of_heads_are_refused():
-    model = with_two_heads(tiny_model("llama"), [1])
-    with pytest.raises(ValueError, match="same number of .* heads .* with 2, 4;"):
-        SignalReader(Backbone.from_model(model))
-
-
 def test_the_number_of_heads_is_that_of_the_layers_not_of_the_config():
     model = with_two_heads(tiny_model("llama"), [0, 1, 2])
     reader = SignalReader(Backbone.from_model(model))
-    signals = reader.read(make_batch())[0]
-    assert reader.shapes["attn"] == signals.attn.shape[1:] == (2, 2, 3, 2)
+    readings = reader.read(make_batch())
+    assert reader.shapes["attn"] == readings[0].attn.shape[1:] == (2, 2, 3, 2)
     assert reader.backbone.n_heads == 2
-    expected = oracle.oracle_batch(model, "eager")[0]["attn"]
-    np.testing.assert_allclose(signals.attn, expected, atol=TOLERANCE)
+    assert_same_as_oracle(model, make_batch(), readings)
 
 
 def test_a_config_with_different_heads_per_layer_is_refused():
@@ -187,16 +187,8 @@ def with_positions(n_positions):
 def test_a_model_with_few_positions_is_read(n_positions):
     model = with_positions(n_positions)
     sequence = make_sequence(1, n_positions, [0, 1], [1, 2], [2, n_positions])
-    (item,) = SignalReader(Backbone.from_model(model)).read([sequence])
-    eager = oracle.copy_with_attention(model, "eager")
-    for name, expected in oracle.oracle_signals(eager, sequence).items():
-        np.testing.assert_allclose(getattr(item, name), expected, atol=TOLERANCE)
-
-
-def test_a_model_with_too_few_positions_is_refused():
-    model = with_positions(3)
-    with pytest.raises(ValueError, match="reads at most 3 tokens.*need 4"):
-        SignalReader(Backbone.from_model(model))
+    readings = SignalReader(Backbone.from_model(model)).read([sequence])
+    assert_same_as_oracle(model, [sequence], readings)
 
 
 class Projected(LlamaForCausalLM):
@@ -218,11 +210,6 @@ class Cut(LlamaForCausalLM):
         output = super().forward(*args, **kwargs)
         output.logits = output.logits[..., :56]
         return output
-
-
-def refused(model, message):
-    with pytest.raises(ValueError, match=f"unknown residual layout: {message}"):
-        SignalReader(Backbone.from_model(model))
 
 
 class Skipping(LlamaDecoderLayer):
@@ -420,8 +407,7 @@ def test_no_readable_family_is_refused_because_of_its_twin(family):
 def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
     config = CONFIG_MAPPING["jamba"]()
     assert config.attn_layer_offset == 4  # none of a twin's four layers
-    with pytest.raises(ValueError, match="found no attention"):
-        SignalReader(Backbone.from_model(narrow_twin(config)))
+    refused(narrow_twin(config), ".*found no attention")
     require_readable("jamba", Outline(None, config, None, None))
 
 
@@ -525,5 +511,4 @@ def test_a_forgotten_sink_is_refused(monkeypatch):
     monkeypatch.setitem(
         functions, attention.NAME, lambda *args, s_aux, **kwargs: read(*args, **kwargs)
     )
-    with pytest.raises(ValueError, match="the logits"):
-        SignalReader(Backbone.from_model(tiny_model("gpt_oss")))
+    refused(tiny_model("gpt_oss"), "the logits")

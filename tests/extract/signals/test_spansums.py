@@ -167,22 +167,29 @@ def test_without_rows_to_read_nothing_is_attended_and_readings_are_zero():
     assert (result == 0).all()
 
 
+def probabilities(logits, targets, n_words_per_block):
+    """Read distributions with these logits: each state picks a column of the head."""
+    budget = ReadingBudget(n_tokens_per_chunk=4, n_words_per_block=n_words_per_block)
+    head = Head(weight=logits.T.contiguous(), bias=None, softcap=None)
+    return token_probabilities(torch.eye(len(logits)), targets, head, budget)
+
+
+def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
+    logits = torch.tensor([[900.0, 0, -900, 0], [0, 0, 0, 0]])
+    result = probabilities(logits, torch.tensor([0, 3]), 3)
+    expected = [[1, 0, 0, 1, 1], [0.25, np.log(4), np.log(4), 0.25, 0]]
+    np.testing.assert_allclose(result.numpy(), expected, atol=1e-6)
+    assert not torch.signbit(result).any()
+
+
 # Logits of every size in one vocabulary, so that the shift has to move between blocks.
 @pytest.mark.parametrize("offset", [-500.0, 0.0, 500.0])
-@pytest.mark.parametrize("spread", [1.0, 200.0])
+@pytest.mark.parametrize("spread", [2.0, 400.0])
 def test_probabilities_are_exact_whatever_the_size_of_logits(offset, spread):
     generator = torch.Generator().manual_seed(5)
-    weight = spread * torch.randn(301, 6, generator=generator)
-    bias = torch.full((301,), offset)
-    states = torch.randn(9, 6, generator=generator)
+    logits = offset + spread * torch.randn(9, 301, generator=generator)
     targets = torch.arange(9) * 33
-    result = token_probabilities(
-        states,
-        targets,
-        Head(weight=weight, bias=bias, softcap=None),
-        ReadingBudget(n_tokens_per_chunk=4, n_words_per_block=67),
-    )
-    logits = states @ weight.T + bias
+    result = probabilities(logits, targets, 67)
     log_p = logits.double().log_softmax(-1)
     first, second = log_p.exp().topk(2).values.T
     chosen, entropy = log_p[torch.arange(9), targets], -(log_p.exp() * log_p).sum(-1)
@@ -199,12 +206,8 @@ def test_the_two_most_probable_words_are_found_wherever_they_are(n_words_per_blo
     for row, (first, second) in enumerate(pairs):
         logits[2 * row, first], logits[2 * row, second] = 3.0, 2.0
         logits[2 * row + 1, first] = logits[2 * row + 1, second] = 3.0
-    result = token_probabilities(
-        torch.eye(len(logits)),
-        torch.zeros(len(logits), dtype=torch.long),
-        Head(weight=logits.T.contiguous(), bias=None, softcap=None),
-        ReadingBudget(n_tokens_per_chunk=5, n_words_per_block=n_words_per_block),
-    )
+    targets = torch.zeros(len(logits), dtype=torch.long)
+    result = probabilities(logits, targets, n_words_per_block)
     p = logits.softmax(1).topk(2, dim=1).values
     np.testing.assert_allclose(result[:, 3], p[:, 0], rtol=1e-5)
     np.testing.assert_allclose(result[:, 4], p[:, 0] - p[:, 1], rtol=0, atol=1e-7)

@@ -12,7 +12,7 @@ import torch
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.process import Share
-from beatrice.extract.signals.extract import ExtractConfig, run_plan, tokens_per_unit
+from beatrice.extract.signals.extract import ExtractConfig, tokens_per_unit
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.store.spec import model_shapes
 from beatrice.extract.store.store import open_store
@@ -23,6 +23,7 @@ from tests.extract.signals.readers import (
     plan_of,
     sequence_of_ids,
     sequences_of,
+    write_store,
 )
 
 BUDGET = 16384
@@ -82,14 +83,8 @@ def tiny_reader(hidden_spans="all"):
     return SignalReader(backbone, hidden_spans=hidden_spans)
 
 
-def tiny_plan(reader=None, config=SMALL):
-    return plan_of(tiny_sequences(), reader or tiny_reader(), config)
-
-
-def run_tiny(where, share=None, reader=None):
-    reader = reader or tiny_reader()
-    plan = tiny_plan(reader)
-    return run_plan(reader, tiny_sequences(), plan, where, share=share or Share())
+def run_tiny(where, share=Share(), reader=None):
+    return write_store(where, tiny_sequences(), reader or tiny_reader(), share=share)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,7 +99,8 @@ def single_thread():
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A store with units of several ranges, and batches across ranges."""
-    plan, folder = tiny_plan(), tmp_path_factory.mktemp("whole")
+    plan = plan_of(tiny_sequences(), tiny_reader())
+    folder = tmp_path_factory.mktemp("whole")
     inner = set(plan.spec.range_examples.tolist())
     batches = [batch for unit in plan.units for batch in unit.batches]
     assert any(inner & set(range(min(b) + 1, max(b) + 1)) for b in batches)
@@ -124,7 +120,8 @@ def test_one_share_of_three_continued_by_two_workers_has_the_bytes_of_one(
 
 
 def test_a_unit_that_lacks_one_range_is_completed_to_the_same_bytes(tmp_path, whole):
-    unit = next(unit for unit in tiny_plan().units if len(unit.ranges) > 1)
+    units = plan_of(tiny_sequences(), tiny_reader()).units
+    unit = next(unit for unit in units if len(unit.ranges) > 1)
     for missing in unit.ranges:
         folder = tmp_path / str(missing)
         shutil.copytree(whole, folder)
@@ -145,12 +142,10 @@ def test_a_unit_that_lacks_one_range_is_completed_to_the_same_bytes(tmp_path, wh
 def test_a_reader_of_answer_spans_writes_the_same_store_as_one_of_all_spans(tmp_path):
     config = dataclasses.replace(SMALL, hidden_spans="answer")
     for spans in ("all", "answer"):
-        reader = tiny_reader(spans)
-        plan = tiny_plan(reader, config=config)
-        run_plan(reader, tiny_sequences(), plan, tmp_path / spans)
+        write_store(tmp_path / spans, tiny_sequences(), tiny_reader(spans), config)
     assert files_under(tmp_path / "all") == files_under(tmp_path / "answer")
     with pytest.raises(ValueError, match="keeps hidden states of the answer span"):
-        tiny_plan(tiny_reader("answer"))
+        plan_of(tiny_sequences(), tiny_reader("answer"))
 
 
 def test_a_batch_may_start_before_the_result_of_another_is_taken():
