@@ -53,7 +53,7 @@ from beatrice.extract.backbone.names import (
     torch_device,
     unreachable_hub,
 )
-from beatrice.extract.records import Answer
+from beatrice.extract.records import Answer, check_choice
 from beatrice.extract.run.console import silence_transformers, transformers_silenced
 from beatrice.extract.run.files import (
     cached_result,
@@ -668,9 +668,7 @@ def load_backbone(
     a GPU, products use TF32 only if the process allows it, which is not the default.
     `revision` is a commit of a Hub id; None takes the head of its main branch.
     """
-    if dtype not in get_args(ModelDtype):
-        choices = ", ".join(get_args(ModelDtype))
-        raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
+    check_choice("dtype", dtype, get_args(ModelDtype))
     local = Path(os.path.expanduser(path))
     name = str(local if local.exists() else path)
     check_name(name)
