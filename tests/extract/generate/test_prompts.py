@@ -223,16 +223,12 @@ def test_an_answer_begins_where_the_template_puts_an_answer(bytewise):
         build_prompt(bytewise, CHAT, "why?")
 
 
-def test_a_prompt_that_begins_thoughts_is_refused_and_not_completed(bytewise):
-    """As in Qwen3's models that always think, whose past replies get empty thoughts."""
-    bytewise.chat_template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>"
-        "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-        "{{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-    )
-    with pytest.raises(ValueError, match="opens a thinking block"):
-        build_prompt(bytewise, CHAT, "why?")
+# Of Qwen3's models that always think, whose past replies get empty thoughts.
+THOUGHTS = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +238,7 @@ def test_a_prompt_that_begins_thoughts_is_refused_and_not_completed(bytewise):
         ("{{ messages[0]['content'] | upper }}", "changes the text"),
         ("{{ messages[0]['content'] * 2 }}", "changes the text"),
         ("{{ messages[0]['content'] }}<think>\n", "opens a thinking block"),
+        (THOUGHTS, "opens a thinking block"),
         ("{% for", "TemplateSyntaxError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ raise_exception('no') }}", "TemplateError"),

@@ -45,7 +45,6 @@ from beatrice.extract.generate.prompts import (
     make_requests,
 )
 from beatrice.extract.generate.server import (
-    Account,
     ServedGenerator,
     SpendingCapReached,
     seconds_before_retry,
@@ -247,26 +246,17 @@ def test_a_server_that_cuts_a_prompt_or_adds_to_a_text_is_refused(
     assert read(least - 1, n_cached=1)
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_log_probs_are_read_in_both_layouts_from_both_endpoints(
-    client, server, is_chat
+def test_log_probs_are_read_in_both_layouts_and_count_as_missing_if_one_is(
+    client, server
 ):
-    layouts = {"content": [{"token": "x", "logprob": -0.5}]}, {"token_logprobs": [-0.5]}
-    about = {"finish_reason": "stop", "text": "x", "message": {"content": "x"}}
-    server.failures = [(200, {"choices": [{**about, "logprobs": x}]}) for x in layouts]
-    prompt, generator = GeneratorPrompt(text="who?", is_chat=is_chat), client()
-    for _ in layouts:
-        assert texts(generator, [prompt])[0].log_probs == (-0.5,)
-
-
-def test_log_probs_that_lack_a_token_count_as_missing(client, server):
     choice = {"finish_reason": "length", "text": "a b", "token_ids": [5, 6]}
-    for log_probs, expected in (
-        ([-0.5, -0.1], (-0.5, -0.1)),
-        ([-0.5], None),
-        ([-0.5, None], None),
+    entries = [{"token": "x", "logprob": p} for p in (-0.5, -0.1)]  # of llama.cpp
+    for logprobs, expected in (
+        ({"token_logprobs": [-0.5, -0.1]}, (-0.5, -0.1)),
+        ({"content": entries}, (-0.5, -0.1)),
+        ({"content": entries[1:]}, None),
+        ({"token_logprobs": [-0.5, None]}, None),
     ):
-        logprobs = {"token_logprobs": log_probs}
         server.failures = [(200, {"choices": [{**choice, "logprobs": logprobs}]})]
         assert texts(client(), [QUESTION])[0].log_probs == expected
 
@@ -546,17 +536,6 @@ def test_what_earlier_processes_spent_counts_towards_the_cap(server):
     assert server.requests == []
     with ServedGenerator("m", capped, earlier=(40, 40)) as generator:
         assert texts(generator, [THREE_IDS])
-
-
-def test_a_reservation_that_is_given_back_can_be_spent():
-    account = Account(ServerOptions(server="http://x/v1", price_new=1e6, max_cost=10.0))
-    held = account.reserve(0, 6)
-    with pytest.raises(SpendingCapReached):
-        account.reserve(0, 6)
-    account.book(held, 0, 0)
-    account.book(account.reserve(0, 6), 0, 2)
-    assert account.spent == 2.0
-    account.reserve(0, 8)
 
 
 def test_everything_known_about_a_server_and_its_tokenizer_is_in_its_keys(tmp_path):
