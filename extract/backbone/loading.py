@@ -524,10 +524,7 @@ class Backbone:
 
 
 def _weights_version(model: Any) -> tuple[Any, ...]:
-    """Return a value that changes with weights in memory, without reading them.
-
-    It consists of their addresses and version counters, and the state of adapters.
-    """
+    """Return addresses and versions of weights in memory, and the state of adapters."""
     weights = model.parameters()
     places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
     return (*places, *_adapters_of(model))
@@ -705,10 +702,7 @@ def _answering_backend(answers: Path) -> dict[str, Any]:
 
 
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
-    """Check that answers are read with the weights that wrote them.
-
-    Otherwise the signals would be those of a model that never wrote these answers.
-    """
+    """Check that answers are read with the weights that wrote them."""
     backend = _answering_backend(answers)
     revision = str(backend.get("revision", "unknown"))
     # The revision of a server is what its user calls it: only commits can be compared.

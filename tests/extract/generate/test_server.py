@@ -528,16 +528,6 @@ def test_a_text_whose_tokens_the_server_does_not_count_is_booked_at_the_maximum(
     assert reply.n_prompt_tokens is None
 
 
-def test_what_earlier_processes_spent_counts_towards_the_cap(server):
-    capped = ServerOptions(server=server.url, **UNIT_PRICES, max_cost=100.0)
-    with ServedGenerator("m", capped, earlier=(40, 50)) as generator:
-        with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
-            texts(generator, [THREE_IDS])
-    assert server.requests == []
-    with ServedGenerator("m", capped, earlier=(40, 40)) as generator:
-        assert texts(generator, [THREE_IDS])
-
-
 def test_everything_known_about_a_server_and_its_tokenizer_is_in_its_keys(tmp_path):
     with RunDir.open(tmp_path / "run", smoke()) as run:
         tokenizer = load_tokenizer_only(run)[0].tokenizer
