@@ -18,7 +18,6 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.generate.answers import answer_config
-from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
     _STRFTIME,
@@ -457,11 +456,6 @@ def test_a_stop_string_that_never_occurs_changes_nothing(local, requests):
     prompts = prompts_of(requests[:8])
     config = dataclasses.replace(GREEDY, stop=("\n", "Question:"))
     assert texts(local, prompts) == texts(local, prompts, config)
-
-
-def test_a_replys_key_mentions_stop_strings_only_if_there_are_any():
-    assert GREEDY.as_key() == {"max_new_tokens": 10, "temperature": 0.0}
-    assert "stop" not in SamplingConfig(temperature=1.0).as_key()
 
 
 def test_a_line_feed_ends_answers_to_worked_examples_by_default():
