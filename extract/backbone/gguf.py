@@ -65,7 +65,7 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.signals.precision import loading_weights
 
-# struct formats of header values by their type, see gguf.GGUFValueType.
+# Formats of header values, for struct and NumPy, by their type (gguf.GGUFValueType).
 _FORMATS = dict(zip([0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12], "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _ROPE_FREQS = "rope_freqs.weight"  # replaces scaling parameters in the metadata
@@ -129,7 +129,7 @@ class Header:
 
 
 class _Cursor:
-    """Reads the numbers and texts of a header one after another."""
+    """Reads the numbers and texts of a header; an error if the file ends before."""
 
     def __init__(self, content: np.ndarray) -> None:
         self.content, self.at = content.data, 0
@@ -138,14 +138,10 @@ class _Cursor:
         """Return the next value, or the next ones as a tuple."""
         values = struct.unpack_from(f"<{form}", self.content, self.at)
         self.at += struct.calcsize(f"<{form}")
-        return values[0] if len(form) == 1 else values
+        return values[0] if len(values) == 1 else values
 
     def text(self) -> str:
-        n_bytes = self.take("Q")
-        if n_bytes > len(self.content) - self.at:
-            raise ValueError("a text extends beyond the end of the file")
-        self.at += n_bytes
-        return bytes(self.content[self.at - n_bytes : self.at]).decode()
+        return self.take(f"{self.take('Q')}s").decode()
 
     def value(self, kind: int) -> tuple[Any, int]:
         """Return a value and its number of elements, 1 unless it is an array."""
@@ -159,13 +155,10 @@ class _Cursor:
         if element == _STRING:
             words = [self.text() for _ in range(n_elements)]
             return words if is_short else None, n_elements
-        form = _FORMATS[element]
-        n_bytes = n_elements * struct.calcsize(f"<{form}")
-        if n_bytes > len(self.content) - self.at:
-            raise ValueError("an array extends beyond the end of the file")
-        values = list(self.take(f"{n_elements}{form}")) if is_short else None
-        self.at += 0 if is_short else n_bytes
-        return values, n_elements
+        form = np.dtype(f"<{_FORMATS[element]}")
+        values = np.frombuffer(self.content, form, n_elements, self.at)
+        self.at += values.nbytes
+        return values.tolist() if is_short else None, n_elements
 
 
 class GgufError(ValueError):

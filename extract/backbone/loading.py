@@ -53,7 +53,7 @@ from beatrice.extract.backbone.names import (
     torch_device,
     unreachable_hub,
 )
-from beatrice.extract.records import Answer
+from beatrice.extract.records import Answer, check_choice
 from beatrice.extract.run.console import silence_transformers, transformers_silenced
 from beatrice.extract.run.files import (
     cached_result,
@@ -529,10 +529,7 @@ class Backbone:
 
 
 def _weights_version(model: Any) -> tuple[Any, ...]:
-    """Return a value that changes with weights in memory, without reading them.
-
-    It consists of their addresses and version counters, and the state of adapters.
-    """
+    """Return addresses and versions of weights in memory, and the state of adapters."""
     weights = model.parameters()
     places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
     return (*places, *_adapters_of(model))
@@ -673,9 +670,7 @@ def load_backbone(
     a GPU, products use TF32 only if the process allows it, which is not the default.
     `revision` is a commit of a Hub id; None takes the head of its main branch.
     """
-    if dtype not in get_args(ModelDtype):
-        choices = ", ".join(get_args(ModelDtype))
-        raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
+    check_choice("dtype", dtype, get_args(ModelDtype))
     local = Path(os.path.expanduser(path))
     name = str(local if local.exists() else path)
     check_name(name)
@@ -712,10 +707,7 @@ def _answering_backend(answers: Path) -> dict[str, Any]:
 
 
 def require_answering_model(answers: Path, backbone: Backbone) -> None:
-    """Check that answers are read with the weights that wrote them.
-
-    Otherwise the signals would be those of a model that never wrote these answers.
-    """
+    """Check that answers are read with the weights that wrote them."""
     backend = _answering_backend(answers)
     revision = str(backend.get("revision", "unknown"))
     # The revision of a server is what its user calls it: only commits can be compared.

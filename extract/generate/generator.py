@@ -69,13 +69,10 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorPrompt:
-    """One text to be continued, or one message to be replied to.
-
-    If a text's exact token ids matter, `ids` holds them, special tokens included.
-    """
+    """One text to be continued, or one message to be replied to."""
 
     text: str  # for a chat, the user's message
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int, ...] | None = None  # if the exact ones matter; special ones too
     is_chat: bool = False  # wrap the text in the model's chat template
     sample: int = 0  # number of the draw, if one prompt is sampled several times
     # How many leading tokens may be computed once for several prompts, at most; None
@@ -248,10 +245,7 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
-    """Return the SHA-256 of a fast tokenizer and of its chat template.
-
-    The template's is None if there is none; without a tokenizer both are None.
-    """
+    """Return the SHA-256 of a tokenizer and of its chat template, None if absent."""
     if tokenizer is None:
         return {"tokenizer": None, "chat_template": None}
     rules = tokenizer.backend_tokenizer

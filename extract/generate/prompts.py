@@ -631,7 +631,7 @@ def make_requests(
             f"of {min(limits)} tokens ({model.name}); allow fewer new tokens"
         )
     may_cut = config.overlong == "drop-passages"
-    template = config.prompt_template()
+    tokenizer, template = model.tokenizer, config.prompt_template()
     result, too_long = Requests([], []), []
     cells: Iterator[tuple[Example, Setting, Variant, tuple[Passage, ...]]] = (
         (example, setting, variant, passages)
@@ -640,16 +640,20 @@ def make_requests(
         for variant, passages in variants_of(setting, example)
     )
     for example, setting, variant, passages in cells:
-        n_passages = len(passages)
         name = places[example.id] if places else f"question {example.id!r}"
-        prompt = _prompt(model, template, example, passages, name)
-        while len(prompt.ids) > room and may_cut and n_passages > 1:
-            n_passages -= 1
-            prompt = _prompt(model, template, example, passages[:n_passages], name)
-        n_tokens = len(prompt.ids)
+        shown = list(passages)
+        while True:
+            try:
+                prompt = build_prompt(tokenizer, template, example.question, shown)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            n_tokens = len(prompt.ids)
+            if n_tokens <= room or not may_cut or len(shown) < 2:
+                break
+            shown.pop()
         key = example.id, setting, variant
         if n_tokens <= room:
-            dropped = tuple(range(n_passages, len(passages)))
+            dropped = tuple(range(len(shown), len(passages)))
             result.requests.append(Request(*key, prompt, dropped))
         elif may_cut and passages:
             result.left_out.append(UnaskedQuestion(*key, n_tokens, int(room)))
@@ -672,19 +676,6 @@ def make_requests(
             f"room for only {room} in the window of {model.name}; {do}"
         )
     return result
-
-
-def _prompt(
-    model: PromptModel,
-    template: PromptTemplate,
-    example: Example,
-    passages: Sequence[Passage],
-    name: str,
-) -> Prompt:
-    try:
-        return build_prompt(model.tokenizer, template, example.question, passages)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

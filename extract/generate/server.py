@@ -125,10 +125,7 @@ def _may_have_cost(error: openai.OpenAIError) -> bool:
 
 
 def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -> float:
-    """Return how long to wait: what the server asks for, or else longer each time.
-
-    A server asks in seconds or with a date, and gets `most` seconds at most.
-    """
+    """Return the seconds a server asks for, at most `most`, or else more each time."""
     if isinstance(error, openai.APIStatusError):
         seconds = seconds_asked_for(error.response.headers.get("retry-after", ""))
         if seconds > 0:

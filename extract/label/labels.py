@@ -268,11 +268,11 @@ class ImportedLabels:
     """The labels of all answers, and counts of the file's lines."""
 
     labels: tuple[Label, ...]  # one per answer; None if the file does not decide it
-    n_lines: int  # all lines of the file
-    n_other_question: int  # lines whose question is not in the run
-    n_other_answer: int  # lines whose answer the run's model did not give
-    n_undecided: int  # lines on an answer of the run, without a verdict
-    n_unchecked: int  # lines of an older run, without a digest of answer or question
+    n_lines: int = 0  # all lines of the file
+    n_other_question: int = 0  # lines whose question is not in the run
+    n_other_answer: int = 0  # lines whose answer the run's model did not give
+    n_undecided: int = 0  # lines on an answer of the run, without a verdict
+    n_unchecked: int = 0  # lines of an older run, without a digest of either
 
 
 def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
@@ -319,9 +319,9 @@ def import_labels(
             by_question.setdefault((None, text), []).append(answer)
     labels: dict[Key, tuple[bool, str]] = {}
     undecided: set[Key] = set()
-    n_lines = n_other_question = n_other_answer = n_undecided = n_unchecked = 0
+    counts = collections.Counter[str]()
     for where, row in _judged_lines(path):
-        n_lines += 1
+        counts["n_lines"] += 1
         if isinstance(row, Label):
             key = (row.example_id, row.question_key)
         else:
@@ -331,12 +331,13 @@ def import_labels(
                 key = (None, text_key(row.question).hex())
         to_question = by_question.get(key, [])
         judged = [answer for answer in to_question if _is_about(row, answer)]
-        n_other_question += not to_question
-        n_other_answer += bool(to_question) and not judged
+        if not judged:
+            counts["n_other_answer" if to_question else "n_other_question"] += 1
+            continue
         if isinstance(row, Label) and None in (row.answer_sha, row.question_key):
-            n_unchecked += bool(judged)
+            counts["n_unchecked"] += 1
         if row.label is None:
-            n_undecided += bool(judged)
+            counts["n_undecided"] += 1
             undecided.update(answer.key for answer in judged)
             continue
         for answer in judged:
@@ -349,9 +350,10 @@ def import_labels(
                 )
     if not labels:
         raise ValueError(
-            f"{path}: no line of {n_lines} labels an answer of this run "
-            f"({n_other_question} are about other questions, {n_other_answer} about "
-            f"answers that its model did not give, {n_undecided} undecided)"
+            f"{path}: no line of {counts['n_lines']} labels an answer of this run "
+            f"({counts['n_other_question']} are about other questions, "
+            f"{counts['n_other_answer']} about answers that its model did not give, "
+            f"{counts['n_undecided']} undecided)"
         )
     reason = f"imported from {path.name}"
 
@@ -361,14 +363,7 @@ def import_labels(
         without = "undecided," if answer.key in undecided else "not"
         return label_of(example, answer, None, f"{without} {reason}")
 
-    return ImportedLabels(
-        labels=tuple(imported(example, answer) for example, answer in pairs),
-        n_lines=n_lines,
-        n_other_question=n_other_question,
-        n_other_answer=n_other_answer,
-        n_undecided=n_undecided,
-        n_unchecked=n_unchecked,
-    )
+    return ImportedLabels(labels=tuple(imported(*pair) for pair in pairs), **counts)
 
 
 def count_correct(

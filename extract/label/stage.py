@@ -176,17 +176,21 @@ def _kappa_interval(
     drawn: np.ndarray, cells: np.ndarray, n_questions: int
 ) -> tuple[float, float]:
     """Return kappa's 95 % interval: the union of the resamples' and Wilson's."""
-    # Imported here, since loading it takes a second.
-    from scipy.stats import binomtest
-
     both, first, second, neither = (cells / cells.sum()).tolist()
     chance = (both + first) * (both + second) + (neither + second) * (neither + first)
-    test = binomtest(round((both + neither) * n_questions), n_questions)
-    shares = map(float, test.proportion_ci(0.95, method="wilson"))
+    shares = _wilson(round((both + neither) * n_questions), n_questions)
     ends = [(share - chance) / (1 - chance) for share in shares]
     # Some resamples are always defined: even with two items that differ, about half.
     ends += np.nanquantile(drawn, (0.025, 0.975)).tolist()
     return min(ends), max(ends)
+
+
+def _wilson(n_hits: int, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share."""
+    from scipy.stats import binomtest  # imported here, since it takes a second
+
+    low, high = binomtest(n_hits, n).proportion_ci(0.95, method="wilson")
+    return float(low), float(high)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -411,17 +415,11 @@ def label_noise(
     rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
 ) -> tuple[LabelNoise, ...]:
     """Count the labels that a person disputes, per setting and label."""
-    # Imported here, since loading it takes a second.
-    from scipy.stats import binomtest
-
     noise = []
     for (setting, label), group in sorted(_by_label(rows).items()):
         verdicts = [human[row.label.key] for row in group if row.label.key in human]
         n, n_disputed = len(verdicts), sum(verdict != label for verdict in verdicts)
-        low, high = None, None
-        if n:
-            interval = binomtest(n_disputed, n).proportion_ci(0.95, method="wilson")
-            low, high = float(interval.low), float(interval.high)
+        low, high = _wilson(n_disputed, n) if n else (None, None)
         noise.append(
             LabelNoise(
                 setting=setting,

@@ -1,5 +1,6 @@
-"""Weights are fetched from the Hub while other threads compute."""
+"""What is fetched from the Hub, and that other threads compute meanwhile."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -65,16 +66,39 @@ class Hub(BaseHTTPRequestHandler):
         """Keep the test output clean."""
 
 
+@contextlib.contextmanager
+def hub(folder):
+    """Serve a model's files; yield the server, and the environment to fetch them."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.folder, server.in_time = folder / "model", []
+    server.asked, server.computed = threading.Event(), threading.Event()
+    where = {"HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
+    with serving(server) as url:
+        yield server, {**where, "HF_ENDPOINT": url, "NO_PROXY": "*"}
+
+
 @pytest.mark.parametrize("shard_size", ["1GB", "1MB"])
 def test_a_thread_computes_while_another_fetches_weights(tmp_path, shard_size):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.folder, server.in_time = tmp_path / "model", []
-    server.asked, server.computed = threading.Event(), threading.Event()
-    shutil.copytree(WEIGHTS, server.folder)
-    (server.folder / "model.safetensors").unlink()
-    model = load_backbone(WEIGHTS).model
-    model.save_pretrained(server.folder, max_shard_size=shard_size)
-    with serving(server) as url:
-        where = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
-        done = run_python(PROGRAM, HF_HUB_CACHE=str(tmp_path / "cache"), **where)
+    folder = shutil.copytree(WEIGHTS, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    load_backbone(WEIGHTS).model.save_pretrained(folder, max_shard_size=shard_size)
+    with hub(tmp_path) as (server, where):
+        done = run_python(PROGRAM, **where)
     assert done.stdout.strip() == COMMIT and server.in_time[0]
+
+
+def test_an_adapter_on_the_hub_is_refused_if_nothing_is_cached_yet(tmp_path):
+    folder = shutil.copytree(WEIGHTS, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    program = """
+from beatrice.extract.backbone import loading
+for load in (loading.load_backbone, loading.load_outline):
+    try:
+        load(f'owner/{load.__name__}')
+    except ValueError as error:
+        print(error)
+"""
+    with hub(tmp_path) as (_, where):
+        lines = run_python(program, **where).stdout.splitlines()
+    for name, line in zip(("load_backbone", "load_outline"), lines, strict=True):
+        assert f"{name}': expected complete weights, found an adapter" in line

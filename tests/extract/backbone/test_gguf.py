@@ -24,7 +24,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from beatrice.extract.backbone.gguf import (
     Header,
     Weights,
-    _unpack,
     _write_weights,
     config_of,
     generation_of,
@@ -531,17 +530,3 @@ def test_two_processes_can_unpack_the_same_file_at_once(llama_file, cache):
     assert outputs[0][0] == outputs[1][0]
     assert sum("unpack m.gguf: done" in stderr for _, stderr in outputs) == 1
     assert len(files_in(cache)) == 1
-
-
-def test_an_interrupted_unpacking_leaves_nothing(llama_file, cache):
-    class Interrupted(Weights):
-        def read(self):
-            yield next(super().read())
-            raise KeyboardInterrupt
-
-    header = read_header(llama_file)
-    killed = cache / ".model.0123abcd"
-    killed.mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt):
-        _unpack(Interrupted(header, config_of(header)), header, cache / "model")
-    assert files_in(cache) == []

@@ -6,9 +6,7 @@ import functools
 import json
 import shutil
 import types
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,12 +23,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from beatrice.benchmarks.bench import oracle
 from beatrice.benchmarks.bench.tiny_models import (
     _SIZES,
     VOCAB_SIZE,
     _randomise,
-    make_sequence,
     tiny_model,
 )
 from beatrice.extract.backbone.layout import window_of
@@ -48,8 +44,6 @@ from beatrice.extract.signals.precision import float32_precision, rounding_of
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.generate.loopback import Numbers
 from tests.extract.small_run import beatrice, make_run
-from tests.pgir.small import serving
-from tests.process import run_python
 
 
 def save_words(path, n_words=VOCAB_SIZE, **special):
@@ -524,14 +518,12 @@ def longrope():
     return model.eval()
 
 
-def sequence(seed, n_tokens):
-    edges = [1, n_tokens // 3, 2 * n_tokens // 3, n_tokens]
-    return make_sequence(seed, n_tokens, edges[:2], edges[1:3], edges[2:])
-
-
 def test_a_longrope_window_ends_where_its_positions_change(longrope):
     """Beyond the window the model's own logits depend on the batch."""
-    assert Backbone.from_model(longrope).max_length == SWITCH
+    backbone = Backbone.from_model(longrope)
+    assert backbone.max_length == SWITCH
+    with pytest.raises(ValueError, match="17 tokens.*reads at most 16"):
+        backbone.check_length(SWITCH + 1)
     ids = torch.arange(3, 15)[None]
     padded = torch.nn.functional.pad(ids, (0, SWITCH - 11), value=3)
     with torch.no_grad():
@@ -540,17 +532,6 @@ def test_a_longrope_window_ends_where_its_positions_change(longrope):
         in_window = longrope(input_ids=padded[:, :SWITCH]).logits[:, : ids.shape[1]]
     assert (alone - in_long_batch).abs().max() > 1e-2
     torch.testing.assert_close(alone, in_window, atol=1e-4, rtol=0)
-
-
-def test_within_the_window_a_reading_is_exact_in_any_batch(longrope):
-    reader, short = SignalReader(Backbone.from_model(longrope)), sequence(1, 12)
-    eager = oracle.copy_with_attention(longrope, "eager")
-    expected = oracle.oracle_signals(eager, short)
-    signals = reader.read([short, sequence(2, SWITCH)])[0]
-    for name in oracle.SIGNALS:
-        np.testing.assert_allclose(getattr(signals, name), expected[name], atol=2e-4)
-    with pytest.raises(ValueError, match="17 tokens.*reads at most 16"):
-        reader.read([short, sequence(2, SWITCH + 1)])
 
 
 def test_longrope_of_one_layer_type_limits_the_window_and_dynamic_rope_does_not():
@@ -576,63 +557,3 @@ def test_a_weights_file_in_another_folder_or_format_is_refused(checkpoint, there
     else:
         (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_refused(checkpoint, repr(there), "expected *.safetensors files in the same")
-
-
-def test_a_run_reads_its_answers_with_the_commit_that_wrote_them(checkpoint):
-    repository = checkpoint.parent / "models--owner--name"
-    for commit in (HERE, OTHER):
-        shutil.copytree(checkpoint, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(OTHER)
-    backend = json.dumps({"backend": "transformers", "revision": HERE})
-    (checkpoint.parent / "backend.json").write_text(backend)
-    program = (
-        "import sys, pathlib\n"
-        "from beatrice.extract.backbone.loading import open_backbone\n"
-        "from beatrice.extract.backbone.names import BackboneConfig\n"
-        "for folder in map(pathlib.Path, sys.argv[1:]):\n"
-        "    print(open_backbone(BackboneConfig(model='owner/name'), folder).revision)"
-    )
-    folders = checkpoint.parent, checkpoint.parent / "unanswered"
-    done = run_python(program, *folders, HF_HUB_CACHE=str(checkpoint.parent))
-    assert done.stdout.split() == [HERE, OTHER]
-
-
-class Hub(SimpleHTTPRequestHandler):
-    """The Hub's file downloads, for every repository from the same folder."""
-
-    def translate_path(self, path):
-        return super().translate_path(path.rpartition("/")[2])
-
-    def end_headers(self):
-        self.send_header("X-Repo-Commit", HERE)
-        self.send_header("X-Error-Code", "EntryNotFound")  # only read with a 404
-        self.send_header("ETag", f'"{self.path.rpartition("/")[2]}"')
-        super().end_headers()
-
-    def log_message(self, *arguments):
-        """Keep the test output clean."""
-
-
-def test_an_adapter_on_the_hub_is_refused_if_nothing_is_cached_yet(
-    checkpoint, tmp_path
-):
-    (checkpoint / "adapter_config.json").write_text("{}")
-    program = (
-        "from beatrice.extract.backbone import loading\n"
-        "for load in (loading.load_backbone, loading.load_outline):\n"
-        "    try:\n"
-        "        load(f'owner/{load.__name__}')\n"
-        "    except ValueError as error:\n"
-        "        print(error)"
-    )
-    handler = functools.partial(Hub, directory=str(checkpoint))
-    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
-        away = {
-            "HF_ENDPOINT": url,
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "NO_PROXY": "*",
-        }
-        lines = run_python(program, HF_HUB_OFFLINE="0", **away).stdout.splitlines()
-    for name, line in zip(("load_backbone", "load_outline"), lines, strict=True):
-        assert f"{name}': expected complete weights, found an adapter" in line

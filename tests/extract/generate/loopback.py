@@ -20,6 +20,7 @@ from beatrice.extract.generate.generator import (
     reply_files,
 )
 from beatrice.extract.run.files import Journal
+from tests.pgir.small import serving
 
 
 class Numbers:
@@ -89,93 +90,74 @@ class Loopback:
         )
         with self._model_lock:
             ((_, answer),) = self.generator.stream([prompt], config)
-        if body.get("stop_token_ids"):
-            answer = self.ended(answer, body["stop_token_ids"])
-        if body.get("stop"):
-            answer = self.stopped(answer, body["stop"])
+        ends = body.get("stop_token_ids", ()), body.get("stop", ())
+        if any(ends):
+            answer = self.ended(answer, *ends)
         return 200, self.choice(answer, body, is_chat)
 
-    def ended(self, answer, stop_ids):
-        """Return a text as vLLM ends it at a token that a request names."""
-        ends = (n for n, i in enumerate(answer.token_ids) if i in stop_ids)
-        if (n := next(ends, None)) is None:
-            return answer
-        ids, stop_id = answer.token_ids[:n], answer.token_ids[n]
-        cut = {"token_ids": ids, "stop_id": stop_id, "finish": "stop"}
-        cut |= {"log_probs": answer.log_probs[: n + 1], "n_new_tokens": n + 1}
-        cut["text"] = self.generator.backbone.tokenizer.decode(ids).strip()
-        return msgspec.structs.replace(answer, **cut)
-
-    def stopped(self, answer, stop):
-        """Return a text as vLLM ends it: with the token that completes the string."""
+    def ended(self, answer, stop_ids, stop):
+        """Return a text as vLLM ends it: at a token, or with one that ends a string."""
         decode = self.generator.backbone.tokenizer.decode
-        for n in range(1, len(answer.token_ids) + 1):
-            text = decode(answer.token_ids[:n])
-            if any(text_end in text for text_end in stop):
-                cut = {"token_ids": answer.token_ids[:n], "text": text, "stop_id": None}
-                cut |= {"log_probs": answer.log_probs[:n], "finish": "stop"}
+        for n, token in enumerate(answer.token_ids, start=1):
+            is_stop = token in stop_ids
+            if is_stop or any(x in decode(answer.token_ids[:n]) for x in stop):
+                ids = answer.token_ids[: n - is_stop]
+                cut = {"token_ids": ids, "text": decode(ids), "finish": "stop"}
+                cut |= {"stop_id": token if is_stop else None, "n_new_tokens": n}
+                cut["log_probs"] = answer.log_probs[:n]
                 return msgspec.structs.replace(answer, **cut)
         return answer
 
     def choice(self, answer, body, is_chat):
         choice = {"index": 0, "finish_reason": answer.finish}
-        stop = () if answer.stop_id is None else (answer.stop_id,)
-        written = [*(answer.token_ids or ()), *stop]
         if body.get("return_token_ids"):
-            choice["token_ids"] = written
+            stop = () if answer.stop_id is None else (answer.stop_id,)
+            choice["token_ids"] = [*(answer.token_ids or ()), *stop]
         if is_chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
-            if body.get("logprobs"):
-                empty = {"token": "", "bytes": None, "top_logprobs": []}
-                tokens = [{**empty, "logprob": p} for p in answer.log_probs or ()]
-                choice["logprobs"] = {"content": tokens}
+            logprobs = {"content": [{"logprob": p} for p in answer.log_probs or ()]}
         else:
             choice["text"] = f" {answer.text}"
-            if body.get("logprobs"):
-                choice["logprobs"] = {"token_logprobs": answer.log_probs}
+            logprobs = {"token_logprobs": answer.log_probs}
+        if body.get("logprobs"):
+            choice["logprobs"] = logprobs
         n_prompt, n_new = answer.n_prompt_tokens or 0, answer.n_new_tokens or 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
-        usage["total_tokens"] = n_prompt + n_new
-        kind = "chat.completion" if is_chat else "text_completion"
-        about = {"id": "x", "created": 0, "model": body["model"], "object": kind}
         counts = {"usage": usage} if self.counts_tokens else {}
-        return {**about, "choices": [choice], **counts}
+        return {"id": "x", "model": body["model"], "choices": [choice], **counts}
 
 
-def _handler(loopback):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            loopback.encodings_wanted.append(self.headers["Accept-Encoding"])
-            with loopback.counted():
-                time.sleep(loopback.pause)
-                self.send(*loopback.reply(self.path, body))
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        loopback = self.server.loopback
+        loopback.encodings_wanted.append(self.headers["Accept-Encoding"])
+        with loopback.counted():
+            time.sleep(loopback.pause)
+            self.send(*loopback.reply(self.path, body))
 
-        def do_GET(self):
-            models = [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]
-            listed = 200, {"object": "list", "data": models}
-            self.send(*(loopback.planned_failure() or listed))
+    def do_GET(self):
+        listed = 200, {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        self.send(*(self.server.loopback.planned_failure() or listed))
 
-        def send(self, status, result):
-            is_spoiled = isinstance(result, bytes)
-            content = result if is_spoiled else json.dumps(result).encode()
-            head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(content)}\r\n"
-            head += f"Content-Encoding: {loopback.encoding}\r\n"
-            head += f"Location: {loopback.location}\r\n" * bool(loopback.location)
-            head += "Content-Type: application/json\r\n\r\n"
-            whole = head.encode() + content
-            step = 1 if loopback.trickle else len(whole)
-            with contextlib.suppress(OSError):  # the client has gone
-                for start in range(0, len(whole), step):
-                    self.wfile.write(whole[start : start + step])
-                    time.sleep(loopback.trickle)
+    def send(self, status, result):
+        loopback, is_spoiled = self.server.loopback, isinstance(result, bytes)
+        content = result if is_spoiled else json.dumps(result).encode()
+        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(content)}\r\n"
+        head += f"Content-Encoding: {loopback.encoding}\r\n"
+        head += f"Location: {loopback.location}\r\n" * bool(loopback.location)
+        head += "Content-Type: application/json\r\n\r\n"
+        whole = head.encode() + content
+        step = 1 if loopback.trickle else len(whole)
+        with contextlib.suppress(OSError):  # the client has gone
+            for start in range(0, len(whole), step):
+                self.wfile.write(whole[start : start + step])
+                time.sleep(loopback.trickle)
 
-        def log_message(self, *arguments):
-            """Keep the test output clean."""
-
-    return Handler
+    def log_message(self, *arguments):
+        """Keep the test output clean."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -191,21 +173,13 @@ class _Server(ThreadingHTTPServer):
 @contextlib.contextmanager
 def served(generator, tls=None):
     """Serve a backend on a free port of this machine, over TLS if given its context."""
-    loopback = Loopback(generator)
-    server = _Server(("127.0.0.1", 0), _handler(loopback))
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.loopback = loopback = Loopback(generator)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    loopback.url = (
-        f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}/v1"
-    )
-    try:
+    with serving(server) as url:
+        loopback.url = f"{url.replace('http', 'https') if tls else url}/v1"
         yield loopback
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def open_replies(path):

@@ -67,6 +67,12 @@ def test_everything_that_changes_a_text_changes_its_key():
     others += [(identity, prompt, dataclasses.replace(config, **x)) for x in configs]
     keys = [reply_key(*parts) for parts in [(identity, prompt, config), *others]]
     assert len(set(keys)) == len(keys)
+    # A greedy text depends on neither seed, sample nor top-p; stop strings are in the
+    # keys of the texts that have some.
+    greedy, other = SamplingConfig(seed=1, top_p=0.5), SamplingConfig(seed=2)
+    again = GeneratorPrompt(text="p", sample=4)
+    assert reply_key({}, prompt, greedy) == reply_key({}, again, other)
+    assert "stop" not in greedy.as_key() | config.as_key()
 
 
 def test_a_text_also_ends_at_the_token_that_ends_a_turn_in_the_template(bytewise):
@@ -83,13 +89,6 @@ def test_a_text_also_ends_at_the_token_that_ends_a_turn_in_the_template(bytewise
     assert usual_stop_id(bytewise, PromptConfig(chat=True), stop_ids(backbone)) == end
     backbone.model.generation_config.eos_token_id = [end, *ends]
     assert stop_ids(backbone) == (end, *ends)
-
-
-def test_the_key_of_a_greedy_text_ignores_seed_sample_and_top_p():
-    a, b = SamplingConfig(seed=1, top_p=0.5), SamplingConfig(seed=2)
-    assert reply_key({}, GeneratorPrompt(text="p"), a) == reply_key(
-        {}, GeneratorPrompt(text="p", sample=4), b
-    )
 
 
 def test_a_backends_identity_names_model_tokenizer_template_and_dtype(local):

@@ -4,7 +4,6 @@ import collections
 import json
 import re
 import shutil
-import time
 
 import msgspec
 import pytest
@@ -28,7 +27,6 @@ from tests.extract.small_run import (
     make_run,
     questions,
 )
-from tests.process import BEATRICE, kill, run_line, start
 
 
 @pytest.fixture(scope="module")
@@ -308,37 +306,6 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, local):
         done = beatrice("sample", run_dir, *arguments, *plain)
         assert all(s.token_ids is None for s in read_records(path, Sample))
         assert "0 without log-probabilities" in done.stderr
-
-
-@pytest.mark.slow
-def test_labelling_killed_again_and_again_ends_like_labelling_that_was_not(run_dir):
-    """Real kills of a real process, at every fifth reply; no reply is lost."""
-    beatrice("answer", run_dir)
-    replies = run_dir / "replies" / "judge.jsonl"
-    n_kills, n_before = 0, 0
-    with served(ScriptedGenerator(fair_verdict)) as server:
-        command = [*BEATRICE, "label", run_dir]
-        command += ["--judge", "big", "--server", server.url, "--set", "concurrency=2"]
-        server.pause = 0.03
-        for _ in range(4):
-            process = start(*command)
-            while process.poll() is None and n_lines(replies) < n_before + 5:
-                time.sleep(0.005)
-            n_kills += kill(process)
-            assert n_lines(replies) >= n_before
-            n_before = n_lines(replies)
-        run_line(*command)
-        n_requests = len(server.requests)
-        killed = (run_dir / "labels.jsonl").read_bytes()
-        replies.unlink()
-        (run_dir / "labels.jsonl").unlink()
-        server.pause = 0.0
-        run_line(*command)
-        n_whole = len(server.requests) - n_requests
-    assert n_kills >= 3
-    assert (run_dir / "labels.jsonl").read_bytes() == killed
-    # Only requests under way at a kill are repeated, at most two each time.
-    assert n_whole <= n_requests <= n_whole + 2 * n_kills
 
 
 def n_lines(path):

@@ -18,7 +18,6 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.generate.answers import answer_config
-from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.options import ServerOptions
 from beatrice.extract.generate.prompts import (
     _STRFTIME,
@@ -223,16 +222,12 @@ def test_an_answer_begins_where_the_template_puts_an_answer(bytewise):
         build_prompt(bytewise, CHAT, "why?")
 
 
-def test_a_prompt_that_begins_thoughts_is_refused_and_not_completed(bytewise):
-    """As in Qwen3's models that always think, whose past replies get empty thoughts."""
-    bytewise.chat_template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>"
-        "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-        "{{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-    )
-    with pytest.raises(ValueError, match="opens a thinking block"):
-        build_prompt(bytewise, CHAT, "why?")
+# Of Qwen3's models that always think, whose past replies get empty thoughts.
+THOUGHTS = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +237,7 @@ def test_a_prompt_that_begins_thoughts_is_refused_and_not_completed(bytewise):
         ("{{ messages[0]['content'] | upper }}", "changes the text"),
         ("{{ messages[0]['content'] * 2 }}", "changes the text"),
         ("{{ messages[0]['content'] }}<think>\n", "opens a thinking block"),
+        (THOUGHTS, "opens a thinking block"),
         ("{% for", "TemplateSyntaxError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ raise_exception('no') }}", "TemplateError"),
@@ -460,11 +456,6 @@ def test_a_stop_string_that_never_occurs_changes_nothing(local, requests):
     prompts = prompts_of(requests[:8])
     config = dataclasses.replace(GREEDY, stop=("\n", "Question:"))
     assert texts(local, prompts) == texts(local, prompts, config)
-
-
-def test_a_replys_key_mentions_stop_strings_only_if_there_are_any():
-    assert GREEDY.as_key() == {"max_new_tokens": 10, "temperature": 0.0}
-    assert "stop" not in SamplingConfig(temperature=1.0).as_key()
 
 
 def test_a_line_feed_ends_answers_to_worked_examples_by_default():

@@ -45,7 +45,6 @@ from beatrice.extract.generate.prompts import (
     make_requests,
 )
 from beatrice.extract.generate.server import (
-    Account,
     ServedGenerator,
     SpendingCapReached,
     seconds_before_retry,
@@ -73,6 +72,7 @@ from tests.records import an_answer, an_example
 QUESTION = GeneratorPrompt(text="Question: who? Answer:")
 PASSAGE = Passage(title="Ada", text="Ada wrote it.")
 THREE_IDS = GeneratorPrompt(text="x", ids=(3, 4, 5))
+ENDING_TURNS = "{% for m in messages %}{{ m['content'] }}<s>{% endfor %}"
 
 
 @pytest.fixture
@@ -246,26 +246,17 @@ def test_a_server_that_cuts_a_prompt_or_adds_to_a_text_is_refused(
     assert read(least - 1, n_cached=1)
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_log_probs_are_read_in_both_layouts_from_both_endpoints(
-    client, server, is_chat
+def test_log_probs_are_read_in_both_layouts_and_count_as_missing_if_one_is(
+    client, server
 ):
-    layouts = {"content": [{"token": "x", "logprob": -0.5}]}, {"token_logprobs": [-0.5]}
-    about = {"finish_reason": "stop", "text": "x", "message": {"content": "x"}}
-    server.failures = [(200, {"choices": [{**about, "logprobs": x}]}) for x in layouts]
-    prompt, generator = GeneratorPrompt(text="who?", is_chat=is_chat), client()
-    for _ in layouts:
-        assert texts(generator, [prompt])[0].log_probs == (-0.5,)
-
-
-def test_log_probs_that_lack_a_token_count_as_missing(client, server):
     choice = {"finish_reason": "length", "text": "a b", "token_ids": [5, 6]}
-    for log_probs, expected in (
-        ([-0.5, -0.1], (-0.5, -0.1)),
-        ([-0.5], None),
-        ([-0.5, None], None),
+    entries = [{"token": "x", "logprob": p} for p in (-0.5, -0.1)]  # of llama.cpp
+    for logprobs, expected in (
+        ({"token_logprobs": [-0.5, -0.1]}, (-0.5, -0.1)),
+        ({"content": entries}, (-0.5, -0.1)),
+        ({"content": entries[1:]}, None),
+        ({"token_logprobs": [-0.5, None]}, None),
     ):
-        logprobs = {"token_logprobs": log_probs}
         server.failures = [(200, {"choices": [{**choice, "logprobs": logprobs}]})]
         assert texts(client(), [QUESTION])[0].log_probs == expected
 
@@ -537,27 +528,6 @@ def test_a_text_whose_tokens_the_server_does_not_count_is_booked_at_the_maximum(
     assert reply.n_prompt_tokens is None
 
 
-def test_what_earlier_processes_spent_counts_towards_the_cap(server):
-    capped = ServerOptions(server=server.url, **UNIT_PRICES, max_cost=100.0)
-    with ServedGenerator("m", capped, earlier=(40, 50)) as generator:
-        with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
-            texts(generator, [THREE_IDS])
-    assert server.requests == []
-    with ServedGenerator("m", capped, earlier=(40, 40)) as generator:
-        assert texts(generator, [THREE_IDS])
-
-
-def test_a_reservation_that_is_given_back_can_be_spent():
-    account = Account(ServerOptions(server="http://x/v1", price_new=1e6, max_cost=10.0))
-    held = account.reserve(0, 6)
-    with pytest.raises(SpendingCapReached):
-        account.reserve(0, 6)
-    account.book(held, 0, 0)
-    account.book(account.reserve(0, 6), 0, 2)
-    assert account.spent == 2.0
-    account.reserve(0, 8)
-
-
 def test_everything_known_about_a_server_and_its_tokenizer_is_in_its_keys(tmp_path):
     with RunDir.open(tmp_path / "run", smoke()) as run:
         tokenizer = load_tokenizer_only(run)[0].tokenizer
@@ -613,23 +583,6 @@ def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
     assert len({body["seed"] for body in bodies}) == 3
 
 
-def five_hundred_prompts(local):
-    """Return prompts as text and ids, where the text tokenizes to the ids."""
-    every = questions(n_train=1, n_evaluation=260, n_ood=100)
-    model, tokenizer = local.backbone, local.backbone.tokenizer
-    requests = make_requests(every, model, PromptConfig(), 10).requests
-    prompts = [
-        GeneratorPrompt(
-            text=tokenizer.decode(request.prompt.ids, skip_special_tokens=True),
-            ids=request.prompt.ids,
-        )
-        for request in requests
-    ]
-    assert all(tuple(tokenizer(p.text)["input_ids"]) == p.ids for p in prompts)
-    assert len(prompts) >= 500
-    return prompts
-
-
 @contextlib.contextmanager
 def transformers_serve():
     """Start `transformers serve` on a free port; yield its URL."""
@@ -663,7 +616,10 @@ def test_five_hundred_questions_are_answered_alike_by_transformers_serve(local):
     """A server that this project did not write; needs transformers[serving]."""
     for name in ("fastapi", "uvicorn", "accelerate"):
         pytest.importorskip(name, reason="pip install 'transformers[serving]'")
-    prompts = five_hundred_prompts(local)
+    every = questions(n_train=1, n_evaluation=260, n_ood=100)
+    requests = make_requests(every, local.backbone, PromptConfig(), 10).requests
+    prompts = [GeneratorPrompt(text=x.prompt.text, ids=x.prompt.ids) for x in requests]
+    assert len(prompts) >= 500
     with transformers_serve() as url:
         known = {"dialect": "openai", "concurrency": 1, "retries": 8}
         with ServedGenerator(str(WEIGHTS), ServerOptions(server=url, **known)) as there:
@@ -679,25 +635,17 @@ def test_a_local_backend_is_float32_unless_another_dtype_is_given(wanted, dtype)
         assert generator.identity["dtype"] == dtype
 
 
-def test_without_generation_defaults_the_config_names_the_stop_token(tmp_path):
+def test_the_tokens_that_end_a_text_are_found_without_weights(tmp_path):
+    """Without generation defaults in the config; a template's end of turn is added."""
     model = shutil.copytree(WEIGHTS, tmp_path / "model")
     (model / "generation_config.json").unlink()
     with RunDir.open(tmp_path / "run", smoke(model)) as run:
-        _, stops = load_tokenizer_only(run)
-    assert stops == stop_ids(load_backbone(model)) == (2,)
+        assert load_tokenizer_only(run)[1] == stop_ids(load_backbone(model)) == (2,)
+        (model / "chat_template.jinja").write_text(ENDING_TURNS)
+        assert load_tokenizer_only(run)[1] == stop_ids(load_backbone(model)) == (2, 1)
 
 
-def test_the_token_that_ends_a_turn_in_the_template_is_found_without_weights(tmp_path):
-    model = shutil.copytree(WEIGHTS, tmp_path / "model")
-    turn = "{{ m['content'] }}<s>"
-    template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
-    (model / "chat_template.jinja").write_text(template)
-    with RunDir.open(tmp_path / "run", smoke(model)) as run:
-        _, stops = load_tokenizer_only(run)
-    assert stops == stop_ids(load_backbone(model)) == (2, 1)
-
-
-def test_the_tokenizer_of_a_run_is_of_the_commit_that_answered_it(tmp_path):
+def test_model_and_tokenizer_of_a_run_are_of_the_commit_that_answered_it(tmp_path):
     written, newer = "a" * 40, "b" * 40
     repository = tmp_path / "models--owner--name"
     for commit in (written, newer):
@@ -706,19 +654,21 @@ def test_the_tokenizer_of_a_run_is_of_the_commit_that_answered_it(tmp_path):
     (repository / "refs" / "main").write_text(newer)
     changed = repository / "snapshots" / newer
     (changed / "generation_config.json").write_text('{"eos_token_id": 5}')
-    (changed / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}<s>{% endfor %}"
-    )
-    program = (
-        "import pathlib, sys\n"
-        "from beatrice.extract.generate.answers import load_tokenizer_only\n"
-        "from beatrice.extract.run.directory import RunDir\n"
-        "print(*load_tokenizer_only(RunDir(pathlib.Path(sys.argv[1])))[1])"
-    )
+    (changed / "chat_template.jinja").write_text(ENDING_TURNS)
+    program = """
+import pathlib, sys
+from beatrice.extract.backbone.loading import BackboneConfig, open_backbone
+from beatrice.extract.generate.answers import load_tokenizer_only
+from beatrice.extract.run.directory import RunDir
+run = RunDir(pathlib.Path(sys.argv[1]))
+print(load_tokenizer_only(run)[1])
+for answers in (run.answers, run.path / "unanswered"):
+    print(open_backbone(run.section("backbone", BackboneConfig), answers).revision)
+"""
     with RunDir.open(tmp_path / "run", smoke("owner/name")) as run:
         record_backend(run.answers, {"backend": "served", "revision": written})
     done = run_python(program, run.path, HF_HUB_CACHE=str(tmp_path))
-    assert done.stdout.split() == ["2"]
+    assert done.stdout.splitlines() == ["(2,)", written, newer]
 
 
 def test_served_texts_end_at_the_same_tokens_as_local_texts(local, server, requests):
@@ -728,8 +678,7 @@ def test_served_texts_end_at_the_same_tokens_as_local_texts(local, server, reque
     tokenizer = copy.deepcopy(local.backbone.tokenizer)
     word = tokenizer.convert_ids_to_tokens(end)
     tokenizer.add_tokens([AddedToken(word, special=True)], special_tokens=True)
-    turn = "{{ m['content'] }}" + word
-    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    tokenizer.chat_template = ENDING_TURNS.replace("<s>", word)
     backbone = dataclasses.replace(local.backbone, tokenizer=tokenizer)
     here = texts(TransformersGenerator(backbone=backbone), prompts)
     options, stops = ServerOptions(server=server.url), stop_ids(backbone)

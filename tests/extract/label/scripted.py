@@ -81,20 +81,9 @@ def fields_of(prompt, marker=None):
 
     A list, so that a smuggled-in field shows as an extra one.
     """
-    if marker is None:
-        marker = MARKER.search(prompt).group(1)
-    fields, name, lines = [], None, []
-    for line in prompt.split("\n"):
-        begin = re.fullmatch(rf"\[begin (.*) {re.escape(marker)}\]", line)
-        end = re.fullmatch(rf"\[end (.*) {re.escape(marker)}\]", line)
-        if name is None and begin:
-            name, lines = begin.group(1), []
-        elif name is not None and end and end.group(1) == name:
-            fields.append((name, "\n".join(lines)))
-            name = None
-        elif name is not None:
-            lines.append(line)
-    return fields
+    mark = re.escape(marker or MARKER.search(prompt).group(1))
+    field = rf"^\[begin ([^\n]*) {mark}\]\n(.*?)\n\[end \1 {mark}\]$"
+    return re.findall(field, prompt, re.MULTILINE | re.DOTALL)
 
 
 def fair_verdict(prompt, marker=None):

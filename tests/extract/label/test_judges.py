@@ -23,7 +23,6 @@ from tests.extract.label.scripted import (
     FORESEEN,
     INJECTIONS,
     LABELLED,
-    WORDS,
     ScriptedGenerator,
     answered,
     fair_verdict,
@@ -138,14 +137,6 @@ def test_escaping_twice_changes_nothing_more_and_plain_text_not_at_all():
 def test_no_labelled_string_is_misread():
     read = {text: parse_verdict(text) for text, _ in LABELLED}
     assert {t: read[t] for t, verdict in LABELLED if read[t] != verdict} == {}
-
-
-@given(st.sampled_from(WORDS), st.text(min_size=1))
-def test_a_verdict_with_other_words_around_it_is_unparsable(labelled, text):
-    word, _ = labelled
-    if any(character.isalnum() for character in text):
-        assert parse_verdict(f"{word} {text}") == "unparsable"
-        assert parse_verdict(f"{text} {word}") == "unparsable"
 
 
 @given(st.text())

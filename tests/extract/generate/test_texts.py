@@ -1,14 +1,16 @@
-"""A dry run counts the work ahead and does none of it."""
+"""Texts are recorded by batch; a dry run counts those ahead and records none."""
 
 import dataclasses
 import re
 import shutil
+import time
 
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
+    Replies,
     ReplyCounter,
     SamplingConfig,
     count_requests,
@@ -17,7 +19,8 @@ from beatrice.extract.generate.generator import (
 from beatrice.extract.records import SETTINGS, Answer, read_records
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.files import Journal, JsonLines
+from beatrice.extract.run.process import Share
 from beatrice.extract.signals.extract import EXTRACT, EXTRACT_PRESETS
 from beatrice.extract.store.spec import model_shapes, stored_bytes
 from beatrice.extract.store.store import open_store
@@ -32,6 +35,45 @@ GREEDY = SamplingConfig(max_new_tokens=4)
 def prompts(n):
     sizes = range(1, n + 1)
     return [GeneratorPrompt(text="x" * i, ids=tuple(range(i))) for i in sizes]
+
+
+class InPairs(ScriptedGenerator):
+    """A local generator with batches of two prompts."""
+
+    def plan(self, prompts, config):
+        return [(i, i + 1) for i in range(0, len(prompts), 2)]
+
+
+class SlowJournal(Journal):
+    """A journal on a disk that takes a while to sync."""
+
+    n_syncs = 0
+
+    def append(self, rows):
+        super().append(rows)
+        self.n_syncs += 1
+        time.sleep(0.25)
+
+
+def test_a_batch_is_written_at_once_and_its_time_excludes_the_writing(tmp_path):
+    journal = SlowJournal(**vars(Journal.open(reply_files(tmp_path / "r.jsonl"))))
+    replies = Replies(journal=journal, is_timed=True)
+    texts = replies.generate(InPairs(str.lower), prompts(12), GREEDY)
+    assert [text.text for text in texts] == [prompt.text for prompt in prompts(12)]
+    assert journal.n_syncs == 6
+    assert sum(text.seconds for text in texts) < 0.25
+
+
+def test_the_progress_of_a_share_counts_only_its_own_texts(tmp_path):
+    files, counts = reply_files(tmp_path / "r.jsonl", tmp_path / "parts"), []
+    twice = prompts(12) + prompts(2)
+    for rank in range(3):  # other workers' texts are there
+        share = Share(rank, 3)
+        replies = Replies(journal=Journal.open(files, share), share=share)
+        replies.generate(
+            InPairs(str.lower), twice, GREEDY, lambda *numbers: counts.append(numbers)
+        )
+    assert counts == [(0, 4), (2, 4), (4, 4)] * 3
 
 
 def numbers_of(text):
