@@ -466,14 +466,15 @@ def test_a_repeated_text_without_an_id_is_listed(tmp_path):
     assert "the question of record 2" in report["repeats"][1]["reason"]
 
 
-def test_a_finished_folder_is_not_built_again_and_a_changed_one_refused(
+def test_a_finished_folder_keeps_its_examples_and_a_changed_one_is_refused(
     sources, tmp_path
 ):
     out = tmp_path / "out"
     first = build(out, sources)
     assert build(out, sources) == first
-    with pytest.raises(ValueError, match="built with other splits"):
+    with pytest.raises(ValueError, match="there already with other content"):
         build(out, sources, splits=small(seed=1))
+    assert check_folder(out) == first
     with (out / "examples.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(ValueError, match="not the file that splits.json names"):
