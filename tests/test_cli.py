@@ -18,7 +18,6 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from beatrice.cli import HEADINGS, VERBS, main
-from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extras import missing_extra
@@ -84,21 +83,23 @@ def test_there_are_few_verbs_and_options():
     assert len(set(every_option(main))) <= 88
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("scor RUN", "`beatrice score`"),
-        ("verify RUN", "`beatrice doctor RUN_DIR --verify`"),
-        ("world RUN", "`beatrice data RUN_DIR --world`"),
-        ("demo RUN --sed 1", "--seed"),
-        ("label RUN --set max_costs=3", "max_cost?"),
-    ],
-)
-def test_a_mistyped_word_gets_a_suggestion(words, meant):
-    assert meant in beatrice(*words.split(), code=2).stderr
-
-
 WRONG_USAGE = [
+    ("scor RUN", "`beatrice score`"),
+    ("verify RUN", "`beatrice doctor RUN_DIR --verify`"),
+    ("world RUN", "`beatrice data RUN_DIR --world`"),
+    ("demo RUN --sed 1", "--seed"),
+    ("label RUN --set max_costs=3", "max_cost?"),
+    ("data", "give either RUN_DIR, or --inspect FILE"),
+    ("data RUN", "give files with --train, --dev or --held-out; or --world"),
+    ("data RUN --inspect x", "give either RUN_DIR, or --inspect FILE"),
+    ("data --inspect x --n-train 5", "--inspect cannot be combined"),
+    ("data --inspect ../squad=x", "before the =, found '../squad'"),
+    ("data RUN --train x=x --set train_model=true", "train_model is for --world"),
+    ("data RUN --train x.json", "such as mine=x.json"),
+    ("data RUN --world --train nq=x", "--world has its own questions"),
+    ("data RUN --train nq=x --n-held-out nq=many", "--n-held-out"),
+    ("data RUN --train x=x --model embedded --template nowhere", "few-shot or a file"),
+    *((f"data RUN --train {x}=x", "a name (") for x in ("../x", ".x", "a" * 65)),
     ("demo RUN --preset smoke --model /no/model", "no such directory"),
     ("demo RUN --hidden_layers sideways", "sideways"),  # an underscore is accepted
     ("data RUN --train nq=x.json --n-train -5", "--n-train"),
@@ -202,11 +203,6 @@ def test_wrong_usage_is_reported_at_once_and_leaves_nothing_behind(
         line = [word.replace(name, str(place)) for word in line]
     assert message in beatrice(*line, code=2).output
     assert not list(working_folder.iterdir())
-
-
-def test_an_unknown_template_is_refused_with_a_list_of_the_known_ones():
-    with pytest.raises(click.BadParameter, match="nowhere: .* few-shot or a file"):
-        PromptOptions(template="nowhere").prompt_config()
 
 
 def test_a_folder_that_is_not_a_run_is_refused_and_not_recorded(small_run, tmp_path):

@@ -123,26 +123,6 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
     assert "splits.json has changed since" in verified.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("out",),
-        ("out", "--inspect", "x"),
-        ("--inspect", "x", "--n-train", "5"),
-        ("out", "--train", "mine=x", *EMBEDDED, "--set", "train_model=true"),
-        ("out", "--train", "x.json"),
-        ("out", "--world", "--train", "nq=x"),
-        ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
-        ("--inspect", "../squad=x"),
-        *(("out", "--train", f"{x}=x") for x in ("../x", "x/../../y", ".x", "a" * 65)),
-    ],
-)
-def test_wrong_usage_exits_with_two_and_writes_nothing(arguments, working_folder):
-    beatrice("data", *arguments, code=2)
-    assert not list(working_folder.iterdir())
-
-
 def test_a_file_whose_name_is_not_utf8_can_be_inspected(tmp_path):
     path = tmp_path / "caf\udce9.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
