@@ -124,7 +124,7 @@ def _read_pool(
     counts: dict[str, int] = dict.fromkeys(names, 0)
     repeats, refusals = list[Refusal](), list[Refusal]()
     unread = collections.Counter[str]()
-    others, first = set(pool), dict[str, int]()
+    numbers: dict[str, int] = {}  # of this file's questions, by id
     for row in file.read():
         counts["records"] += 1
         if isinstance(row, Refusal):
@@ -142,17 +142,16 @@ def _read_pool(
         question, name = row.question, str(row.question.id)
         if question.has_made_id and name in pool:
             # The same text again: the first one stands for both.
-            where = f"record {first[name]}" if name in first else "another file"
+            where = f"record {numbers[name]}" if name in numbers else "another file"
             reason = f"repeats the question of {where}, without an id of its own"
             repeats.append(Refusal(row.number, row.at, reason))
             continue
-        if name in others:
+        if name in pool:  # a file's own ids are unique
             raise ValueError(
                 f"{source.path} and another {source.role} file of {source.dataset} "
                 f"both have the id {name!r}; give one of the two files"
             )
-        if question.has_made_id:
-            first[name] = row.number
+        numbers[name] = row.number
         pool[name] = Candidate(name, text_key(question.question), question.split)
     n = counts["records"]
     if counts["of_another_split"] == n:
@@ -279,9 +278,7 @@ def _write_examples(
 
 
 def build_examples(
-    folder: Path,
-    config: BuildConfig,
-    note: Callable[[str], None] = lambda text: None,
+    folder: Path, config: BuildConfig, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; return the last."""
     settings = data_config(config).as_json()

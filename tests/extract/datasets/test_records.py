@@ -317,11 +317,12 @@ UNSCORED = pub.biencoder()
 for _positive in UNSCORED["positive_ctxs"]:
     del _positive["score"]
 TEXTS = [["It is of 1920.", "It is mute."], ["It is of 1950."]]
-FILMS = {
+META = {
     "type": "comparison",
     "supporting_facts": {"title": ["Film A"], "sent_id": [0]},
     "context": {"title": ["Film A", "Film B"], "content": TEXTS},
 }
+FILMS = pub.flashrag(7, metadata=META)
 BAND, MUTE = "Neil was a drummer. He wrote.", "It is of 1920. It is mute."
 GREEN = "Green is paragraph 0."
 MOON = "Men walked  there in December 1972 ."
@@ -335,14 +336,7 @@ LAYOUTS = [
         (make(7), "2wikimultihopqa", f"{7:032x}", [1, 1], "Film A", MUTE)
         for make in (pub.twowiki, pub.twowiki_strings)
     ),
-    (
-        pub.flashrag(7, metadata=FILMS),
-        "2wikimultihopqa",
-        "test_7",
-        [1, 0],
-        "Film A",
-        MUTE,
-    ),
+    (FILMS, "2wikimultihopqa", "test_7", [1, 0], "Film A", MUTE),
     # A distractor has the title of a gold paragraph.
     (pub.musique(7), "musique", "2hop__7_7", [1, 0, 1], "Green", GREEN),
     (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", [1], "T", "It is Ann."),
