@@ -402,7 +402,6 @@ def data(
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
     --model Qwen/Qwen3.5-9B --device cuda --chat
     """
-    files = questions.files()
     if (what.inspect is None) == (run_dir is None):
         raise click.UsageError("give either RUN_DIR, or --inspect FILE")
     if what.train_model and not what.world:
@@ -415,10 +414,10 @@ def data(
             raise click.UsageError("--inspect cannot be combined with other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
-        if files or questions != QuestionOptions() or asking != PromptOptions():
+        if (questions, asking) != (QuestionOptions(), PromptOptions()):
             raise click.UsageError("--world has its own questions and prompts")
         make_world_run(run_dir, run, storage, train_model=what.train_model)
-    elif not files:
+    elif not (files := questions.files()):
         raise click.UsageError(
             "give files with --train, --dev or --held-out; or --world"
         )
