@@ -27,6 +27,7 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.probe import MOST_EXAMPLES
 
 MOST_TOKENS = 16  # of an answer
+SPLITS = {"test": "test", "ood": "held out"}  # measured, with their names in the report
 
 
 def stored(run, model, setting, selected):
@@ -76,27 +77,15 @@ def main(run, name, folder, settings):
     report = []
     for setting, selected in questions.items():
         p_correct, truth = probe.predict(signals[setting]), np.array(labels[setting])
-        for dataset, split in sorted({(e.dataset, e.split) for e in selected}):
-            if split not in ("test", "ood"):
-                continue
-            kind = [(e.dataset, e.split) == (dataset, split) for e in selected]
-            where = np.flatnonzero(kind)
-            ids = np.array([selected[i].id for i in where])
-            report += [
-                {
-                    "head": OWN_PASS_HEADS[setting],
-                    "dataset": dataset,
-                    "split": "test" if split == "test" else "held out",
-                    **row,
-                }
-                for row in metric_rows(
-                    p_correct[where],
-                    p_correct[where],
-                    truth[where],
-                    ids,
-                    BootstrapConfig(n_resamples=2000),
-                )
-            ]
+        sets = [(e.dataset, e.split) for e in selected]
+        ids = np.array([e.id for e in selected])
+        for dataset, split in sorted({x for x in sets if x[1] in SPLITS}):
+            where = np.flatnonzero([x == (dataset, split) for x in sets])
+            p, config = p_correct[where], BootstrapConfig(n_resamples=2000)
+            about = {"head": OWN_PASS_HEADS[setting], "dataset": dataset}
+            about["split"] = SPLITS[split]
+            rows = metric_rows(p, p, truth[where], ids[where], config)
+            report += [about | row for row in rows]
     first = settings[0]
     shown = [
         {"question": e.question, "answer": a.text}

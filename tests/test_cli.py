@@ -18,7 +18,6 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from beatrice.cli import HEADINGS, VERBS, main
-from beatrice.extract.datasets.commands import PromptOptions
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
 from beatrice.extras import missing_extra
@@ -84,21 +83,23 @@ def test_there_are_few_verbs_and_options():
     assert len(set(every_option(main))) <= 88
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("scor RUN", "`beatrice score`"),
-        ("verify RUN", "`beatrice doctor RUN_DIR --verify`"),
-        ("world RUN", "`beatrice data RUN_DIR --world`"),
-        ("demo RUN --sed 1", "--seed"),
-        ("label RUN --set max_costs=3", "max_cost?"),
-    ],
-)
-def test_a_mistyped_word_gets_a_suggestion(words, meant):
-    assert meant in beatrice(*words.split(), code=2).stderr
-
-
 WRONG_USAGE = [
+    ("scor RUN", "`beatrice score`"),
+    ("verify RUN", "`beatrice doctor RUN_DIR --verify`"),
+    ("world RUN", "`beatrice data RUN_DIR --world`"),
+    ("demo RUN --sed 1", "--seed"),
+    ("label RUN --set max_costs=3", "max_cost?"),
+    ("data", "give either RUN_DIR, or --inspect FILE"),
+    ("data RUN", "give files with --train, --dev or --held-out; or --world"),
+    ("data RUN --inspect x", "give either RUN_DIR, or --inspect FILE"),
+    ("data --inspect x --n-train 5", "--inspect cannot be combined"),
+    ("data --inspect ../squad=x", "before the =, found '../squad'"),
+    ("data RUN --train x=x --set train_model=true", "train_model is for --world"),
+    ("data RUN --train x.json", "such as mine=x.json"),
+    ("data RUN --world --train nq=x", "--world has its own questions"),
+    ("data RUN --train nq=x --n-held-out nq=many", "--n-held-out"),
+    ("data RUN --train x=x --model embedded --template nowhere", "few-shot or a file"),
+    *((f"data RUN --train {x}=x", "a name (") for x in ("../x", ".x", "a" * 65)),
     ("demo RUN --preset smoke --model /no/model", "no such directory"),
     ("demo RUN --hidden_layers sideways", "sideways"),  # an underscore is accepted
     ("data RUN --train nq=x.json --n-train -5", "--n-train"),
@@ -147,91 +148,61 @@ WRONG_USAGE = [
     ("real --preset smoke", "give DATA_DIR and RUN_DIR, or --fetch"),
     ("bench survey gpt_os", "no model type is called 'gpt_os'; did you mean gpt_oss?"),
     ("bench extract --model-dtype bfloat16", "bfloat16 needs --model"),
+    ("baselines WORLD --only nope", "no detector"),
+    ("baselines WORLD --check nope", "MODULE:NAME"),
+    ("anatomy WORLD --only nope", "no analysis 'nope'"),
+    ("control WORLD --only nope", "no rival is called 'nope'"),
+    ("extract WORLD --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
+    ("label WORLD --judge /no", "--judge"),
+    ("report WORLD WORLD --ledger", "--ledger and --print take one run"),
+    ("report WORLD --out HERE.md", "--out is for a comparison; give RUN_B too"),
 ]
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG_USAGE)
-def test_wrong_usage_is_reported_at_once_and_leaves_nothing_behind(
-    tmp_path, words, message
-):
-    run = tmp_path / "run"
-    places = {"RUN": run, "HERE": __file__}
-    line = (places.get(word, word) for word in words.split())
-    assert message in beatrice(*line, code=2).output
-    assert not run.exists()
+# Lines with an empty value.
+EMPTY = (
+    "data EMPTY --world --preset smoke",
+    "data --inspect EMPTY",
+    "export WORLD EMPTY",
+    "report WORLD EMPTY",
+    "report WORLD WORLD --out EMPTY",
+    "report WORLD --print EMPTY",
+    "fit EMPTY HERE PROBE",
+    "fit embedded HERE EMPTY",
+    "score --probe EMPTY --question q?",
+    "score WORLD --question EMPTY",
+    "score WORLD --question q? --model EMPTY",
+    "score WORLD --file HERE --out EMPTY",
+    "control WORLD --retriever EMPTY",
+    "control WORLD --url EMPTY",
+    "corpus FOLDER --serve --set host=EMPTY",
+)
+# Lines whose output would be inside of a file.
+INSIDE = (
+    "export WORLD HERE/probe",
+    "fit embedded HERE HERE/probe",
+    "score WORLD --file HERE --out HERE/scores.jsonl",
+    "score WORLD --file HERE --html HERE/page.html",
+    "report WORLD WORLD --out HERE/comparison.md",
+    "corpus HERE/corpus --source HERE",
+)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("baselines RUN --only nope", "no detector"),
-        ("baselines RUN --check nope", "MODULE:NAME"),
-        ("anatomy RUN --only nope", "no analysis 'nope'"),
-        ("control RUN --only nope", "no rival is called 'nope'"),
-        ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
-        ("label RUN --judge /no", "--judge"),
-        ("report RUN RUN --ledger", "--ledger and --print take one run"),
-        ("report RUN --out HERE.md", "--out is for a comparison; give RUN_B too"),
+        *WRONG_USAGE,
+        *((words, "found an empty one") for words in EMPTY),
+        *((words, f"{__file__} is not a folder") for words in INSIDE),
     ],
 )
-def test_options_that_do_not_fit_a_run_are_wrong_usage(small_run, words, message):
-    line = (small_run if word == "RUN" else word for word in words.split())
-    assert message in beatrice(*line, code=2).stderr
-
-
-def test_an_unknown_template_is_refused_with_a_list_of_the_known_ones():
-    with pytest.raises(click.BadParameter, match="nowhere: .* few-shot or a file"):
-        PromptOptions(template="nowhere").prompt_config()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "data EMPTY --world --preset smoke",
-        "data --inspect EMPTY",
-        "export RUN EMPTY",
-        "report RUN EMPTY",
-        "report RUN RUN --out EMPTY",
-        "report RUN --print EMPTY",
-        "fit EMPTY HERE PROBE",
-        "fit embedded HERE EMPTY",
-        "score --probe EMPTY --question q?",
-        "score RUN --question EMPTY",
-        "score RUN --question q? --model EMPTY",
-        "score RUN --file HERE --out EMPTY",
-        "control RUN --retriever EMPTY",
-        "control RUN --url EMPTY",
-        "corpus FOLDER --serve --set host=EMPTY",
-    ],
-)
-def test_an_empty_value_is_refused_and_nothing_is_written(
-    small_run, tmp_path, monkeypatch, words
+def test_wrong_usage_is_reported_at_once_and_leaves_nothing_behind(
+    small_run, working_folder, words, message
 ):
-    monkeypatch.chdir(tmp_path)
-    places = {"RUN": small_run, "HERE": __file__, "EMPTY": ""}
-    line = (places.get(word, word.replace("EMPTY", "")) for word in words.split())
-    assert "found an empty one" in beatrice(*line, code=2).stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "export RUN FILE/probe",
-        "fit embedded FILE FILE/probe",
-        "score RUN --file FILE --out FILE/scores.jsonl",
-        "score RUN --file FILE --html FILE/page.html",
-        "report RUN RUN --out FILE/comparison.md",
-        "corpus FILE/corpus --source FILE",
-    ],
-)
-def test_an_output_that_cannot_be_written_is_wrong_usage(small_run, tmp_path, words):
-    (tmp_path / "file").write_text("{}")
-    places = {"RUN": str(small_run), "FILE": str(tmp_path / "file")}
+    places = {"RUN": "run", "WORLD": small_run, "HERE": __file__, "EMPTY": ""}
+    line = words.split()
     for name, place in places.items():
-        words = words.replace(name, place)
-    done = beatrice(*words.split(), code=2)
-    assert f"{tmp_path / 'file'} is not a folder" in done.stderr
+        line = [word.replace(name, str(place)) for word in line]
+    assert message in beatrice(*line, code=2).output
+    assert not list(working_folder.iterdir())
 
 
 def test_a_folder_that_is_not_a_run_is_refused_and_not_recorded(small_run, tmp_path):

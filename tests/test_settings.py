@@ -1,7 +1,7 @@
 """The settings of every room, which a manifest gives back as they were stored."""
 
-import dataclasses
 import re
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import pytest
@@ -62,7 +62,7 @@ STAGES = (
     [
         *(presets[preset] for presets in SECTIONS.values() for preset in PRESETS),
         BackboneConfig(model="owner/model", dtype="bfloat16", device="cuda"),
-        dataclasses.replace(EXTRACT_PRESETS["paper"], hidden_layers=(1, 5)),
+        replace(EXTRACT_PRESETS["paper"], hidden_layers=(1, 5)),
         GridConfig(stream=StreamConfig()).mixed(),
     ],
     ids=lambda settings: type(settings).__name__,
@@ -95,10 +95,8 @@ def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
     result = run.resolve_section("train", GRID_PRESETS, chosen)
     assert result == chosen(GRID_PRESETS["smoke"]) != GRID_PRESETS["smoke"]
-    assert (
-        run.resolve_section("train", GRID_PRESETS, options()) == result
-    )  # no option given
-    assert run.resolve_section("train", GRID_PRESETS, chosen) == result
+    for again in (options(), chosen):  # without an option, and with the same
+        assert run.resolve_section("train", GRID_PRESETS, again) == result
     assert grid_config(run) == result.seeded(7)
     both = options(mixed=True, streamed=True, linear_first=True)
     with pytest.raises(ValueError, match="you asked for .*train.(encoder|stream)"):
@@ -184,9 +182,8 @@ def test_sizes_of_a_stage_may_change_until_its_outputs_exist(run):
         return config.resized(width=4)
 
     assert grid_config(run).encoder.hidden == 8
-    assert (
-        TRAIN.resolve_section(run, change).encoder.hidden == 4
-    )  # recorded, nothing trained
+    # Recorded, as nothing is trained.
+    assert TRAIN.resolve_section(run, change).encoder.hidden == 4
     assert grid_config(run).encoder.hidden == 4
     run.examples.write_text("")
     run.encoders("closed_book").mkdir(parents=True)
@@ -198,9 +195,7 @@ def test_sizes_of_a_stage_may_change_until_its_outputs_exist(run):
         TRAIN.resolve_section(run, lambda config: config.resized(seeds=0))
     assert "delete" not in str(refused.value)
     # No result depends on the memory that training is planned for.
-    planned = TRAIN.resolve_section(
-        run, lambda c: dataclasses.replace(c, device_memory=9)
-    )
+    planned = TRAIN.resolve_section(run, lambda c: replace(c, device_memory=9))
     assert planned.device_memory == 9
 
 

@@ -10,9 +10,9 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
-from beatrice.extract.datasets.fields import DATASETS
+from beatrice.extract.datasets.fields import DATASETS, Question
 from beatrice.extract.datasets.loading import (
     MAX_LISTED,
     DatasetFile,
@@ -37,7 +37,7 @@ from beatrice.extract.datasets.splits import (
     questions_digest,
     read_splits,
 )
-from beatrice.extract.records import Passage, Split, text_key, to_json
+from beatrice.extract.records import Example, Passage, Split, text_key, to_json
 from beatrice.extract.run.files import (
     seal,
     sha256_file,
@@ -74,7 +74,7 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
     """
     if config.context is not None:
         return config
-    contexts, names = dict(config.contexts), set[str]()
+    contexts, unmarked = dict(config.contexts), set[str]()
     for dataset in dict.fromkeys(source.dataset for source in config.sources):
         if dataset in DATASETS or dataset in contexts:
             continue
@@ -88,9 +88,8 @@ def with_contexts_of_files(config: BuildConfig) -> BuildConfig:
         ]
         contexts[dataset] = "supporting" if any(marks) else "all" if marks else "none"
         if not any(marks):
-            names.add(dataset)
-    unmarked = frozenset(names)
-    return dataclasses.replace(config, contexts=contexts, unmarked=unmarked)
+            unmarked.add(dataset)
+    return dataclasses.replace(config, contexts=contexts, unmarked=frozenset(unmarked))
 
 
 def _counted_name(row: Loaded, source: Source, config: BuildConfig) -> str:
@@ -125,7 +124,7 @@ def _read_pool(
     counts: dict[str, int] = dict.fromkeys(names, 0)
     repeats, refusals = list[Refusal](), list[Refusal]()
     unread = collections.Counter[str]()
-    others, first = set(pool), dict[str, int]()
+    numbers: dict[str, int] = {}  # of this file's questions, by id
     for row in file.read():
         counts["records"] += 1
         if isinstance(row, Refusal):
@@ -143,17 +142,16 @@ def _read_pool(
         question, name = row.question, str(row.question.id)
         if question.has_made_id and name in pool:
             # The same text again: the first one stands for both.
-            where = f"record {first[name]}" if name in first else "another file"
+            where = f"record {numbers[name]}" if name in numbers else "another file"
             reason = f"repeats the question of {where}, without an id of its own"
             repeats.append(Refusal(row.number, row.at, reason))
             continue
-        if name in others:
+        if name in pool:  # a file's own ids are unique
             raise ValueError(
                 f"{source.path} and another {source.role} file of {source.dataset} "
                 f"both have the id {name!r}; give one of the two files"
             )
-        if question.has_made_id:
-            first[name] = row.number
+        numbers[name] = row.number
         pool[name] = Candidate(name, text_key(question.question), question.split)
     n = counts["records"]
     if counts["of_another_split"] == n:
@@ -207,17 +205,11 @@ def _read_pools(
     return pools, reports
 
 
-class _Row(NamedTuple):
-    line: str
-    question: str
-    passages: list[str]
-
-
 def _drawn_rows(
     dataset: str, config: BuildConfig, order: Mapping[str, Split]
-) -> dict[str, _Row]:
+) -> dict[str, tuple[Example, Question]]:
     """Return the drawn questions of one set by id; `order` has their splits."""
-    rows: dict[str, _Row] = {}
+    rows: dict[str, tuple[Example, Question]] = {}
     context = config.context_of(dataset)
     for source in config.sources:
         if source.dataset != dataset:
@@ -230,9 +222,7 @@ def _drawn_rows(
             if order.get(name) not in SPLITS_OF[source.role] or name in rows:
                 continue
             example = question.as_example(order[name], question.context(context))
-            bare = [Passage(title=p.title, text=p.text) for p in question.passages]
-            text = question.question
-            rows[name] = _Row(to_json(example), text, list(map(to_json, bare)))
+            rows[name] = example, question
     if missing := [name for name in order if name not in rows]:
         raise ValueError(
             f"{dataset}: {len(missing)} questions of the splits are not in the files "
@@ -246,8 +236,12 @@ def _write_examples(
     folder: Path,
     splits: Mapping[Split, Mapping[str, Sequence[str]]],
     config: BuildConfig,
+    expected: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, str]]:
-    """Write all examples and passages, or nothing; return digests of each split."""
+    """Write all examples and passages, or nothing; return digests of each split.
+
+    Digests that are `expected` are those of the questions that splits were drawn from.
+    """
     digests: dict[str, dict[str, str]] = {}
     written: set[bytes] = set()  # passages
     with (
@@ -255,55 +249,58 @@ def _write_examples(
         write_stream_atomic(folder / _FILES[0], is_new=True) as examples,
     ):
         for dataset in dict.fromkeys(source.dataset for source in config.sources):
-            names: dict[Split, Sequence[str]] = {
-                split: sets.get(dataset, ()) for split, sets in splits.items()
-            }
             order: dict[str, Split] = {
-                name: split for split, ids in names.items() for name in ids
+                name: split
+                for split, sets in splits.items()
+                for name in sets.get(dataset, ())
             }
             rows = _drawn_rows(dataset, config, order)
             for name in order:
-                examples.write(f"{rows[name].line}\n".encode())
-                for line in rows[name].passages:
+                example, question = rows[name]
+                examples.write(f"{to_json(example)}\n".encode())
+                for passage in question.passages:
+                    line = to_json(Passage(title=passage.title, text=passage.text))
                     key = hashlib.blake2b(line.encode(), digest_size=16).digest()
                     if key not in written:
                         written.add(key)
                         passages.write(f"{line}\n".encode())
-            for split, ids in names.items():
-                texts = ((name, rows[name].question) for name in ids)
-                digests.setdefault(split, {})[dataset] = questions_digest(texts)
-        if config.fixed is not None:
-            _check_texts(config.fixed, digests)
+            for split, sets in splits.items():
+                ids = sets.get(dataset, ())
+                digest = questions_digest((x, rows[x][0].question) for x in ids)
+                if expected.get(split, {}).get(dataset, digest) != digest:
+                    raise ValueError(
+                        f"{config.fixed}: the questions of {dataset} in {split} are "
+                        "not those the splits were drawn from, though their ids are; "
+                        "give those files"
+                    )
+                digests.setdefault(split, {})[dataset] = digest
     return digests
 
 
 def build_examples(
-    folder: Path,
-    config: BuildConfig,
-    note: Callable[[str], None] = lambda text: None,
+    folder: Path, config: BuildConfig, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write `examples.jsonl`, `passages.jsonl` and `splits.json`; return the last."""
     settings = data_config(config).as_json()
-    if (folder / "splits.json").exists():
-        before = check_folder(folder)
-        differ = [key for key in settings if before["config"].get(key) != settings[key]]
-        if differ:
-            raise ValueError(
-                f"{folder} was built with other {', '.join(differ)}; choose another "
-                "directory"
-            )
-        return before
     pools, reports = _read_pools(config, note)
-    drawn = _drawn(pools, config)
-    before = {} if config.fixed is None else read_splits(config.fixed)
-    if before.get("version") == 1:
-        known = before["config"]["sources"]
-        if any(source not in known for source in settings["sources"]):
+    expected: Mapping[str, Mapping[str, str]] = {}
+    if config.fixed is None:
+        drawn = draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
+    else:
+        given = read_splits(config.fixed)
+        drawn = _given_splits(
+            config.fixed, given["splits"], {name for name, _ in pools}
+        )
+        known = given["config"]["sources"]
+        # Digests of version 1 depend on how the version that wrote them folded texts.
+        if given["version"] == VERSION:
+            expected = given["questions_sha256"]
+        elif any(source not in known for source in settings["sources"]):
             note(
                 f"{config.fixed} was drawn by an earlier version from other files, so "
                 "only ids tell whether the questions are the same"
             )
-    digests = _write_examples(folder, drawn.splits, config)
+    digests = _write_examples(folder, drawn.splits, config, expected)
     manifest = seal(
         {
             "format": "beatrice-splits",
@@ -356,30 +353,17 @@ def data_config(config: BuildConfig) -> DataConfig:
     )
 
 
-def _drawn(pools: Pools, config: BuildConfig) -> DrawnSplits:
-    if (fixed := config.fixed) is None:
-        return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
-    datasets, splits = {dataset for dataset, _ in pools}, read_splits(fixed)["splits"]
+def _given_splits(
+    fixed: Path, splits: Mapping[Split, Mapping[str, list[str]]], datasets: set[str]
+) -> DrawnSplits:
+    """Return a manifest's splits of the question sets whose files are given."""
     if absent := datasets.difference(*splits.values()):
         raise ValueError(f"{fixed} has no splits of {', '.join(sorted(absent))}")
-    chosen = {
+    chosen: dict[Split, dict[str, list[str]]] = {
         split: {dataset: ids for dataset, ids in sets.items() if dataset in datasets}
         for split, sets in splits.items()
     }
     return DrawnSplits(chosen, [], [])
-
-
-def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
-    manifest = read_splits(fixed)
-    # Digests of version 1 depend on how the version that wrote them folded texts.
-    expected = manifest["questions_sha256"] if manifest["version"] == VERSION else {}
-    for split, sets in digests.items():
-        for dataset, digest in sets.items():
-            if expected.get(split, {}).get(dataset, digest) != digest:
-                raise ValueError(
-                    f"{fixed}: the questions of {dataset} in {split} are not those the "
-                    "splits were drawn from, though their ids are; give those files"
-                )
 
 
 def check_folder(folder: Path) -> dict[str, Any]:

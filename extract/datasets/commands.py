@@ -61,9 +61,10 @@ def _removed_on_failure(run: RunDir, *, was_there: bool) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if {path.name for path in run.path.iterdir()} <= {MANIFEST, "lock"}:
-            for name in (MANIFEST, "lock"):
-                (run.path / name).unlink(missing_ok=True)
+        files = list(run.path.iterdir())
+        if {path.name for path in files} <= {MANIFEST, "lock"}:
+            for path in files:
+                path.unlink(missing_ok=True)
             run.close()
             if not was_there:
                 with contextlib.suppress(OSError):  # another process starts a run there
@@ -401,7 +402,6 @@ def data(
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
     --model Qwen/Qwen3.5-9B --device cuda --chat
     """
-    files = questions.files()
     if (what.inspect is None) == (run_dir is None):
         raise click.UsageError("give either RUN_DIR, or --inspect FILE")
     if what.train_model and not what.world:
@@ -414,10 +414,10 @@ def data(
             raise click.UsageError("--inspect cannot be combined with other work")
         _inspect(what.inspect or "", questions, as_json)
     elif what.world:
-        if files or questions != QuestionOptions() or asking != PromptOptions():
+        if (questions, asking) != (QuestionOptions(), PromptOptions()):
             raise click.UsageError("--world has its own questions and prompts")
         make_world_run(run_dir, run, storage, train_model=what.train_model)
-    elif not files:
+    elif not (files := questions.files()):
         raise click.UsageError(
             "give files with --train, --dev or --held-out; or --world"
         )
@@ -491,15 +491,12 @@ def make_run(
     shots = frozenset(text_key(shot.question) for shot in prompt.shots)
     build = dataclasses.replace(with_contexts_of_files(chosen), shots=shots)
     preset = run.preset or "paper"
-    dtype = asking.model_dtype or default_dtype(asking.device)
-    attention_layers = asking.attention_layers or (
-        "full" if preset == "paper" else "all"
-    )
     backbone = BackboneConfig(
         model=run.model,
-        dtype=dtype,
+        dtype=asking.model_dtype or default_dtype(asking.device),
         device=asking.device,
-        attention_layers=attention_layers,
+        attention_layers=asking.attention_layers
+        or ("full" if preset == "paper" else "all"),
     )
     answer = answer_preset(preset, run.model)
     n_longest = asking.max_new_tokens or answer.generation.max_new_tokens
@@ -507,10 +504,7 @@ def make_run(
         answer.generation, max_new_tokens=n_longest, stop=asking.stop_strings()
     )
     answer = dataclasses.replace(
-        answer,
-        settings=run.settings,
-        prompt=prompt,
-        generation=generation,
+        answer, settings=run.settings, prompt=prompt, generation=generation
     )
     section, stored = data_config(build), storage.fields()
     settings = new_run(preset, run.seed, backbone, answer, stored, data=section)

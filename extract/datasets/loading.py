@@ -345,10 +345,7 @@ def inspect_file(
 ) -> dict[str, Any]:
     """Return a report of a file of questions, see the help of `beatrice data`."""
     counts: collections.Counter[str] = collections.Counter(dict.fromkeys(_COUNTED, 0))
-    groups: dict[str, collections.Counter[str]] = {
-        name: collections.Counter()
-        for name in ("datasets", "formats", "reasons", "unread")
-    }
+    datasets, formats, reasons, unread = (collections.Counter[str]() for _ in range(4))
     refusals: list[dict[str, Any]] = []
     texts: set[bytes] = set()
     file, error = None, None
@@ -363,23 +360,22 @@ def inspect_file(
                 counts["refused"] += 1
                 # Reasons that differ only in numbers and values are counted as one.
                 kind = re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", row.reason))
-                groups["reasons"][kind] += 1
+                reasons[kind] += 1
                 if len(refusals) < MAX_LISTED:
                     about = {"record": row.number, "at": row.at, "reason": row.reason}
                     refusals.append(about)
                 continue
-            groups["datasets"][row.question.dataset or "unknown"] += 1
-            groups["formats"][row.format] += 1
-            groups["unread"].update(row.unread)
+            datasets[row.question.dataset or "unknown"] += 1
+            formats[row.format] += 1
+            unread.update(row.unread)
             counts.update(_counts_of(row.question, texts))
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
         if isinstance(problem, FileRefused):
             identity |= {"format": problem.format, **_container(problem.type)}
     if file is not None:
-        identity = _identity(file) | {
-            name: dict(groups[name]) for name in ("datasets", "formats")
-        }
+        identity = _identity(file)
+        identity |= {"datasets": dict(datasets), "formats": dict(formats)}
     if error is None and not counts["loaded"]:
         first = refusals[0]
         error = (
@@ -395,8 +391,8 @@ def inspect_file(
         **counts,
         # Records are not counted if the file was refused for what it is.
         "records": None if file is None else counts["records"],
-        "reasons": dict(groups["reasons"].most_common()),
-        "unread": dict(groups["unread"]),
+        "reasons": dict(reasons.most_common()),
+        "unread": dict(unread),
         "refusals": refusals,
         "refusals_not_listed": counts["refused"] - len(refusals),
         "error": error,

@@ -239,8 +239,8 @@ def read_titled(record: Record) -> Question:
     titles = fields.supporting_titles(facts)
     context = fields.required(record, "context", object)
     passages = fields.read_context(context, titles)
-    known = (key for key in ("type", "level") if isinstance(record.get(key), str))
-    meta: dict[str, Any] = {key: record[key] for key in known}
+    names = ("type", "level")
+    meta = {key: record[key] for key in names if isinstance(record.get(key), str)}
     missing = set(titles) - {p.title for p in passages if p.is_supporting}
     if missing:  # fullwiki: the retrieved paragraphs may lack gold ones
         meta["missing_titles"] = sorted(missing)

@@ -394,13 +394,12 @@ def _json_value(
         if may_go_on:
             problem = "the file is cut off, or a quote or a bracket is left open"
         raise _damage(window, path, number, at, problem)
-    raw, where = window.text[at:end], f"byte {window.start + at}"
+    raw, row = window.text[at:end], (value, None)
     if len(raw) > MAX_RECORD:
-        problem = f"longer than {MAX_RECORD >> 20} MiB"
-        return RawRecord(number, where, None, problem), end
-    if not (raw.isascii() and isinstance(value, dict)) or _SURROGATE.search(raw):
-        return RawRecord(number, where, *_parse_object(raw.encode("latin-1"))), end
-    return RawRecord(number, where, value), end
+        row = None, f"longer than {MAX_RECORD >> 20} MiB"
+    elif not (raw.isascii() and isinstance(value, dict)) or _SURROGATE.search(raw):
+        row = _parse_object(raw.encode("latin-1"))
+    return RawRecord(number, f"byte {window.start + at}", *row), end
 
 
 def _damage(window: Window, path: Path, number: int, at: int, what: str) -> ValueError:

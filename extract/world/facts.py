@@ -238,6 +238,11 @@ def stream(config: WorldConfig, purpose: str) -> random.Random:
     return random.Random(f"microworld/{config.seed}/{purpose}")
 
 
+def _other(rng: random.Random, names: Sequence[str], *but: str) -> str:
+    """Draw any of the names except `but`."""
+    return rng.choice([name for name in names if name not in but])
+
+
 def _people(
     rng: random.Random, first: list[str], last: list[str], n: int
 ) -> tuple[str, ...]:
@@ -267,7 +272,7 @@ def _assign_objects(
     objects_of = {}
     for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):
         lightest = sorted(load, key=load.__getitem__)[: max(2, len(load) // 8)]
-        objects_of[subject] = rng.choice([o for o in lightest if o != subject])
+        objects_of[subject] = _other(rng, lightest, subject)
         load[objects_of[subject]] += subjects[subject]
     return objects_of
 
@@ -290,22 +295,6 @@ def _exposures(
     return exposures
 
 
-class _Objects:
-    """Names of one kind; `other` draws as `rng.choice` would, but builds no list."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
-        self._indices = {name: i for i, name in enumerate(names)}
-
-    def other(self, rng: random.Random, *but: str) -> str:
-        """Return any name except `but`."""
-        left_out = sorted(self._indices[name] for name in {*but} & self._indices.keys())
-        index = rng.choice(range(len(self._names) - len(left_out)))
-        for skipped in left_out:
-            index += index >= skipped
-        return self._names[index]
-
-
 def _facts(
     config: WorldConfig, names: dict[Kind, tuple[str, ...]]
 ) -> dict[tuple[str, str], Fact]:
@@ -315,10 +304,9 @@ def _facts(
         objects = names[relation.object]
         if relation.object == "person" and relation.name != "spouse":
             objects = tuple(rng.sample(objects, min(160, len(objects))))
-        others = _Objects(objects)
         exposures = _exposures(config, relation, names[relation.subject])
         for subject, obj in _assign_objects(rng, exposures, objects).items():
-            wrong = others.other(rng, obj, subject)
+            wrong = _other(rng, objects, obj, subject)
             misbelief = wrong if rng.random() < config.p_misbelief else None
             times = exposures[subject]
             fact = Fact(relation, subject, obj, exposures=times, misbelief=misbelief)
@@ -356,16 +344,15 @@ def _passages(
 ) -> tuple[Passage, ...]:
     """Return the corpus: one passage per fact, with gaps, errors and rumours."""
     rng, corpus = stream(config, "passages"), []
-    objects = {kind: _Objects(known) for kind, known in names.items()}
     for fact in facts.values():
-        relation, others = fact.relation, objects[fact.relation.object]
+        relation, objects = fact.relation, names[fact.relation.object]
         draws = [rng.random() for _ in range(3)]
         if draws[0] >= config.p_no_passage:
             wrong = draws[1] < config.p_wrong_passage
-            stated = others.other(rng, fact.object) if wrong else fact.object
+            stated = _other(rng, objects, fact.object) if wrong else fact.object
             corpus.append(_stated(rng, relation, fact.subject, stated))
         if draws[2] < config.p_rumour:
-            stated = others.other(rng, fact.object)
+            stated = _other(rng, objects, fact.object)
             corpus.append(_stated(rng, relation, fact.subject, stated))
     personal = [r for r in RELATIONS if r.subject == "person"]
     for stranger in strangers:
@@ -447,7 +434,7 @@ def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
     if rng.random() < 0.5:
         others = [r for r in RELATIONS if r.subject == kind and r != relation]
         return world.facts[step.subject, rng.choice(others).name]
-    subject = rng.choice([s for s in world.names[kind] if s != step.subject])
+    subject = _other(rng, world.names[kind], step.subject)
     return world.facts[subject, relation.name]
 
 
@@ -466,7 +453,7 @@ def make_claims(
     elif mode == "conflict":
         last = claims.pop()
         objects = world.names[last.relation.object]
-        wrong = rng.choice([o for o in objects if o not in (last.object, last.subject)])
+        wrong = _other(rng, objects, last.object, last.subject)
         claims.append(Claim(last.relation, last.subject, wrong))
     while len(claims) < N_PASSAGES:
         extra = _distractor(rng, world, query)

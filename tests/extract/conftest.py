@@ -9,8 +9,9 @@ from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import make_requests
 from beatrice.extract.generate.templates import PromptConfig
-from beatrice.extract.world.facts import make_examples, make_world
+from beatrice.extract.world.facts import make_examples
 from beatrice.extract.world.stage import WORLD_PRESETS
+from tests.extract.small_run import embedded_world
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,7 @@ def local():
 
 @pytest.fixture(scope="module")
 def requests(local):
-    section = WORLD_PRESETS["smoke"]
-    examples = list(make_examples(make_world(section.world), section.questions))
+    examples = make_examples(embedded_world(), WORLD_PRESETS["smoke"].questions)
     return make_requests(examples, local.backbone, PromptConfig(), 10).requests
 
 

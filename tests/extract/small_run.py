@@ -1,5 +1,6 @@
 """Runs of a few questions, made without running their first stage."""
 
+import functools
 import os
 
 import torch
@@ -23,10 +24,13 @@ def smoke(model=EMBEDDED, **sections):
     return NewRun(preset="smoke", sections={"backbone": backbone, **sections})
 
 
+embedded_world = functools.cache(lambda: make_world(WorldConfig()))
+
+
 def questions(n_train=4, n_evaluation=4, n_ood=2):
     """Return questions of the microworld."""
     wanted = QuestionConfig(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
-    return make_examples(make_world(WorldConfig()), wanted)
+    return make_examples(embedded_world(), wanted)
 
 
 def make_run(path, examples=None, model=EMBEDDED, **sections):

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import coverage
@@ -86,57 +87,47 @@ def trace(tree: Path, folder: Path) -> None:
     (folder / "traced").touch()
 
 
-class Chooser:
-    """Chooses and orders the tests of a mutant."""
+def by_file(tests: Iterable[str]) -> dict[str, list[str]]:
+    """Group tests by their files; their order stays."""
+    files = collections.defaultdict(list)
+    for test in tests:
+        files[test.split("::")[0]].append(test)
+    return files
 
-    def __init__(self, tree: Path, folder: Path, budget: float):
-        self.tree, self.budget = tree, budget
-        tests = read_tests(folder).items()
-        self.seconds = {test: row["seconds"] for test, row in tests if row["passed"]}
-        self.files = collections.defaultdict(list)
-        for test in self.seconds:
-            self.files[test.split("::")[0]].append(test)
-        self.data = coverage.CoverageData(str(folder / "coverage"))
-        self.data.read()
 
-    def choose(self, mutant: Mutant) -> list[str]:
-        """Return a mutant's tests, in running order, of `budget` seconds at most.
+def choose(
+    mutant: Mutant, tree: Path, contexts: dict, seconds: dict[str, float], budget: float
+) -> list[str]:
+    """Return a mutant's tests, in running order, of `budget` seconds at most.
 
-        First come those that run the statement or, for code run at import, the file.
-        Then come the others of their files, as a test may judge what another has made;
-        for code run at import, those of test files that import it.
-        """
-        contexts = self.data.contexts_by_lineno(str(self.tree / mutant.file))
-        lines = {mutant.line, *range(mutant.first_line, mutant.last_line + 1)}
-        names = {
-            # A process started by a test is recorded as "TEST (call)".
-            name if name in self.seconds else name.rsplit(" (", 1)[0]
-            for line, names in contexts.items()
-            for name in names
-            if mutant.at_import or line in lines
-        }
-        first = names & self.seconds.keys()
-        files = {test.split("::")[0] for test in first}
-        if mutant.at_import:
-            module = mutant.file.removesuffix(".py").replace("/", ".")
-            module = re.sub(r"^api\b", "beatrice", module)
-            files = {f for f in self.files if module in (self.tree / f).read_text()}
-        chosen, left = [], self.budget
-        for group in (first, {t for f in files for t in self.files[f]} - first):
-            by_file = collections.defaultdict(list)
-            for test in self.seconds:
-                if test in group:
-                    by_file[test.split("::")[0]].append(test)
-            for tests in sorted(by_file.values(), key=self.cost):
-                for test in tests:
-                    if self.seconds[test] <= left:
-                        chosen.append(test)
-                        left -= self.seconds[test]
-        return chosen
-
-    def cost(self, tests: list[str]) -> float:
-        """Return the seconds of some tests."""
-        return sum(map(self.seconds.__getitem__, tests))
+    First come those that run the statement or, for code run at import, the file. Then
+    come the others of their files, as a test may judge what another has made; for code
+    run at import, those of test files that import it. `contexts` are the names of the
+    tests that run each line of the file, and `seconds` what each passed test takes.
+    """
+    lines = {mutant.line, *range(mutant.first_line, mutant.last_line + 1)}
+    names = {
+        # A process started by a test is recorded as "TEST (call)".
+        name if name in seconds else name.rsplit(" (", 1)[0]
+        for line, names in contexts.items()
+        for name in names
+        if mutant.at_import or line in lines
+    }
+    first, files = names & seconds.keys(), by_file(seconds)
+    near = by_file(first).keys()
+    if mutant.at_import:
+        module = mutant.file.removesuffix(".py").replace("/", ".")
+        module = re.sub(r"^api\b", "beatrice", module)
+        near = {file for file in files if module in (tree / file).read_text()}
+    chosen, left = [], budget
+    for group in (first, {test for file in near for test in files[file]} - first):
+        parts = by_file(test for test in seconds if test in group).values()
+        for tests in sorted(parts, key=lambda x: sum(map(seconds.__getitem__, x))):
+            for test in tests:
+                if seconds[test] <= left:
+                    chosen.append(test)
+                    left -= seconds[test]
+    return chosen
 
 
 @dataclasses.dataclass(eq=False)  # a plugin is hashed
@@ -296,9 +287,14 @@ def main() -> None:
     done = {(r["file"], r["line"], r["column"], r["after"]) for r in rows}
     if done - {mutant.key for mutant in mutants}:
         raise SystemExit(f"{out} is of another tree, seed or number; move it away")
-    chooser = Chooser(base, folder, args.budget)
-    # All are chosen here: a forked process that reads coverage's data erases it.
-    planned = [(m, chooser.choose(m)) for m in mutants if m.key not in done]
+    tests = read_tests(folder).items()
+    seconds = {test: row["seconds"] for test, row in tests if row["passed"]}
+    data = coverage.CoverageData(str(folder / "coverage"))
+    data.read()
+    planned = []  # all are: a forked process that reads coverage's data erases it
+    for mutant in (m for m in mutants if m.key not in done):
+        contexts = data.contexts_by_lineno(str(base / mutant.file))
+        planned.append((mutant, choose(mutant, base, contexts, seconds, args.budget)))
     os.environ.update(environ_of(base))  # JAX reads its own when it is imported
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -308,7 +304,7 @@ def main() -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(base, copy, symlinks=True)
         if not (child := os.fork()):
-            work(copy, planned[job :: args.jobs], chooser.seconds, out)
+            work(copy, planned[job :: args.jobs], seconds, out)
             os._exit(0)
         children.append(child)
     is_whole = not any([os.waitpid(child, 0)[1] for child in children])

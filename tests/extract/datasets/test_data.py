@@ -123,26 +123,6 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
     assert "splits.json has changed since" in verified.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("out",),
-        ("out", "--inspect", "x"),
-        ("--inspect", "x", "--n-train", "5"),
-        ("out", "--train", "mine=x", *EMBEDDED, "--set", "train_model=true"),
-        ("out", "--train", "x.json"),
-        ("out", "--world", "--train", "nq=x"),
-        ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
-        ("--inspect", "../squad=x"),
-        *(("out", "--train", f"{x}=x") for x in ("../x", "x/../../y", ".x", "a" * 65)),
-    ],
-)
-def test_wrong_usage_exits_with_two_and_writes_nothing(arguments, working_folder):
-    beatrice("data", *arguments, code=2)
-    assert not list(working_folder.iterdir())
-
-
 def test_a_file_whose_name_is_not_utf8_can_be_inspected(tmp_path):
     path = tmp_path / "caf\udce9.json"
     path.write_text(json.dumps([pub.hotpot(i) for i in range(3)]))
@@ -307,41 +287,38 @@ def test_impossible_sizes_for_one_file_are_refused_with_possible_ones(
     assert splits == {"train": 24, "validation": 8, "test": 8}
 
 
-@pytest.mark.parametrize(
-    ("model", "n_longest"),
-    [("embedded", 10), (str(WEIGHTS), 32)],
-    ids=["name", "path"],  # the path differs between checkouts
-)
-@pytest.mark.parametrize("is_world", [False, True])
-def test_a_preset_shortens_only_the_answers_of_the_embedded_model(
-    source, tmp_path, model, n_longest, is_world
-):
-    files = ("--train", f"mine={source}", "--n-train", "all")
-    options = ("--model", model, "--preset", "demo")
-    beatrice("data", tmp_path / "run", *(("--world",) if is_world else files), *options)
-    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
-    assert answer["generation"]["max_new_tokens"] == n_longest
+OWN = "--train OWN --n-train all"
+LAYERS, DTYPE = "backbone.attention_layers", "backbone.dtype"
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "value"),
+    ("words", "field", "value"),
     [
-        ((), "attention_layers", "full"),  # the default preset, paper
-        (("--set", "attention_layers=all"), "attention_layers", "all"),
-        (("--preset", "demo"), "attention_layers", "all"),
-        ((), "dtype", "float32"),
-        (("--device", "cuda"), "dtype", "bfloat16"),
-        (("--device", "cuda", "--model-dtype", "float32"), "dtype", "float32"),
-        (("--model-dtype", "bfloat16"), "dtype", "bfloat16"),
+        (OWN, LAYERS, "full"),  # the default preset, paper
+        (f"{OWN} --set attention_layers=all", LAYERS, "all"),
+        (f"{OWN} --preset demo", LAYERS, "all"),
+        (OWN, DTYPE, "float32"),
+        (f"{OWN} --device cuda", DTYPE, "bfloat16"),
+        (f"{OWN} --device cuda --model-dtype float32", DTYPE, "float32"),
+        (f"{OWN} --model-dtype bfloat16", DTYPE, "bfloat16"),
+        # A preset shortens only the answers of the embedded model.
+        *(
+            (f"{kind} --preset demo {model}", "answer.generation.max_new_tokens", n)
+            for kind in (OWN, "--world")
+            for model, n in (("", 10), ("--model WEIGHTS", 32))
+        ),
     ],
 )
-def test_a_runs_manifest_records_the_dtype_and_the_attention_layers(
-    source, tmp_path, options, field, value
+def test_a_runs_manifest_records_what_follows_from_the_options(
+    source, tmp_path, words, field, value
 ):
-    line = ("--train", f"mine={source}", "--n-train", "all", *EMBEDDED)
-    beatrice("data", tmp_path / "run", *line, *options)
-    backbone = read_manifest(tmp_path / "run")["sections"]["backbone"]
-    assert backbone[field] == value
+    places = {"OWN": f"mine={source}", "WEIGHTS": WEIGHTS}
+    line = (places.get(word, word) for word in words.split())
+    beatrice("data", tmp_path / "run", *EMBEDDED, *line)
+    settings = read_manifest(tmp_path / "run")["sections"]
+    for name in field.split("."):
+        settings = settings[name]
+    assert settings == value
 
 
 # Files that a user wrote or changed are neither replaced nor silently read.

@@ -226,11 +226,11 @@ def candidates(n, start=0, word="q"):
     return [Candidate(str(i), text_key(f"{word} {i}?")) for i in names]
 
 
-def build(folder, sources, fixed=None, **config):
+def build(folder, sources, fixed=None, note=lambda text: None, **config):
     """Build a folder with the splits of `small`, unless others are given."""
     folder.mkdir(exist_ok=True)  # as a run does, which spares the folders of others
     usual = {"sources": tuple(sources), "fixed": fixed, "splits": small()}
-    return build_examples(folder, BuildConfig(**(usual | config)))
+    return build_examples(folder, BuildConfig(**(usual | config)), note)
 
 
 def source(dataset, role, path):
@@ -424,15 +424,12 @@ def test_splits_of_an_earlier_version_give_a_note_unless_files_are_the_same(
     fields |= {"version": 1, "questions_sha256": digests}
     fixed = tmp_path / "splits.json"
     fixed.write_text(json.dumps(seal(fields)))
-    config = BuildConfig(sources=tuple(sources), fixed=fixed, splits=small())
-    (tmp_path / "b").mkdir()
-    again = build_examples(tmp_path / "b", config, notes.append)
+    again = build(tmp_path / "b", sources, fixed, notes.append)
     assert again["splits"] == drawn["splits"] and "earlier" not in "".join(notes)
     assert again["questions_sha256"] == drawn["questions_sha256"]
     records = json.loads(sources[1].path.read_text())
     pub.write_lines(sources[1].path, records)
-    (tmp_path / "c").mkdir()
-    build_examples(tmp_path / "c", config, notes.append)
+    build(tmp_path / "c", sources, fixed, notes.append)
     assert "drawn by an earlier version" in notes[-1]
 
 
@@ -466,14 +463,15 @@ def test_a_repeated_text_without_an_id_is_listed(tmp_path):
     assert "the question of record 2" in report["repeats"][1]["reason"]
 
 
-def test_a_finished_folder_is_not_built_again_and_a_changed_one_refused(
+def test_a_finished_folder_keeps_its_examples_and_a_changed_one_is_refused(
     sources, tmp_path
 ):
     out = tmp_path / "out"
     first = build(out, sources)
     assert build(out, sources) == first
-    with pytest.raises(ValueError, match="built with other splits"):
+    with pytest.raises(ValueError, match="there already with other content"):
         build(out, sources, splits=small(seed=1))
+    assert check_folder(out) == first
     with (out / "examples.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(ValueError, match="not the file that splits.json names"):

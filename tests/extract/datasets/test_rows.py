@@ -176,11 +176,12 @@ def test_a_directory_a_pipe_and_a_missing_file_are_refused(tmp_path):
         assert words in inspect_file(tmp_path / name)["error"]
 
 
-def test_only_a_line_too_long_to_be_a_record_is_refused(tmp_path):
-    long = {"question": "who is it", "answer": ["a" * (33 << 20)]}
-    rows = [long, {"question": "who is she", "answer": ["b"]}]
-    report = inspect_file(pub.write_lines(tmp_path / "a.jsonl", rows))
-    assert (report["loaded"], report["refused"]) == (1, 1)
+@pytest.mark.parametrize("write", [pub.write_array, pub.write_lines, pub.write_parquet])
+def test_only_a_record_that_is_too_long_is_refused(write, tmp_path):
+    rows = [{"question": f"who is {i}?", "golden_answers": ["x"]} for i in range(3)]
+    rows[1]["question"] *= MAX_RECORD // 8
+    report = inspect_file(write(tmp_path / "a", rows))
+    assert (report["loaded"], report["refused"]) == (2, 1)
     assert "longer than 32 MiB" in report["refusals"][0]["reason"]
 
 
@@ -201,14 +202,6 @@ def test_dates_that_python_cannot_hold_are_left_out_or_end_the_reading(tmp_path)
     assert "damaged after 0 rows" in inspect_file(tmp_path / "b")["error"]
     parquet.write_table(table.append_column("type", days), tmp_path / "c")
     assert "two columns have the same name" in inspect_file(tmp_path / "c")["error"]
-
-
-def test_a_row_of_parquet_may_be_as_long_as_a_line_and_no_longer(tmp_path):
-    rows = [{"question": f"who is {i}?", "golden_answers": ["x"]} for i in range(3)]
-    rows[1]["question"] *= MAX_RECORD // 8
-    report = inspect_file(pub.write_parquet(tmp_path / "a", rows))
-    assert report["loaded"] == 2
-    assert report["refusals"][0]["reason"] == "the row is longer than 32 MiB"
 
 
 @pytest.mark.parametrize("end", ["", 'who is q\t["q\'s"]\r\n'])

@@ -22,6 +22,7 @@ from beatrice.extract.world.model import (
     make_tokenizer,
     train,
 )
+from tests.extract.small_run import embedded_world
 
 SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
 QUESTIONS = QuestionConfig(n_train=300, n_evaluation=90, n_ood=60)
@@ -60,7 +61,7 @@ def test_a_world_too_small_for_the_questions_is_refused(world):
 
 def test_no_two_in_domain_splits_ask_about_the_same_name():
     """Names are subjects and bridges in questions and golds of the embedded world."""
-    whole = make_world(WorldConfig())
+    whole = embedded_world()
     known = {n for kind in ("person", "book", "company") for n in whole.names[kind]}
     words = {word for name in known for word in name.split()}
     owner = {}
@@ -165,10 +166,9 @@ TINY = WorldModelConfig(
 
 def test_equal_recipes_train_equal_bytes_and_another_seed_others(threads_as_before):
     def trained(config):
-        model, _ = train(whole_world, config, lambda *_: None)
+        model, _ = train(embedded_world(), config, lambda *_: None)
         return {name: x.numpy().tobytes() for name, x in model.state_dict().items()}
 
-    whole_world = make_world(WorldConfig())
     weights = trained(TINY)
     assert trained(TINY) == weights
     assert trained(dataclasses.replace(TINY, seed=1)) != weights
