@@ -132,12 +132,10 @@ def pool_of(
         is_read = is_needed | np.isin(ids, closed_book)
         where = np.zeros(len(ids), np.int64)
         where[is_read] = closed_book_rows(ids[is_read], closed_book)
-        closed_book_outputs = _take(outputs["closed_book"], where)
-        if not is_read.all():
-            logits, pooled = map(np.array, closed_book_outputs)
-            logits[:, ~is_read] = pooled[:, ~is_read] = np.nan
-            closed_book_outputs = MemberOutputs(logits, pooled)
-        passes.append(closed_book_outputs)
+        logits, pooled = _take(outputs["closed_book"], where)
+        logits = np.where(is_read, logits, np.float32(np.nan))
+        pooled = np.where(is_read[:, None], pooled, np.float32(np.nan))
+        passes.append(MemberOutputs(logits, pooled))
 
     def outputs_of_rows(where: np.ndarray) -> PoolOutputs:
         of_passes = tuple(_take(member_outputs, where) for member_outputs in passes)
@@ -186,21 +184,13 @@ class TrainedGrid:
 
 
 class FusedHead(NamedTuple):
-    """The heads of a selected set, with their scores of every row of their setting.
+    """The heads of a selected set, with their scores of every row of their setting."""
 
-    Attributes:
-      members: pool positions, see `jaxprobe.detector.encoders_read`.
-      config: shape of the heads.
-      params: leaves `[n_seeds, ...]`.
-      scores: `[n_seeds, n_rows]` uncalibrated probabilities.
-      n_tried: number of encoders from which validation chose the first.
-    """
-
-    members: Sequence[int]
-    config: FusionConfig
-    params: Params
-    scores: np.ndarray
-    n_tried: int = 1
+    members: Sequence[int]  # pool positions, see `jaxprobe.detector.encoders_read`
+    config: FusionConfig  # shape of the heads
+    params: Params  # leaves `[n_seeds, ...]`
+    scores: np.ndarray  # `[n_seeds, n_rows]` uncalibrated probabilities
+    n_tried: int = 1  # number of encoders from which validation chose the first
 
 
 def passing_head(member: int, outputs: MemberOutputs) -> FusedHead:
@@ -253,25 +243,21 @@ def calibrated_head(
     )
 
 
-def selected_params(trained: TrainedMembers, subsets: Sequence[int]) -> Params:
-    """Return the weights of subsets, leaves `[n_seeds, n_subsets, ...]`."""
-    seeds = sorted({member.seed for member in trained.members})
-    indices = [
-        [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
-    ]
-    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(indices)], trained.params)
-
-
 def encoder_bank(grid: TrainedGrid, names: Sequence[str]) -> EncoderBank:
     """Return the encoders of some subsets, with the ranges of the training signals."""
-    store, rows, dims = grid.store, grid.rows, grid.dims
+    store, rows, dims, trained = grid.store, grid.rows, grid.dims, grid.trained
+    seeds = sorted({member.seed for member in trained.members})
+    at = [
+        [trained.members.index((dims.subset_index(name), seed)) for name in names]
+        for seed in seeds
+    ]
     return EncoderBank(
         dims=dims,
         config=grid.config,
         standardizer=grid.standardizer,
         names=tuple(names),
         spans=used_spans(store.spec.spans),
-        params=selected_params(grid.trained, list(map(dims.subset_index, names))),
+        params=jax.tree.map(lambda x: np.asarray(x)[np.asarray(at)], trained.params),
         lengths=widths_of(stored_lengths(store)[rows.where("train")]),
         scope=fit_scope(
             partial(read_features, store, grid.layer),

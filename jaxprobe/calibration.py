@@ -58,21 +58,13 @@ def _sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 class Reliability(NamedTuple):
-    """Equal-width bins of predicted probability.
+    """Equal-width bins of predicted probability."""
 
-    Attributes:
-      edges: `[n_bins + 1]`, from 0 to 1.
-      confidence: `[n_bins]` mean prediction; NaN in an empty bin.
-      accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
-      n_examples: `[n_bins]`.
-      bins: `[n]` the bin of each example.
-    """
-
-    edges: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
-    n_examples: np.ndarray
-    bins: np.ndarray
+    edges: np.ndarray  # `[n_bins + 1]`, from 0 to 1
+    confidence: np.ndarray  # `[n_bins]` mean prediction; NaN in an empty bin
+    accuracy: np.ndarray  # `[n_bins]` share of correct answers; NaN in an empty bin
+    n_examples: np.ndarray  # `[n_bins]`
+    bins: np.ndarray  # `[n]` the bin of each example
 
 
 def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
@@ -82,10 +74,7 @@ def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
     + 1), the midpoint of Wilson's interval of one standard error. All probabilities are
     clipped to the range of these values, so that ten right answers of ten do not give
     1.0, while levels with hundreds of rows hardly change. The paper has no such bound.
-
-    Args:
-      scores: `[n_examples]`, higher means more likely correct.
-      labels: `[n_examples]` bool.
+    Scores and labels are `[n_examples]`.
     """
     # Imported here: it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
@@ -193,12 +182,8 @@ def choose_calibrator(
     is the first of `MAPS` that loses at most two standard errors of the paired
     difference, by question, to the map of least log loss: rows that were used to choose
     the scorer would otherwise prefer the most flexible map. With too few answers or
-    questions to compare, it is the first map.
-
-    Args:
-      raw: `[n]` scores in [0, 1].
-      labels: `[n]` bool, of both classes.
-      questions: `[n]` names; answers to one question share a fold.
+    questions to compare, it is the first map. Raw scores are in [0, 1], and labels of
+    both classes.
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
@@ -259,17 +244,15 @@ def brier(p_correct: np.ndarray, labels: np.ndarray) -> float:
 N_BINS = 10  # equal-width bins in every calibration error and diagram
 
 
-def reliability(
-    p_correct: np.ndarray, labels: np.ndarray, n_bins: int = N_BINS
-) -> Reliability:
+def reliability(p_correct: np.ndarray, labels: np.ndarray) -> Reliability:
     """Return mean prediction and accuracy in equal-width bins of probability."""
     p_correct, labels = np.asarray(p_correct, float), np.asarray(labels, float)
-    edges = np.linspace(0.0, 1.0, n_bins + 1)
-    bins = np.clip(np.searchsorted(edges, p_correct, side="right") - 1, 0, n_bins - 1)
-    count = np.bincount(bins, minlength=n_bins)
+    edges = np.linspace(0.0, 1.0, N_BINS + 1)
+    bins = np.clip(np.searchsorted(edges, p_correct, side="right") - 1, 0, N_BINS - 1)
+    count = np.bincount(bins, minlength=N_BINS)
     with np.errstate(invalid="ignore"):
-        confidence = np.bincount(bins, p_correct, n_bins) / count
-        accuracy = np.bincount(bins, labels, n_bins) / count
+        confidence = np.bincount(bins, p_correct, N_BINS) / count
+        accuracy = np.bincount(bins, labels, N_BINS) / count
     return Reliability(edges, confidence, accuracy, count, bins)
 
 
@@ -285,13 +268,9 @@ def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:
 def ece_by_chance(p_correct: np.ndarray, questions: np.ndarray, seed: int = 0) -> float:
     """Return the 97.5 % quantile of the calibration error of perfectly calibrated P.
 
-    Even then a finite sample has an error above zero. Labels are drawn from P; answers
-    to one question share a random number, and so are right together if P allows.
-
-    Args:
-      p_correct: `[n]` probabilities, at least one.
-      questions: `[n]` names.
-      seed: seed of the draws.
+    Even then a finite sample has an error above zero. Labels are drawn from P, `[n]`;
+    answers to one question share a random number, and so are right together if P
+    allows. There must be at least one answer.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)

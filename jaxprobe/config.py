@@ -70,8 +70,7 @@ class EncoderConfig:
     n_groups: int = 8  # of the group normalisation
     dropout: float = 0.1
     input_noise: float = 0.05  # standard deviation, in units of a standardised channel
-    # Type of the operands of matrix products; bfloat16: mixed precision. In training an
-    # NVIDIA GPU multiplies float32 as TF32 unless JAX_DEFAULT_MATMUL_PRECISION=highest.
+    # Type of the operands of matrix products, see `jaxprobe.stored`.
     matmul_dtype: MatmulDtype = "float32"
     # Whether to fit a linear probe first and let the network learn what remains; see
     # `jaxprobe.linear`. Not in the paper.
@@ -374,15 +373,11 @@ MapKind = Literal["increasing", "isotonic"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """The section `calibrate` of a run.
+    """The section `calibrate` of a run."""
 
-    Attributes:
-      precision: share of decisions, to trust or distrust, that should be right.
-      maps: kind of map from scores to P. Isotonic regression is the paper's; it gives
-        hundreds of answers the same P, and at its steps rounding can change P a lot.
-    """
-
-    precision: float = 0.9
+    precision: float = 0.9  # share of decisions, to trust or distrust, to be right
+    # Kind of map from scores to P. Isotonic regression is the paper's; it gives
+    # hundreds of answers the same P, and at its steps rounding can change P a lot.
     maps: MapKind = "increasing"
 
     def __post_init__(self) -> None:

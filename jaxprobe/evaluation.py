@@ -8,13 +8,11 @@ intervals of AUROC covered the truth .87 to .91 of the time. So the wider of thi
 that of `metrics.wider_auprc_interval` (for a difference, only resamples).
 """
 
-import collections
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,40 +70,85 @@ class DetectorScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Measured:
-    """One metric of one detector on one set."""
+    """A detector on the rows of a set for which it has scores."""
 
-    seeds: list[Metric]  # its value with each training seed
-    draws: np.ndarray | None  # `[n_resamples]` of the seeds' mean; None if undefined
-    n_left_out: int  # labelled rows on which the detector is undefined
-    # Set for values over all rows, whose intervals do not only use resamples.
-    case: "_Case | None" = None
+    where: np.ndarray  # `[n_chosen]` bool, which of the set's rows these are
+    scores: np.ndarray  # `[n_seeds, n]`
+    labels: np.ndarray  # `[n]` bool
+    questions: np.ndarray  # `[n]` numbers
+    strata: np.ndarray | None  # `[n]`; None compares all answers
+    seeds: dict[str, list[Metric]]  # by metric, its value with each seed
+    # By metric, the mean over seeds in blocks of resamples; none if it is undefined.
+    blocks: dict[str, list[np.ndarray]]
 
-    @property
-    def reason(self) -> str | None:
-        return next((p.reason for p in self.seeds if p.reason is not None), None)
+    @classmethod
+    def of(
+        cls, scored: DetectorScores, rows: StoreRows, strata: np.ndarray | None
+    ) -> "_Measured":
+        """Return the values of scores of a set's rows, before any resample."""
+        where, metrics = scored.is_defined, METRICS
+        labels = (rows.labels if scored.labels is None else scored.labels)[where]
+        if strata is not None:
+            strata = strata[where]
+            metrics = {"auroc": partial(stratified_auroc, strata=strata)}
+        scores, undefined = scored.scores[:, where], Metric(math.nan, scored.reason)
+        return cls(
+            where=where,
+            scores=scores,
+            labels=labels,
+            questions=np.unique(rows.ids[where], return_inverse=True)[1],
+            strata=strata,
+            seeds={
+                metric: [point(x, labels) if where.any() else undefined for x in scores]
+                for metric, point in metrics.items()
+            },
+            blocks={metric: [] for metric in metrics},
+        )
 
-    @property
-    def mean(self) -> float:
-        return float(np.mean([p.value for p in self.seeds]))
+    def resample(self, weights: np.ndarray) -> None:
+        """Add a block of resamples, given by weights of the set's rows."""
+        if self.reason("auroc") is not None:
+            return
+        weighted = weighted_metrics
+        if self.strata is not None:
+            weighted = partial(weighted_stratified, strata=self.strata)
+        counts = weights if self.where.all() else weights[self.where]
+        by_seed = [weighted(x, self.labels, counts) for x in self.scores]
+        for metric, blocks in self.blocks.items():
+            blocks.append(np.mean([values[metric] for values in by_seed], axis=0))
+
+    def draws(self, metric: str) -> np.ndarray | None:
+        """Return a metric's resamples, `[n_resamples]`; None if it is undefined."""
+        blocks = self.blocks[metric]
+        return np.concatenate(blocks) if blocks else None
+
+    def reason(self, metric: str) -> str | None:
+        return next(
+            (p.reason for p in self.seeds[metric] if p.reason is not None), None
+        )
+
+    def mean(self, metric: str) -> float:
+        return float(np.mean([p.value for p in self.seeds[metric]]))
 
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
-        """Return the row of the mean over seeds, then those of each seed."""
-        fields = _with_more_failures(fields, self.n_left_out)
-        if self.draws is None:
-            return [ResultRow(**fields, value=None, reason=self.reason)]
-        low, high = interval_of(self.draws)
-        if self.case is not None:
-            _, _, scores, labels, questions, *_ = self.case
-            low, high = (
-                wider_interval(self.draws, scores, labels, questions)
-                if fields["metric"] == "auroc"
-                else wider_auprc_interval(self.draws, self.mean, labels, questions)
-            )
-        mean = ResultRow(**fields, value=self.mean, ci_low=low, ci_high=high)
-        seeds = enumerate(self.seeds if len(self.seeds) > 1 else ())
+        """Return the row of a metric's mean over seeds, then those of each seed."""
+        fields = _with_more_failures(fields, int((~self.where).sum()))
+        metric = fields["metric"]
+        draws, value, seeds = self.draws(metric), self.mean(metric), self.seeds[metric]
+        if draws is None:
+            return [ResultRow(**fields, value=None, reason=self.reason(metric))]
+        answers = self.labels, self.questions
+        if self.strata is not None:
+            low, high = interval_of(draws)
+        elif metric == "auroc":
+            low, high = wider_interval(draws, self.scores, *answers)
+        else:
+            low, high = wider_auprc_interval(draws, value, *answers)
+        mean = ResultRow(**fields, value=value, ci_low=low, ci_high=high)
+        each = enumerate(seeds if len(seeds) > 1 else ())
         return [
             mean,
-            *(ResultRow(**fields, value=p.value, seed=str(s)) for s, p in seeds),
+            *(ResultRow(**fields, value=p.value, seed=str(s)) for s, p in each),
         ]
 
 
@@ -115,35 +158,6 @@ def _with_more_failures(fields: Mapping[str, Any], n_left_out: int) -> dict[str,
     return {**fields, "n": n, "n_failed": n_failed}
 
 
-class _Case(NamedTuple):
-    """A detector on the rows of a set for which it has scores."""
-
-    name: Subject
-    where: np.ndarray  # [n_chosen] bool, which of the set's rows these are
-    scores: np.ndarray  # [n_seeds, n]
-    labels: np.ndarray  # [n] bool
-    questions: np.ndarray  # [n] numbers
-    weighted: Callable[..., dict[str, np.ndarray]]  # see `weighted_metrics`
-    seeds: dict[str, list[Metric]]  # for each metric, its value with each seed
-
-
-def _case(scored: DetectorScores, rows: StoreRows, strata: np.ndarray | None) -> _Case:
-    """Return a detector's values on a set, given its `scored`, `rows` and `strata`."""
-    where = scored.is_defined
-    labels = (rows.labels if scored.labels is None else scored.labels)[where]
-    metrics, weighted = METRICS, weighted_metrics
-    if strata is not None:
-        metrics = {"auroc": partial(stratified_auroc, strata=strata[where])}
-        weighted = partial(weighted_stratified, strata=strata[where])
-    scores, undefined = scored.scores[:, where], Metric(math.nan, scored.reason)
-    seeds = {
-        metric: [point(x, labels) if where.any() else undefined for x in scores]
-        for metric, point in metrics.items()
-    }
-    numbers = np.unique(rows.ids[where], return_inverse=True)[1]
-    return _Case(scored.subject, where, scores, labels, numbers, weighted, seeds)
-
-
 def _measure(
     detectors: Sequence[DetectorScores],
     chosen: np.ndarray,
@@ -151,39 +165,20 @@ def _measure(
     rows: StoreRows,
     config: BootstrapConfig,
     strata: np.ndarray | None,
-) -> dict[tuple[Subject, str], _Measured]:
-    """Measure every detector by every metric on one set.
+) -> dict[Subject, _Measured]:
+    """Measure every detector on a set, given as `[n]` indices of labelled rows.
 
-    Args:
-      detectors: scores of all rows.
-      chosen: `[n]` indices of the set's labelled rows; may be empty.
-      rows: the questions and labels of the rows.
-      config: configuration of the resamples, which all detectors share.
-      strata: `[n_rows]`; answers are compared only within strata. None compares all.
+    All detectors share the resamples. `strata` are as in `detection_rows`.
     """
     of_set = rows.take(chosen)
     strata = None if strata is None else strata[chosen]
-    cases = [_case(scored.take(chosen), of_set, strata) for scored in detectors]
-    draws: dict[tuple[Subject, str], list[np.ndarray]] = collections.defaultdict(list)
-    for weights in resamples(of_set.ids, config) if len(chosen) else ():
-        for case in cases:
-            if any(point.reason for point in case.seeds["auroc"]):
-                continue
-            counts = weights if case.where.all() else weights[case.where]
-            by_seed = [case.weighted(x, case.labels, counts) for x in case.scores]
-            for metric in case.seeds:
-                mean = np.mean([values[metric] for values in by_seed], axis=0)
-                draws[case.name, metric].append(mean)
-    return {
-        (case.name, metric): _Measured(
-            seeds=points,
-            draws=np.concatenate(x) if (x := draws[case.name, metric]) else None,
-            n_left_out=int((~case.where).sum()),
-            case=case if strata is None else None,
-        )
-        for case in cases
-        for metric, points in case.seeds.items()
+    measured = {
+        x.subject: _Measured.of(x.take(chosen), of_set, strata) for x in detectors
     }
+    for weights in resamples(of_set.ids, config) if len(chosen) else ():
+        for values in measured.values():
+            values.resample(weights)
+    return measured
 
 
 def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
@@ -194,18 +189,19 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
 
 
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
-    fields = _with_more_failures(fields, ours.n_left_out)
-    if ours.draws is None or rival.draws is None:
+    metric = fields["metric"]
+    draws, others = ours.draws(metric), rival.draws(metric)
+    if draws is None or others is None:
         # The rival's reason first: a rival without scores leaves ours without rows.
-        return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)
-    row = difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
-    case, other = ours.case, rival.case
-    if case is None or other is None or fields["metric"] != "auroc":
-        return row
-    if not np.array_equal(case.labels, other.labels):
+        reason = rival.reason(metric) or ours.reason(metric)
+        return ResultRow(**fields, value=None, reason=reason)
+    value = ours.mean(metric) - rival.mean(metric)
+    row = difference_row(value, draws - others, **fields)
+    is_paired = np.array_equal(ours.labels, rival.labels)
+    if metric != "auroc" or ours.strata is not None or not is_paired:
         return row
     low, high, p = auroc_gain_interval(
-        case.scores, other.scores, case.labels, case.questions
+        ours.scores, rival.scores, ours.labels, ours.questions
     )
     return msgspec.structs.replace(
         row,
@@ -232,7 +228,7 @@ def detection_rows(
     measure = partial(_measure, rows=rows, config=config, strata=strata)
     by_name = {scored.subject: scored for scored in detectors}
     result: list[ResultRow] = []
-    measured_sets: dict[bytes, dict[tuple[Subject, str], _Measured]] = {}
+    measured_sets: dict[bytes, dict[Subject, _Measured]] = {}
     for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
@@ -241,28 +237,23 @@ def detection_rows(
         if identity not in measured_sets:
             measured_sets[identity] = measure(detectors, chosen)
         measured, shared = measured_sets[identity], rows.fields_of(dataset, split)
-        for (name, metric), values in measured.items():
-            fields = {"experiment": experiment, "metric": metric, **name._asdict()}
-            result += values.rows(fields | shared)
+        for name, values in measured.items():
+            for metric in values.seeds:
+                fields = {"experiment": experiment, "metric": metric, **shared}
+                result += values.rows(fields | name._asdict())
         for compared, names in (pairs or {}).items():
-            for compared_pair, metric in itertools.product(names, METRICS):
-                name, rival = map(Subject.of, compared_pair)
-                if (name, metric) not in measured:
+            for name, rival in (map(Subject.of, pair) for pair in names):
+                if name not in measured:
                     continue
-                fields = {"experiment": compared, "metric": metric, **name._asdict()}
-                fields |= {"against": rival.detector, **shared}
-                fields["against_families"] = rival.families
-                pair = [measured[name, metric], measured[rival, metric]]
-                if any(values.n_left_out for values in pair):
-                    both = [by_name[name], by_name[rival]]
-                    is_common = np.all([x.is_defined[chosen] for x in both], axis=0)
-                    common = measure(both, chosen[is_common])
-                    n_left_out = int((~is_common).sum())
-                    pair = [
-                        dataclasses.replace(common[x, metric], n_left_out=n_left_out)
-                        for x in (name, rival)
-                    ]
-                result.append(_difference(*pair, **fields))
+                both, failed = [measured[name], measured[rival]], shared
+                is_common = both[0].where & both[1].where
+                if not is_common.all():
+                    some = measure([by_name[name], by_name[rival]], chosen[is_common])
+                    both = [some[name], some[rival]]
+                    failed = _with_more_failures(shared, int((~is_common).sum()))
+                about = {"against": rival.detector, "against_families": rival.families}
+                about |= {"experiment": compared, **name._asdict(), **failed}
+                result += [_difference(*both, metric=x, **about) for x in both[0].seeds]
     return result
 
 

@@ -46,42 +46,10 @@ def subset_masks(n_families: int) -> np.ndarray:
     return ((numbers[:, None] >> np.arange(n_families)[None, :]) & 1).astype(bool)
 
 
-def letters_of(names: Sequence[str]) -> str:
-    """Return one letter per family, from which the names of subsets are built.
-
-    They are the capital initials, such as "HPRA" for the paper's families, or A, B, C
-    and so on if the initials are not distinct letters.
-    """
-    initials = "".join(name[:1].upper() for name in names)
-    is_clear = set(initials) <= set(string.ascii_uppercase)
-    if is_clear and len(set(initials)) == len(names):
-        return initials
-    return string.ascii_uppercase[: len(names)]
-
-
-FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
-N_FAMILIES, LETTERS = len(FAMILIES), letters_of(FAMILIES)
-SUBSETS = subset_masks(N_FAMILIES)
-N_SUBSETS = len(SUBSETS)
-FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # types if held in float32
-
-
-def subset_names(letters: str) -> tuple[str, ...]:
-    """Return the names of all subsets, such as "HPA", in order."""
-    masks = subset_masks(len(letters))
-    return tuple("".join(itertools.compress(letters, mask)) for mask in masks)
-
-
-SUBSET_NAMES = subset_names(LETTERS)
-
-
-def subset_index(name: str, letters: str = LETTERS) -> int:
-    """Return the number of a subset, whose letters may be in any order."""
-    if not name or len(set(name)) != len(name) or not set(name) <= set(letters):
-        raise ValueError(
-            f"unknown subset {name!r}: expected distinct letters out of {letters}"
-        )
-    return sum(1 << letters.index(letter) for letter in name) - 1
+def slices_of(sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return where parts of such sizes lie, end to end."""
+    edges = np.cumsum([0, *sizes]).tolist()
+    return tuple(map(slice, edges, edges[1:]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +91,16 @@ class FamilyDims:
 
     @property
     def letters(self) -> str:
-        """One letter per family, see `letters_of`."""
-        return letters_of(self.names)
+        """One letter per family, from which the names of subsets are built.
+
+        They are the capital initials, such as "HPRA" for the paper's families, or A, B,
+        C and so on if the initials are not distinct letters.
+        """
+        initials = "".join(name[:1].upper() for name in self.names)
+        is_clear = set(initials) <= set(string.ascii_uppercase)
+        if is_clear and len(set(initials)) == len(self.names):
+            return initials
+        return string.ascii_uppercase[: len(self.names)]
 
     @property
     def subset_masks(self) -> np.ndarray:
@@ -134,11 +110,17 @@ class FamilyDims:
     @property
     def subset_names(self) -> tuple[str, ...]:
         """Names of all subsets, such as "HPA", in order."""
-        return subset_names(self.letters)
+        masks = self.subset_masks
+        return tuple("".join(itertools.compress(self.letters, x)) for x in masks)
 
     def subset_index(self, name: str) -> int:
         """Return the number of a subset, whose letters may be in any order."""
-        return subset_index(name, self.letters)
+        letters = self.letters
+        if not name or len(set(name)) != len(name) or not set(name) <= set(letters):
+            raise ValueError(
+                f"unknown subset {name!r}: expected distinct letters out of {letters}"
+            )
+        return sum(1 << letters.index(letter) for letter in name) - 1
 
     @property
     def total(self) -> int:
@@ -148,16 +130,24 @@ class FamilyDims:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Where each family lies within `d_total`."""
-        stops = np.cumsum(self.sizes).tolist()
-        return tuple(
-            slice(stop - size, stop)
-            for stop, size in zip(stops, self.sizes, strict=True)
-        )
+        return slices_of(self.sizes)
 
     @property
     def of_answers(self) -> tuple[int, ...]:
         """Indices of the families that have signals of the answer span only."""
         return tuple(f for f, spans in enumerate(self.spans) if spans == "answer")
+
+
+FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
+N_FAMILIES = len(FAMILIES)
+_PAPER = FamilyDims(names=FAMILIES, sizes=(1,) * N_FAMILIES)
+LETTERS, SUBSETS, SUBSET_NAMES = (
+    _PAPER.letters,
+    _PAPER.subset_masks,
+    _PAPER.subset_names,
+)
+N_SUBSETS, subset_index = len(SUBSETS), _PAPER.subset_index
+FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # types if held in float32
 
 
 def paper_dims(hidden_spans: Spans = "all", **sizes: int) -> FamilyDims:
@@ -237,62 +227,31 @@ def divisors_of(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
     return np.where(std <= np.maximum(least, _LEAST_DEVIATION), 1.0, std)
 
 
-def standardizer_of(
-    batches: Iterable[Features], families: Sequence[slice] = (slice(None),)
-) -> Standardizer:
+def fit_standardizer(batches: Iterable[Features], dims: FamilyDims) -> Standardizer:
     """Fit mean and deviation of every channel over the real tokens, in one pass.
 
-    Constant channels are found within each family, see `divisors_of`.
+    Batches need not fit in memory together. Families stored only for the answer span
+    are fitted on that span: the zeros in place of the others would shrink the mean.
     """
     # Imported here: it takes a second to load, and most stages do not need it.
     from sklearn.preprocessing import StandardScaler
 
-    scaler = StandardScaler()
+    scalers = [StandardScaler() for _ in dims.names]
     for features in batches:
         spans = zip(features.tokens, features.masks, strict=True)
-        rows = np.concatenate([np.asarray(x)[np.asarray(mask)] for x, mask in spans])
-        if len(rows):
-            # Double precision: channels may vary by a hundredth of their mean or less.
-            scaler.partial_fit(rows.astype(np.float64))
-    if not hasattr(scaler, "mean_"):
+        of_spans = [np.asarray(x)[np.asarray(mask)] for x, mask in spans]
+        every = np.concatenate(of_spans)
+        for f, (scaler, channels) in enumerate(zip(scalers, dims.slices, strict=True)):
+            rows = (of_spans[-1] if f in dims.of_answers else every)[:, channels]
+            if len(rows):
+                # Channels may vary by a hundredth of their mean or less.
+                scaler.partial_fit(rows.astype(np.float64))
+    if not all(hasattr(scaler, "mean_") for scaler in scalers):
         raise ValueError("cannot standardise: no span has a real token")
-    mean, std = np.asarray(scaler.mean_), np.sqrt(np.asarray(scaler.var_))
-    for channels in families:
-        std[channels] = divisors_of(mean[channels], std[channels])
+    pairs = [(np.asarray(x.mean_), np.sqrt(np.asarray(x.var_))) for x in scalers]
+    mean = np.concatenate([mean for mean, _ in pairs])
+    std = np.concatenate([divisors_of(*pair) for pair in pairs])
     return Standardizer(mean.astype(np.float32), std.astype(np.float32))
-
-
-def pad_span(
-    rows: np.ndarray, starts: np.ndarray, spans: np.ndarray, n_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one span out of ragged rows and pad it on the right with zeros.
-
-    Args:
-      rows: `[n_rows, d_total]`.
-      starts: `[n_examples]`, the row where each example's token 0 is or would be.
-      spans: `[n_examples, 2]`, `[start, stop)` inside the example.
-      n_tokens: padded length, at least the longest span's.
-
-    Returns:
-      `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
-    """
-    lengths = spans[:, 1] - spans[:, 0]
-    check_width(lengths, n_tokens)
-    mask = np.arange(n_tokens)[None, :] < lengths[:, None]
-    first = starts + spans[:, 0]
-    index = np.where(mask, first[:, None] + np.arange(n_tokens)[None, :], 0)
-    tokens = rows[index].astype(np.float32, copy=False)
-    tokens[~mask] = 0.0
-    return tokens, mask
-
-
-def check_width(lengths: np.ndarray, n_tokens: int) -> None:
-    """Raise `ValueError` if a span is longer than its padded length."""
-    if lengths.max(initial=0) > n_tokens:
-        raise ValueError(
-            f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
-            "pad to a larger length"
-        )
 
 
 def used_spans(spans: np.ndarray) -> tuple[int, ...]:
@@ -318,27 +277,26 @@ def assemble(
     starts: np.ndarray,
     spans: np.ndarray,
     read: Sequence[int],
-    n_tokens: Sequence[int] | None = None,
 ) -> Features:
-    """Concatenate the channels of families, and cut and pad their spans.
+    """Concatenate the channels of families, and cut and pad their spans with zeros.
 
-    Families are `[n_rows, ...]` in the order of `FamilyDims`, `starts` as in
-    `pad_span`, `spans` `[n_examples, 3, 2]` (see the glossary in
-    `extract/store/store.py`), and `read` indices into `SPAN_NAMES`. Each span that is
-    read is padded to its entry of `n_tokens`, or to its longest without `n_tokens`.
+    Families are ragged rows `[n_rows, ...]` in the order of `FamilyDims`, `starts`
+    `[n_examples]` the rows where each example's token 0 is or would be, `spans`
+    `[n_examples, 3, 2]` (see the glossary in `extract/store/store.py`), and `read`
+    indices into `SPAN_NAMES`. Each span that is read is padded to its longest.
     """
     channels = [
         np.asarray(values).reshape(len(values), -1).astype(np.float32)
         for values in families.values()
     ]
-    rows = np.concatenate(channels, axis=1)
-    widths = widths_of(span_lengths(spans, read)) if n_tokens is None else n_tokens
-    padded = [
-        pad_span(rows, starts, spans[:, s], width)
-        for s, width in zip(read, widths, strict=True)
-    ]
-    tokens, masks = zip(*padded, strict=True)
-    return Features(tokens, masks)
+    rows, tokens, masks = np.concatenate(channels, axis=1), [], []
+    for s, width in zip(read, widths_of(span_lengths(spans, read)), strict=True):
+        positions = spans[:, s, :1] + np.arange(width)
+        mask = positions < spans[:, s, 1:]
+        index = np.where(mask, starts[:, None] + positions, 0)
+        tokens.append(np.where(mask[..., None], rows[index], np.float32(0.0)))
+        masks.append(mask)
+    return Features(tuple(tokens), tuple(masks))
 
 
 _WORTH = 1.5  # least ratio of padded tokens, one group to several, that is worth it
@@ -366,8 +324,8 @@ def width_groups(lengths: np.ndarray, n_batch: int) -> list[np.ndarray]:
     edges = np.cumsum(sizes)
     cuts = n_rows - edges[n_rows - edges >= n_batch][::-1]
     groups = [np.sort(group) for group in np.split(order, cuts)]
-    padded = sum(len(group) * _width(lengths[group]) for group in groups)
-    if n_rows * _width(lengths) < _WORTH * padded:
+    padded = sum(len(group) * sum(widths_of(lengths[group])) for group in groups)
+    if n_rows * sum(widths_of(lengths)) < _WORTH * padded:
         return [np.arange(n_rows)]
     return groups
 
@@ -376,8 +334,3 @@ def widths_of(lengths: np.ndarray) -> tuple[int, ...]:
     """Return the padded length of each span, at least 1, of `[n_rows, n_spans]`."""
     longest: Sequence[int] = lengths.max(axis=0).tolist()
     return tuple(max(1, n) for n in longest)
-
-
-def _width(lengths: np.ndarray) -> int:
-    """Return the padded length of a row in a group."""
-    return sum(widths_of(lengths))

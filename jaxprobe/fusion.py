@@ -62,11 +62,8 @@ def slot_products(
       pool: `[n_pool, d_output, n_all]`.
       members: `[n_slots]` int32 positions in the pool, filled slots first.
       start: int32, the first of the `n_examples` consecutive examples of the batch.
-      keep: `[n_slots, n_examples]` float32 factors.
+      keep: `[n_slots, n_examples]` float32 factors; the sum is `[hidden, n_examples]`.
       n_filled: int32, number of filled slots.
-
-    Returns:
-      `[hidden, n_examples]`.
     """
     return _forward(kernel, pool, members, start, keep, n_filled)[0]
 
@@ -124,9 +121,7 @@ class PoolOutputs(NamedTuple):
 def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
     """Return a head's inputs `[..., d_pooled + 1, n_examples]`: pooled vectors and P.
 
-    Args:
-      pooled: `[..., n_examples, d_pooled]`.
-      logits: `[..., n_examples]`.
+    `pooled` is `[..., n_examples, d_pooled]`, and `logits` `[..., n_examples]`.
     """
     p_correct = jax.nn.sigmoid(logits)[..., None, :]
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
@@ -140,12 +135,9 @@ def pool_outputs(
 ) -> PoolOutputs:
     """Join the seed-major grids of one or more passes into one pool.
 
-    Args:
-      outputs: one per pass over the same examples, in pool order: with context, then
-        closed-book. Each has `n_seeds * n_encoders` members.
-      n_seeds: number of seeds of every grid.
-      labels: `[n_examples]` bool; every example counts once.
-      questions: `[n_examples]` names or numbers.
+    The passes are over the same examples, in pool order: with context, then
+    closed-book; each has `n_seeds * n_encoders` members. Labels and questions (names or
+    numbers) are `[n_examples]`; every example counts once.
     """
     numbers = np.unique(questions, return_inverse=True)[1].astype(np.int32)
     on_host = np.array(labels, np.float32), np.ones(np.shape(labels), np.float32)
@@ -168,15 +160,8 @@ def keep_encoders(
 
     Each is hidden independently with probability `rate`. If that would hide all of
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
-
-    Args:
-      key: key of the draw, see `jaxprobe.random`.
-      n_examples: size of the batch.
-      slot_mask: `[n_slots]` bool, True for filled slots.
-      rate: probability of hiding an encoder.
-
-    Returns:
-      `[n_slots, n_examples]` bool, False on empty slots.
+    `slot_mask` is `[n_slots]` bool, True for filled slots; the result is `[n_slots,
+    n_examples]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
     bits = hashed_bits(key, 0, (slot_mask.shape[0], n_examples))
@@ -247,17 +232,10 @@ class FusionHead(nn.Module):
             self.param(name, nn.initializers.zeros, shape)
             for name, shape in zip(OUTPUT, ((cfg.hidden,), ()), strict=True)
         )
-        return _mean_logit(scores, keep) + weights @ nn.gelu(norm(x)) + offset
-
-
-def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
-    """Return the mean logit `[n_examples]` of the encoders that are seen.
-
-    Scores are probabilities `[n_slots, n_examples]`; `keep` is 1 for those seen, or 0.
-    """
-    p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
-    logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
-    return (logits * keep).sum(0) / jnp.maximum(keep.sum(0), 1.0)
+        p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
+        logits = (jnp.log(p_correct) - jnp.log1p(-p_correct)) * keep
+        mean = logits.sum(0) / jnp.maximum(keep.sum(0), 1.0)  # of the encoders seen
+        return mean + weights @ nn.gelu(norm(x)) + offset
 
 
 def kernel_init(

@@ -119,7 +119,9 @@ def gather_batch(
             noise = None if noise is None else noise[:, first:]
         elif d_family < _GATHERED:
             is_read = jnp.arange(n_tokens)[:, None] >= first
-            batch = _gather_real(family, rows, real[:, rows] & is_read)
+            positions = _positions(family, rows, real[:, rows] & is_read, True)
+            tokens_in_order = take_rows(family, positions.rows[positions.order])
+            batch = RealTokens(tokens_in_order, positions)
         if deviation and noise is None:
             shape = (n_tokens, len(rows), d_family)
             batch += deviation * hashed_normal(key, f, shape, row_axis=1)[first:]
@@ -161,7 +163,7 @@ def project(
     n_tokens, n_examples, _ = tokens.shape
     if draw is None:
         if d_family >= _WIDE:
-            return wide_reading(matmul_dtype, weight, tokens, real, gate)
+            return wide_product(matmul_dtype, weight, tokens, None, real, gate)
         shape = (d_projection, n_tokens, n_examples)
         return _gated(
             lambda: _product(weight, values_of(tokens), matmul_dtype), gate, shape
@@ -170,11 +172,8 @@ def project(
     if draw.batch is not None:
         shared, noise = (of_family[stream] for of_family in draw.batch)
     if isinstance(shared, RealTokens) or (shared is None and d_family >= _WIDE):
-        if shared is not None:
-            y: Any = shared_product(matmul_dtype, weight, shared, gate)
-            y = y.reshape(d_projection, *real.shape)
-        else:
-            y = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
+        batch = (tokens, draw.rows) if shared is None else (shared, None)
+        y: Any = wide_product(matmul_dtype, weight, *batch, real, gate)
         if deviation == 0.0:
             return y
         added = partial(_projected_noise, deviation, stream, weight, y.shape, noise)
@@ -295,20 +294,21 @@ class _Positions(NamedTuple):
 def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
-    tokens: jax.Array | StoredTokens,
-    rows: jax.Array,
+    tokens: "jax.Array | StoredTokens | RealTokens",
+    rows: jax.Array | None,
     real: jax.Array,
     gate: jax.Array,
 ) -> jax.Array:
     """Gather a batch and project it; zeros on padding, or if the gate is closed.
 
-    Only `weight` has a gradient.
+    `weight` has a gradient, and so have standardised tokens if `rows` is None, which
+    only attributions of a logit use.
 
     Args:
       matmul_dtype: see `jaxprobe.stored`.
       weight: `[d_projection, d_family]`.
-      tokens: `[n_tokens, n_examples, d_family]`.
-      rows: `[n_batch]` int32 valid indices of examples.
+      tokens: `[n_tokens, n_examples, d_family]`, or those of a batch that is gathered.
+      rows: `[n_batch]` int32 valid indices of examples; None takes all.
       real: `[n_tokens, n_batch]` bool, the batch's mask.
       gate: scalar bool.
 
@@ -318,67 +318,35 @@ def wide_product(
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
 
 
-def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
-    operands = weight, tokens, rows, real, gate
-    y = jax.lax.platform_dependent(
-        *operands,
-        cpu=partial(project_on_cpu, matmul_dtype),
-        default=partial(project_on_accelerator, matmul_dtype),
-    )
-    return y, operands
+def _by_platform(on_cpu, on_accelerator, matmul_dtype, tokens, *operands):
+    """Choose a method; only CPUs gather a batch beforehand."""
+    here, there = (partial(f, matmul_dtype) for f in (on_cpu, on_accelerator))
+    if isinstance(tokens, RealTokens):
+        return here(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=here, default=there)
+
+
+def _wide_forward(matmul_dtype, *operands):
+    ways = project_on_cpu, project_on_accelerator
+    return _by_platform(*ways, matmul_dtype, operands[1], *operands), operands
 
 
 def _wide_backward(matmul_dtype, operands, dy):
     # The tokens are not kept, but gathered a second time.
-    d_weight = jax.lax.platform_dependent(
-        dy,
-        *operands,
-        cpu=partial(cpu_vjp, matmul_dtype),
-        default=partial(accelerator_vjp, matmul_dtype),
-    )
-    return d_weight, None, None, None, None
-
-
-wide_product.defvjp(_wide_forward, _wide_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def wide_reading(
-    matmul_dtype: MatmulDtype,
-    weight: jax.Array,
-    tokens: jax.Array | StoredTokens,
-    real: jax.Array,
-    gate: jax.Array,
-) -> jax.Array:
-    """Return `wide_product` of all examples, with a gradient for the tokens too.
-
-    Only attributions of a logit use that gradient. `StoredTokens` do not have it.
-    """
-    return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
-
-
-def _all(tokens: jax.Array | StoredTokens) -> jax.Array:
-    return jnp.arange(tokens.shape[1])
-
-
-def _reading_forward(matmul_dtype, weight, tokens, real, gate):
-    operands = weight, tokens, real, gate
-    return wide_reading(matmul_dtype, *operands), operands
-
-
-def _reading_backward(matmul_dtype, operands, dy):
-    weight, tokens, real, gate = operands
-    all_examples = weight, tokens, _all(tokens), real, gate
-    d_weight = _wide_backward(matmul_dtype, all_examples, dy)[0]
+    weight, tokens, rows, real, gate = operands
+    ways = cpu_vjp, accelerator_vjp
+    d_weight = _by_platform(*ways, matmul_dtype, tokens, dy, *operands)
+    if rows is not None or not isinstance(tokens, jax.Array):
+        return d_weight, None, None, None, None
     masked = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
 
     def vjp() -> jax.Array:
         return contract(masked, weight, 0, matmul_dtype).reshape(tokens.shape)
 
-    return d_weight, _gated(vjp, gate, tokens.shape), None, None
+    return d_weight, _gated(vjp, gate, tokens.shape), None, None, None
 
 
-wide_reading.defvjp(_reading_forward, _reading_backward)
+wide_product.defvjp(_wide_forward, _wide_backward)
 
 
 def _positions(tokens, rows, real, gate) -> _Positions:
@@ -414,40 +382,13 @@ class AllTokens(NamedTuple):
 class RealTokens(NamedTuple):
     """The real tokens of a batch, contiguous."""
 
-    tokens: jax.Array  # `[n_padded, d_family]`
+    tokens: jax.Array  # `[n_padded, d_family]`, finite after the real ones
     positions: _Positions
 
     def chunk(self, number: jax.Array) -> jax.Array:
         """Return a chunk of the real tokens, `[_N_CHUNK, d_family]`."""
         shape = _N_CHUNK, self.tokens.shape[1]
         return jax.lax.dynamic_slice(self.tokens, (number * _N_CHUNK, 0), shape)
-
-
-def _gather_real(tokens, rows: jax.Array, real: jax.Array) -> RealTokens:
-    """Gather the real tokens of a batch; what follows them is finite."""
-    positions = _positions(tokens, rows, real, jnp.array(True))
-    gathered = take_rows(tokens, positions.rows[positions.order])
-    return RealTokens(gathered, positions)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def shared_product(
-    matmul_dtype: MatmulDtype, weight: jax.Array, batch: RealTokens, gate: jax.Array
-) -> jax.Array:
-    """Project real tokens that members share, to `[d_projection, n]`."""
-    return _shared_forward(matmul_dtype, weight, batch, gate)[0]
-
-
-def _shared_forward(matmul_dtype, weight, batch, gate):
-    y = _project_chunks(matmul_dtype, weight, batch, gate)
-    return y, (weight, batch, gate)
-
-
-def _shared_backward(matmul_dtype, residuals, dy):
-    return _chunks_vjp(matmul_dtype, dy, *residuals), None, None
-
-
-shared_product.defvjp(_shared_forward, _shared_backward)
 
 
 def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
@@ -487,16 +428,22 @@ def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
     return _gated(vjp, gate, weight.shape)
 
 
+def _chunked(tokens, rows, real, gate) -> AllTokens | RealTokens:
+    if isinstance(tokens, RealTokens):
+        return tokens
+    return AllTokens(tokens, _positions(tokens, rows, real, gate))
+
+
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
     """Compute `wide_product` on a CPU, in chunks that stay in its cache."""
-    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    batch = _chunked(tokens, rows, real, gate)
     y = _project_chunks(matmul_dtype, weight, batch, gate)
     return y.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Return the gradient of `weight` on a CPU."""
-    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    batch = _chunked(tokens, rows, real, gate)
     return _chunks_vjp(matmul_dtype, dy, weight, batch, gate)
 
 

@@ -16,12 +16,17 @@ from beatrice.extract.records import IN_DOMAIN, Example, Label, Setting
 from beatrice.extract.store.spec import Dtype
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import usual_jax
-from beatrice.jaxprobe.families import FamilyDims, Standardizer, width_groups, widths_of
+from beatrice.jaxprobe.families import (
+    FamilyDims,
+    Standardizer,
+    fit_standardizer,
+    width_groups,
+    widths_of,
+)
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
     empty_span,
     family_dims,
-    fit_standardizer,
     read_features,
     read_tokens,
     stored_dtypes,
@@ -231,32 +236,27 @@ class TrainingSet:
 
     def without(self, span: int) -> "TrainingSet":
         """Return a copy with a span left out; see `empty_span`."""
-
-        def emptied(read: ReadRows) -> ReadRows:
-            return lambda *where: empty_span(read(*where), span)
-
-        in_memory = self.in_memory and tuple(
-            tuple(Bucket(i, empty_span(tokens, span)) for i, tokens in split)
-            for split in self.in_memory
-        )
-        return dataclasses.replace(
-            self,
-            read=emptied(self.read),
-            read_train=emptied(self.read_train),
-            in_memory=in_memory,
-        )
+        empty = partial(empty_span, span=span)
+        return self._changed(empty, empty)
 
     def with_zeroed(self, span: int) -> "TrainingSet":
         """Return a copy with a span's signals set to zero, but only in training."""
+        return self._changed(partial(zero_span, span=span), lambda tokens: tokens)
 
-        def read_train(where: np.ndarray, *widths: Any) -> FamilyTokens:
-            return zero_span(self.read_train(where, *widths), span)
+    def _changed(self, *changes: Callable[[FamilyTokens], FamilyTokens]) -> Any:
+        """Return a copy with other tokens of training rows, and of all other rows."""
 
-        in_memory = self.in_memory and (
-            tuple(Bucket(i, zero_span(x, span)) for i, x in self.in_memory[0]),
-            self.in_memory[1],
+        def changed(read: ReadRows, change: Callable[..., Any]) -> ReadRows:
+            return lambda *where: change(read(*where))
+
+        read_train, read = map(changed, (self.read_train, self.read), changes)
+        in_memory = self.in_memory and tuple(
+            tuple(Bucket(i, change(tokens)) for i, tokens in split)
+            for split, change in zip(self.in_memory, changes, strict=True)
         )
-        return dataclasses.replace(self, read_train=read_train, in_memory=in_memory)
+        return dataclasses.replace(
+            self, read=read, read_train=read_train, in_memory=in_memory
+        )
 
 
 @usual_jax()
@@ -283,13 +283,8 @@ def training_set(
     # In float32 rows take many times their stored size, so read a few at a time.
     n_at_once = rows_at_once(longest, dims)
     shards = [x for group in groups[0] for x in _split(where[0][group], n_at_once)]
-    standardizer = fit_standardizer(
-        lambda: (
-            read_features(store, layer, shard, widths_of(lengths[shard]))
-            for shard in shards
-        ),
-        dims,
-    )
+    batches = (read_features(store, layer, x, widths_of(lengths[x])) for x in shards)
+    standardizer = fit_standardizer(batches, dims)
     device_dtypes = device_dtypes or stored_dtypes(store)
     fixed = {"standardizer": standardizer, "device_dtypes": device_dtypes}
 

@@ -55,14 +55,9 @@ def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
 
 
 def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
-    """Take rows out of tokens that are seen as one matrix.
+    """Take rows out of tokens that are seen as one matrix (see `rows_of_tokens`).
 
-    Args:
-      tokens: `[n_tokens, n_examples, d_family]`.
-      at: row numbers of any shape, see `rows_of_tokens`.
-
-    Returns:
-      Standardised values, `[*at.shape, d_family]` float32.
+    Row numbers `at` have any shape; values are standardised, `[*at.shape, d_family]`.
     """
 
     def take(x: jax.Array) -> jax.Array:
@@ -87,17 +82,16 @@ def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(take(words), x.dtype)
 
 
-def rows_of_tokens(tokens: jax.Array | StoredTokens, rows: jax.Array) -> jax.Array:
+def rows_of_tokens(
+    tokens: jax.Array | StoredTokens, rows: jax.Array | None
+) -> jax.Array:
     """Return the rows of some examples' tokens in `tokens` seen as one matrix.
 
-    Args:
-      tokens: `[n_tokens, n_examples, d]`.
-      rows: `[n]` int32 valid indices of examples.
-
-    Returns:
-      `[n_tokens, n]` int32 row numbers.
+    `rows` `[n]` int32 are valid indices of examples; None takes all. The row numbers
+    are `[n_tokens, n]` int32.
     """
     n_tokens, n_examples, _ = tokens.shape
+    rows = jnp.arange(n_examples, dtype=jnp.int32) if rows is None else rows
     return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
 
 
@@ -118,13 +112,10 @@ def _standardized(
 
 
 def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
-    """Return `a @ b` in float32.
+    """Return `a @ b` in float32, of float32 matrices.
 
-    Args:
-      a: `[m, k]` float32.
-      b: `[k, n]` float32.
-      matmul_dtype: type to which both are rounded. "float32" does not round, but JAX's
-        default on NVIDIA GPUs is TF32 of ten bits (`jax_default_matmul_precision`).
+    Both are rounded to `matmul_dtype`. "float32" does not round, but JAX's default on
+    NVIDIA GPUs is TF32 of ten bits (`jax_default_matmul_precision`).
     """
     return a @ b if matmul_dtype == "float32" else _mixed(a, b)
 

@@ -4,7 +4,7 @@ Signals are stored as ragged rows; an encoder reads every span padded to one len
 There are two spans closed-book and three with context; the answer is the last.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +20,10 @@ from beatrice.jaxprobe.families import (
     FamilyDims,
     Features,
     Standardizer,
-    assemble,
-    check_width,
+    slices_of,
     span_lengths,
-    standardizer_of,
     used_spans,
+    widths_of,
 )
 from beatrice.jaxprobe.stored import StoredTokens, moved
 
@@ -49,11 +48,7 @@ class FamilyTokens(NamedTuple):
     @property
     def span_slices(self) -> tuple[slice, ...]:
         """The slice of each span within the `n_tokens` positions."""
-        stops = np.cumsum([mask.shape[0] for mask in self.masks]).tolist()
-        return tuple(
-            slice(stop - mask.shape[0], stop)
-            for stop, mask in zip(stops, self.masks, strict=True)
-        )
+        return slices_of([mask.shape[0] for mask in self.masks])
 
     def of_examples(
         self, change: Callable[..., Any], *others: "FamilyTokens"
@@ -150,52 +145,22 @@ def stored_lengths(store: FeatureStore) -> np.ndarray:
     return span_lengths(spans, used_spans(spans))
 
 
-def fit_standardizer(
-    batches: Callable[[], Iterator[Features]], dims: FamilyDims
-) -> Standardizer:
-    """Fit the standardisation on batches that need not fit in memory together.
-
-    Families stored only for the answer span are fitted on that span, in a second pass:
-    the zeros in place of the other spans would shrink the mean and widen the spread.
-    """
-    standardizer = standardizer_of(batches(), dims.slices)
-    if not dims.of_answers:
-        return standardizer
-    answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in batches())
-    of_answers = standardizer_of(answers, dims.slices)
-    for at in (dims.slices[f] for f in dims.of_answers):
-        for all_spans, answer in zip(standardizer, of_answers, strict=True):
-            all_spans[at] = answer[at]
-    return standardizer
-
-
-def read_families(
-    store: FeatureStore,
-    layer: int | None,
-    examples: np.ndarray | None = None,
-    *,
-    is_decoded: bool = True,
+def _read_families(
+    store: FeatureStore, layer: int | None, examples: np.ndarray
 ) -> dict[str, Ragged]:
     """Read all families of stored examples, each in a thread of its own.
 
     Reading holds no lock, and with small chunks a single core cannot copy as fast as a
-    disk delivers.
-
-    Args:
-      store: an extracted setting.
-      layer: entry of the resid axis, for families that are stored by layer.
-      examples: `[n]` indices into the store, or None for all.
-      is_decoded: False for int8 codes as they are, with the families of their scales.
+    disk delivers. int8 codes are as they are, with the families of their scales.
     """
     stored = store.spec.families
-    names = list(stored_signals(store) if is_decoded else stored)
 
     def read(name: str) -> Ragged:
         at = layer if stored[name].by_layer else None
-        return read_family(store, name, examples, layer=at, is_decoded=is_decoded)
+        return read_family(store, name, examples, layer=at, is_decoded=False)
 
-    with ThreadPoolExecutor(len(names)) as pool:
-        return dict(zip(names, pool.map(read, names), strict=True))
+    with ThreadPoolExecutor(len(stored)) as pool:
+        return dict(zip(stored, pool.map(read, stored), strict=True))
 
 
 def read_tokens(
@@ -203,36 +168,31 @@ def read_tokens(
     layer: int | None,
     examples: np.ndarray,
     n_tokens: Sequence[int],
+    read: Sequence[int] | None = None,
     *,
     standardizer: Standardizer,
     device_dtypes: Sequence[Dtype],
 ) -> FamilyTokens:
-    """Read the signals of stored examples in the layout of the device.
+    """Read the signals of stored examples in the layout of the device, on the host.
 
-    Their values are those of `split_families` after `read_features`.
-
-    Args:
-      store: an extracted setting.
-      layer: entry of the resid axis for the hidden family (0 is the embedding); None if
-        no family is stored by layer.
-      examples: `[n]` indices into the store.
-      n_tokens: padded length per span.
-      standardizer: fitted on training tokens.
-      device_dtypes: for each family `float32`, to standardise it here, or its stored
-        type, for `StoredTokens`.
-
-    Returns:
-      Arrays on the host.
+    Their values are those of `split_families` after `read_features`, whose arguments
+    are the same. `device_dtypes` are for each family `float32`, to standardise it here,
+    or its stored type, for `StoredTokens`.
     """
-    families = read_families(store, layer, examples, is_decoded=False)
-    spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
-    first, lengths = spans[..., 0], spans[..., 1] - spans[..., 0]
+    families = _read_families(store, layer, examples)
+    read = used_spans(store.spec.spans) if read is None else read
+    spans = store.spec.spans[examples][:, list(read)]
     masks, positions = [], []
     for s, width in enumerate(n_tokens):
-        check_width(lengths[:, s], width)
-        position = np.arange(width)[:, None]
-        masks.append(position < lengths[None, :, s])
-        positions.append(first[None, :, s] + position)
+        start, stop = spans[:, s].T
+        position = np.arange(width)[:, None] + start
+        if (longest := int((stop - start).max(initial=0))) > width:
+            raise ValueError(
+                f"a span has {longest} tokens, expected at most {width}; pad to a "
+                "larger length"
+            )
+        masks.append(position < stop)
+        positions.append(position)
     mask, position = np.concatenate(masks), np.concatenate(positions)
     is_answer = np.arange(len(mask)) >= len(mask) - n_tokens[-1]
 
@@ -293,28 +253,25 @@ def read_features(
       n_tokens: padded length per span; None for the longest of each.
       read: spans to read, indices into `SPAN_NAMES`; None for those the store has.
     """
-    spec, families = store.spec, read_families(store, layer, examples)
-    chosen = slice(None) if examples is None else examples
-    lengths = spec.n_read[chosen]
-    # The row where each example's token 0 is or would be.
-    starts = np.cumsum(lengths) - lengths - spec.first_rows[chosen]
-    rows = {
-        name: _place_answer_rows(ragged, starts, int(lengths.sum()))
-        if spec.families[name].spans == "answer"
-        else ragged.values
-        for name, ragged in families.items()
-    }
-    read = used_spans(spec.spans) if read is None else read
-    return assemble(rows, starts, spec.spans[chosen], read, n_tokens)
-
-
-def _place_answer_rows(answers: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
-    """Put rows of answers at their tokens; no encoder reads the zeros elsewhere."""
-    values, lengths = answers.values, answers.lengths
-    spread = np.zeros((n_rows, *values.shape[1:]), values.dtype)
-    within = np.arange(len(values)) - np.repeat(answers.starts, lengths)
-    spread[np.repeat(starts + answers.first_tokens, lengths) + within] = values
-    return spread
+    spans, dims = store.spec.spans, family_dims(store)
+    as_stored = (f(dims.total, np.float32) for f in (np.zeros, np.ones))
+    some = np.arange(len(spans)) if examples is None else examples
+    read = used_spans(spans) if read is None else read
+    families = read_tokens(
+        store,
+        layer,
+        some,
+        widths_of(span_lengths(spans[some], read)) if n_tokens is None else n_tokens,
+        read,
+        standardizer=Standardizer(*as_stored),
+        device_dtypes=("float32",) * dims.n_families,
+    )
+    tokens = (
+        np.concatenate([np.swapaxes(x[at], 0, 1) for x in families.tokens], axis=2)
+        for at in families.span_slices
+    )
+    masks = (np.ascontiguousarray(mask.T) for mask in families.masks)
+    return Features(tuple(tokens), tuple(masks))
 
 
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
@@ -371,16 +328,10 @@ def mean_answer_states(
 ) -> np.ndarray:
     """Return the mean hidden state over the answer span, for the layer sweep.
 
-    Only rows of answer spans are read, each once, a few examples at a time.
-
-    Args:
-      store: an extracted setting.
-      examples: `[n_examples]` indices into the store.
-      layer: entry of the resid axis (0 is the embedding).
-      n_chunk: examples whose rows are in memory together.
-
-    Returns:
-      `[n_examples, d_model]` float32; zeros where the span is empty.
+    Only rows of answer spans are read, each once, `n_chunk` examples at a time.
+    `examples` are `[n_examples]` indices into the store, `layer` an entry of the resid
+    axis (0 is the embedding). Means are `[n_examples, d_model]` float32; zeros where
+    the span is empty.
     """
     d_model = store.spec.families["hidden"].shape[1]
     means = np.zeros((len(examples), d_model), np.float32)

@@ -5,10 +5,9 @@ finished members, and the process that finds none missing joins them as a single
 would. Rows are not split over processes: a setting has 48 members, six for each of
 eight GPUs, and splitting rows would synchronise gradients in every step.
 
-A store that is larger than memory is streamed in groups of chunks of rows. While the
-encoders train on one group, the next is read. All encoders of a call take their steps
-on a group before the next one, so the store is read once per epoch. With a single group
-of all rows the result is that of `jaxprobe.grid`.
+A store that is larger than memory is streamed in groups of chunks of rows. All encoders
+take their steps on a group while the next is read, so the store is read once per epoch.
+With a single group of all rows the result is that of `jaxprobe.grid`.
 """
 
 import dataclasses
@@ -90,6 +89,7 @@ from beatrice.jaxprobe.memory import (
     step_flops,
 )
 from beatrice.jaxprobe.rows import (
+    ReadRows,
     StoreRows,
     TrainingSet,
     check_classes,
@@ -159,25 +159,25 @@ def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> Train
 class Group(NamedTuple):
     """Examples that are in memory together."""
 
-    # `[n_rows]` indices into the store; all groups of an epoch have one length, padded
-    # by repeating the group's last example.
+    # `[n_rows]` numbers of examples; all groups of an epoch have one length, padded by
+    # repeating the group's last example.
     where: np.ndarray
     is_real: np.ndarray  # `[n_rows]` bool, False for padding
 
 
 def epoch_groups(
-    examples: np.ndarray, config: StreamConfig, seed: Sequence[int]
+    n_examples: int, config: StreamConfig, seed: Sequence[int]
 ) -> list[Group]:
-    """Split examples `[n]`, ascending indices into the store, into groups.
+    """Split examples, numbered in the order of the store, into groups.
 
     Chunks are distributed at random and evenly, so that the last group is not small.
     `seed` determines their order; it is a sequence such as (root seed, epoch).
     """
-    n_rows, n_chunk = config.group_rows(len(examples)), config.n_chunk
-    chunks = np.split(examples, range(n_chunk, len(examples), n_chunk))
+    n_rows, n_chunk = config.group_rows(n_examples), config.n_chunk
+    chunks = np.split(np.arange(n_examples), range(n_chunk, n_examples, n_chunk))
     order = np.random.default_rng(list(seed)).permutation(len(chunks))
     groups = []
-    for numbers in np.array_split(order, config.n_groups(len(examples))):
+    for numbers in np.array_split(order, config.n_groups(n_examples)):
         where = np.concatenate([chunks[i] for i in np.sort(numbers)])  # as on disk
         is_real = np.arange(n_rows) < len(where)
         groups.append(Group(np.pad(where, (0, n_rows - len(where)), "edge"), is_real))
@@ -199,37 +199,19 @@ def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
             del value  # else it would stay alive until the next one is read
 
 
-Read = Callable[[np.ndarray], FamilyTokens]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Streamed:
-    """Rows of a store with their labels, to be streamed."""
+    """Labelled rows of a store, to be streamed."""
 
-    where: np.ndarray  # `[n]` indices into the store, ascending
-    labels: np.ndarray  # `[n]` bool
-    read: Read  # returns standardised tokens of indices, in one padded width
+    n_rows: int
+    # Reads rows by their numbers `[n]`, in one padded width, with weights `[n]`.
+    read: Callable[[np.ndarray, np.ndarray], LabelledFeatures]
     config: StreamConfig  # how the rows are split into groups
-    # `[n_subsets, n]`, see `LabelledFeatures`; None for zeros.
-    offsets: np.ndarray | None = None
-    # `[n]` numbers, equal for rows of one question; None if each row has its own.
-    questions: np.ndarray | None = None
 
     def groups(self, *seed: int) -> Iterator[LabelledFeatures]:
         """Yield an epoch's groups with their signals, reading one ahead."""
-
-        def fetch(group: Group) -> LabelledFeatures:
-            features = self.read(self.where[group.where])
-            weights = group.is_real.astype(np.float32)
-            offsets, questions = (
-                None if x is None else x[..., group.where]
-                for x in (self.offsets, self.questions)
-            )
-            labels = self.labels[group.where]
-            return labelled(features, labels, weights, offsets, questions)
-
-        indices = np.arange(len(self.where))
-        yield from prefetched(fetch, epoch_groups(indices, self.config, seed))
+        groups = epoch_groups(self.n_rows, self.config, seed)
+        yield from prefetched(lambda x: self.read(x.where, x.is_real), groups)
 
 
 def fit_streamed(
@@ -239,15 +221,13 @@ def fit_streamed(
     *,
     encoder: Encoder,
     config: TrainConfig,
-) -> TrainedMembers:
+) -> Iterator[TrainedMembers]:
     """Train blocks from a store as `jaxprobe.grid` does with rows in memory."""
     use_one_blas_thread()
-    sample = train.read(train.where[:1])
+    fixed = {"encoder": encoder, "config": config}
+    sample = train.read(np.arange(1), np.ones(1)).features
     learners = [
-        block_learner(
-            filled_block(block, encoder, config), sample, encoder=encoder, config=config
-        )
-        for block in blocks
+        block_learner(filled_block(block, **fixed), sample, **fixed) for block in blocks
     ]
     states = fit(
         learners,
@@ -255,8 +235,7 @@ def fit_streamed(
         lambda: valid.groups(config.root_seed),
         config,
     )
-    members = [member for block in blocks for member in block.members]
-    return join(list(map(trained_block, blocks, states)), members)
+    yield from map(trained_block, blocks, states)
 
 
 @usual_jax()
@@ -438,30 +417,44 @@ def _fit(
     blocks = plan.blocks(members)
     encoder = Encoder(config.encoder, data.dims)
     protocol = {"encoder": encoder, "config": plan.config(config.train)}
-    labels = [data.rows.labels[where] for where in data.where]
-    questions = [
-        np.unique(data.rows.ids[where], return_inverse=True)[1] for where in data.where
-    ]
     offsets = (linear.train, linear.valid) if linear else (None, None)
-    of_rows = list(zip(labels, offsets, questions, strict=True))
+    label = list(map(partial(_labels_of, data.rows), data.where, offsets))
     if data.in_memory is not None:
-        groups = [
-            [
-                labelled(tokens, y[at], None, None if o is None else o[:, at], q[at])
-                for at, tokens in buckets
-            ]
-            for buckets, (y, o, q) in zip(data.in_memory, of_rows, strict=True)
-        ]
+        groups = (
+            [of_split(x.indices, x.tokens) for x in buckets]
+            for buckets, of_split in zip(data.in_memory, label, strict=True)
+        )
         yield from fit_blocks(blocks, *groups, **protocol)
         return
-    stream, reads = config.stream or StreamConfig(), (data.read_train, data.read)
-    train, valid = (
-        Streamed(
-            where=where, labels=y, read=read, config=stream, offsets=o, questions=q
+
+    def streamed(where: np.ndarray, read: ReadRows, label: Any) -> Streamed:
+        return Streamed(
+            n_rows=len(where),
+            read=lambda at, weights: label(at, read(where[at]), weights),
+            config=config.stream or StreamConfig(),
         )
-        for where, read, (y, o, q) in zip(data.where, reads, of_rows, strict=True)
-    )
-    yield fit_streamed(blocks, train, valid, **protocol)
+
+    splits = map(streamed, data.where, (data.read_train, data.read), label)
+    yield from fit_streamed(blocks, *splits, **protocol)
+
+
+def _labels_of(
+    rows: StoreRows, where: np.ndarray, offsets: np.ndarray | None
+) -> Callable[..., LabelledFeatures]:
+    """Return a function that labels the tokens of some rows `where` of a store.
+
+    `offsets` `[n_subsets, n]` are as in `LabelledFeatures`.
+    """
+    labels = rows.labels[where]
+    questions = np.unique(rows.ids[where], return_inverse=True)[1]
+
+    def label(
+        at: np.ndarray, tokens: FamilyTokens, weights: np.ndarray | None = None
+    ) -> LabelledFeatures:
+        of_rows = None if offsets is None else offsets[:, at]
+        return labelled(tokens, labels[at], weights, of_rows, questions[at])
+
+    return label
 
 
 def _linear_parts(

@@ -152,10 +152,8 @@ def attributed(
 
     The number of steps is doubled until they do, at most to 1,024: encoders have kinks,
     for which the error falls in inverse proportion to the steps (.2 to 1 % at 64).
-    Arguments are those of `path_gradients`; only the first `n` examples are returned.
-
-    Returns:
-      `[n_tokens, n, d_family]` for each family, and the differences `[n]`.
+    Arguments are those of `path_gradients`. Attributions are `[n_tokens, n, d_family]`
+    for each family, differences `[n]`, of the first `n` examples.
     """
     before, after = (
         member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
@@ -213,11 +211,6 @@ class Deployed:
     def n_seeds(self) -> int:
         """Number of training seeds of every encoder."""
         return self.config.train.n_seeds
-
-    @property
-    def seed(self) -> int:
-        """Seed of every random draw."""
-        return self.bootstrap.seed
 
     @cached_property
     def queried(self) -> tuple[str, ...]:
@@ -328,13 +321,9 @@ class Deployed:
     ) -> np.ndarray:
         """Return the logits of encoders after signals are replaced by their means.
 
-        Args:
-          names: encoders, by their letters.
-          where: `[n]` rows of the store.
-          each: for every variant, a mask of the channels to replace.
-
-        Returns:
-          `[n_names, n_variants, n_seeds, n]` logits.
+        `names` are the encoders' letters, `where` `[n]` rows of the store, and `each`
+        has a mask of the channels to replace for every variant. Logits are `[n_names,
+        n_variants, n_seeds, n]`.
         """
         shape = (len(names), len(each), self.n_seeds, len(where))
         result = np.full(shape, np.nan, np.float32)

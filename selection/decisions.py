@@ -6,11 +6,10 @@ by question (paper: figure across backbones, lower half, which compares with the
 member; table of features and fusion). Combinations describe the ranking made by `select
 --exhaustive` (paper, figure of the combination search).
 
-Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
-appendix G, table of flips and figure of the boundary band). A decision is P(correct)
-above or below one half; a flip is a decision that changes, and it is precise if the
-intact encoder decides correctly. Grounding: flips of attention on answers for which
-verbatim support and correctness disagree (appendix G, table of grounding).
+Flips (appendix G, table of flips and figure of the boundary band): decisions, P above
+or below one half, that change without a family. A flip is precise if the intact encoder
+decides correctly. Grounding: flips of attention on answers for which verbatim support
+and correctness disagree (appendix G, table of grounding).
 
 Cases follow the paper's table of case studies (appendix J), but for every set and kind,
 and by a rule. A closed-book answer is accepted if its P(correct) reaches its threshold;
@@ -57,13 +56,8 @@ N_BEST = 10  # sets, as in the paper
 def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
     """Return the mistakes of a score that flags as many answers as are wrong.
 
-    Args:
-      scores: `[n]`, higher = more likely correct.
-      labels: `[n]` bool.
-      names: `[n]`, all different; they break ties independently of order.
-
-    Returns:
-      `[n]` bool, true for answers that are right but flagged, or wrong but not flagged.
+    They are `[n]` bool, true for answers that are right but flagged, or wrong but not
+    flagged. `names` `[n]` are all different, and break ties independently of order.
     """
     is_flagged = np.zeros(len(scores), bool)
     is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
@@ -147,18 +141,6 @@ def fusion(inputs: AnalysisInput) -> AnalysisOutput:
     return rows
 
 
-def counts_along(
-    ranking: Ranking, is_closed_book: np.ndarray, n_parts: int
-) -> np.ndarray:
-    """Return how many closed-book encoders the sets contain, along the ranking.
-
-    `is_closed_book` is `[n_pool]` bool. Returns `[SET_SIZE + 1, n_parts]`, best part
-    first: the share of a part's sets that contain 0, 1, 2 or 3.
-    """
-    parts = ranking.parts(is_closed_book[ranking.sets].sum(axis=1), n_parts)
-    return np.stack([[(x == k).mean() for x in parts] for k in range(SET_SIZE + 1)])
-
-
 def combinations(inputs: AnalysisInput) -> AnalysisOutput:
     """Return rows on the composition of each setting's ranking by validation AUROC."""
     rankings = inputs.rankings
@@ -185,12 +167,12 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
         axis=0,
     )
     if not is_closed_book.all():
-        shares = counts_along(ranking, is_closed_book, N_PARTS)
-        for k, along in enumerate(shares):
+        n_of_set = is_closed_book[ranking.sets].sum(axis=1)
+        for k in range(SET_SIZE + 1):
             n_best = float((is_closed_book[best].sum(axis=1) == k).sum())
             add("best_sets", n_best, len(best), n_closed_book=k)
-            for bin_index, share in enumerate(along, start=1):
-                add("share", float(share), n_sets, n_closed_book=k, bin=bin_index)
+            for i, part in enumerate(ranking.parts(n_of_set == k, N_PARTS), start=1):
+                add("share", float(part.mean()), n_sets, n_closed_book=k, bin=i)
     return rows
 
 

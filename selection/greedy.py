@@ -118,22 +118,23 @@ def fit_sets(
 
     `n_at_once` parts train in parallel; default: one per core on a CPU, else one.
     """
+    # On a CPU, a core per part: a head's operations are too small to share cores.
+    if n_at_once is None:
+        n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
     n_sets = max(n_calls or 0, len(sets))
-    slots = np.zeros((n_sets, config.n_slots), np.int32)
-    masks = np.zeros((n_sets, config.n_slots), bool)
-    for i, members in enumerate(sets):
-        slots[i], masks[i] = slots_of(members, config.n_slots)
+    n_parts = min(n_at_once, n_sets)
+    padded = [*sets, *[()] * (-(-n_sets // n_parts) * n_parts - len(sets))]
+    pairs = (slots_of(members, config.n_slots) for members in padded)
+    slots, masks = map(np.stack, zip(*pairs, strict=True))
+    # Each part has every n-th set, since the empty sets are all at the end.
+    shards = [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
     head = FusionHead(config)
 
     def train_shard(shard: tuple[np.ndarray, np.ndarray]) -> Any:
         with usual_jax():
             return fit_heads(*shard, train, valid, head=head, config=train_config)
 
-    # On a CPU, a core per part: a head's operations are too small to share cores.
-    if n_at_once is None:
-        n_at_once = n_cores() if jax.default_backend() == "cpu" else 1
-    shards = _split_sets(slots, masks, min(n_at_once, n_sets))
-    with ThreadPoolExecutor(len(shards)) as pool:
+    with ThreadPoolExecutor(n_parts) as pool:
         trained = list(pool.map(train_shard, shards))
 
     def merge(*shards: np.ndarray) -> np.ndarray:
@@ -142,15 +143,6 @@ def fit_sets(
         return stacked.reshape(n_rows, *stacked.shape[2:])[: len(sets)]
 
     return Heads(*jax.tree.map(merge, *trained))
-
-
-def _split_sets(
-    slots: np.ndarray, masks: np.ndarray, n_parts: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Give each part every n-th set, since the empty sets are all at the end."""
-    n_excess = -len(slots) % n_parts
-    slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
-    return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
 
 
 def fused_probability(selection: Selection, outputs: PoolOutputs) -> np.ndarray:

@@ -66,7 +66,7 @@ def attributed_rows(deployed: Deployed) -> np.ndarray:
     rows = deployed.rows
     where = rows.where("test")
     where = where[rows.variants[where] == "original"]
-    return draw_rows(rows, where, N_ANSWERS, deployed.seed)
+    return draw_rows(rows, where, N_ANSWERS, deployed.bootstrap.seed)
 
 
 def head_sums(
@@ -132,7 +132,7 @@ def _head_rows(
     n_heads = min(N_HEADS, n_cells)
     half = len(where) // 2  # a random half: rows are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
-    rng = np.random.default_rng(deployed.seed)
+    rng = np.random.default_rng(deployed.bootstrap.seed)
     drawn = [rng.choice(n_cells, n_heads, replace=False) for _ in range(N_DRAWS)]
     top, *others = (
         np.isin(np.arange(n_cells), flat).reshape(shape)

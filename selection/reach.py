@@ -94,15 +94,10 @@ class SmallSampleTrainer:
     def scores(
         self, names: Sequence[str], order: np.ndarray, where: np.ndarray
     ) -> dict[str, np.ndarray] | None:
-        """Train encoders on some labelled rows, and return their logits on others.
+        """Train encoders on labelled rows `order`, and return logits of rows `where`.
 
-        Args:
-          names: encoders, by their letters.
-          order: `[n]` rows to train and validate on, see `train_valid_split`.
-          where: `[m]` rows to score.
-
-        Returns:
-          `[m]` logits by name; None if training or validation rows have one class.
+        `names` are the encoders' letters; for `order` `[n]` see `train_valid_split`.
+        Logits are `[m]` by name; None if training or validation rows have one class.
         """
         labels = self.deployed.rows.labels
         splits = train_valid_split(order)
@@ -183,7 +178,7 @@ def _curve(inputs: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
     pool = np.concatenate(
         [candidates(deployed, split) for split in ("train", "validation")]
     )
-    order = draw_rows(rows, pool, max(SIZES), deployed.seed)
+    order = draw_rows(rows, pool, max(SIZES), deployed.bootstrap.seed)
     sizes = [n for n in SIZES if n <= len(order)]
     if not sizes:
         return []
@@ -268,7 +263,10 @@ def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
     teachers = teachers_of(sources)
     n = min(*map(len, teachers.values()), max(SIZES))
-    orders = [draw_rows(rows, where, n, deployed.seed) for where in teachers.values()]
+    orders = [
+        draw_rows(rows, where, n, deployed.bootstrap.seed)
+        for where in teachers.values()
+    ]
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
     judged = judged[is_read]
     every = np.concatenate([*orders, judged])
@@ -316,12 +314,8 @@ class RankAgreement(NamedTuple):
 def subset_aurocs(ranked: Ranked, weights: np.ndarray) -> np.ndarray:
     """Return every subset's AUROC in each resample, averaged over seeds.
 
-    Args:
-      ranked: scores of a run.
-      weights: `[n, n_resamples]` float32, how often each answer was resampled.
-
-    Returns:
-      `[n_subsets, n_resamples]`; NaN for resamples with only one class.
+    `weights` `[n, n_resamples]` tell how often each answer was resampled. AUROCs are
+    `[n_subsets, n_resamples]`; NaN for resamples with only one class.
     """
 
     def auroc_of(scores: np.ndarray) -> np.ndarray:
@@ -367,12 +361,6 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> RankAgr
     return RankAgreement(value, min(low, value), max(high, value))
 
 
-def _test_answers(deployed: Deployed) -> Ranked:
-    rows = deployed.rows
-    where = rows.where("test")
-    return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
-
-
 def _auroc_rows(
     ranked: Ranked, config: BootstrapConfig, backbone: dict[str, str], set_fields: dict
 ) -> list[ResultRow]:
@@ -408,7 +396,10 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     for setting in shared:
         both = inputs.settings[setting], inputs.other[setting]
         config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
-        ranked = [_test_answers(deployed) for deployed in both]
+        ranked = [
+            Ranked(x.rows.ids[at], x.rows.labels[at], x.logits[:, :, at])
+            for x, at in ((x, x.rows.where("test")) for x in both)
+        ]
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):

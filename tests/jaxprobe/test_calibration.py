@@ -37,7 +37,7 @@ def test_calibration_is_monotone_and_repairs_a_distorted_probability():
 def test_reliability_bins_count_all_examples_and_perfect_p_has_no_error():
     p = np.array([0.0, 0.0, 1.0, 1.0])
     some = np.array([0.5, 0.52, 0.58, 1.0]), np.array([True, False, False, True])
-    bins = reliability(*some, n_bins=10)
+    bins = reliability(*some)
     assert bins.n_examples.tolist() == [0] * 5 + [3, 0, 0, 0, 1]
     assert (bins.confidence[5], bins.accuracy[5]) == pytest.approx((1.6 / 3, 1 / 3))
     assert np.isnan(bins.accuracy[6]) and ece(*some) == pytest.approx(0.15)

@@ -145,27 +145,6 @@ def test_initial_variance_is_one_over_the_inputs_of_the_filled_slots(slots):
     assert not kernel[~mask].any()
 
 
-def test_empty_slots_have_no_influence():
-    mask = jnp.array([True, True, False])
-    pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
-    logits = jax.random.normal(jax.random.key(1), (3, 5))
-    outputs, other = (
-        fusion.head_inputs(pooled.at[2].add(moved), logits.at[2].add(moved))
-        for moved in (0.0, 9.0)
-    )
-    params = jax.tree.map(lambda x: x + 0.1, started(outputs))
-    before, after = (APPLY(params, x, SLOTS, mask) for x in (outputs, other))
-    np.testing.assert_array_equal(before, after)
-    assert not np.array_equal(outputs, other)
-
-
-def test_a_head_reads_each_encoders_pooled_vector_and_probability():
-    logits = jnp.array([[0.0, 2, 4]])
-    (outputs,) = fusion.head_inputs(jnp.arange(6.0).reshape(1, 3, 2), logits)
-    np.testing.assert_array_equal(outputs[:2], [[0, 2, 4], [1, 3, 5]])
-    np.testing.assert_allclose(outputs[2], 1 / (1 + np.exp(-logits[0])), rtol=1e-6)
-
-
 def test_a_head_reads_the_gap_of_every_pair_of_filled_slots_and_no_other():
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     outputs = fusion.head_inputs(pooled, jnp.zeros((3, 5)))

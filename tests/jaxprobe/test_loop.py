@@ -81,13 +81,6 @@ def test_training_stops_early_and_halves_the_rate():
     assert steady.learning_rate == np.float32(0.1)
 
 
-def test_microbatches_add_up_to_the_gradient_of_the_batch():
-    config = TrainConfig(batch_size=64, max_epochs=2, n_microbatches=4)
-    four, _ = logistic(config)
-    whole, _ = logistic(dataclasses.replace(config, n_microbatches=1))
-    np.testing.assert_allclose(whole["w"], four["w"], atol=1e-6)
-
-
 def test_members_train_side_by_side_as_they_do_alone():
     config = TrainConfig(batch_size=64, max_epochs=30, patience=3, learning_rate=0.1)
     params, info = logistic(config, range(4))

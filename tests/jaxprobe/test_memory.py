@@ -16,7 +16,6 @@ from beatrice.jaxprobe import memory
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
-    PlannedConfig,
     StreamConfig,
     TrainConfig,
     as_bytes,
@@ -75,8 +74,8 @@ def test_members_do_not_depend_on_the_block_or_the_microbatches():
     parts, subsets = planted_parts(), (subset_index("R"), subset_index("HPRA"))
     config = dataclasses.replace(TRAIN, n_microbatches=2)  # 32 rows draw together
     alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, config)
-    for n_rows in (16, 64):
-        planned = PlannedConfig(**dataclasses.asdict(config), n_rows=n_rows)
+    for n_rows in (None, 16, 64):
+        planned = memory.Plan(n_subsets=2, n_seeds=2, n_rows=n_rows).config(config)
         together = train([Block(subsets, (0, 1))], parts, planned)[0]
         for i, item in enumerate(alone):
             assert together.members[i] == item.members[0]
@@ -218,7 +217,7 @@ def test_a_stream_is_planned_with_the_group_sizes_in_which_it_is_read(n_rows):
     where = np.split(np.arange(sum(n_rows)), [n_rows[0]])
     config = GridConfig(stream=stream)
     sizes = memory.Sizes.of(config, SIZES.dims, lengths, where, FLOATS)
-    groups = [epoch_groups(rows, stream, (0, 0)) for rows in where]
+    groups = [epoch_groups(len(rows), stream, (0, 0)) for rows in where]
     assert [{len(group.where) for group in x} for x in groups] == [
         {sizes.n_train},
         {sizes.n_valid},

@@ -167,44 +167,27 @@ def test_a_weighted_stratified_auroc_equals_that_of_repeated_examples():
         assert value == pytest.approx(stratified_auroc(*again).value, abs=1e-6)
 
 
-def test_the_standard_error_of_a_gain_matches_a_bootstrap_of_both_classes():
-    rng = np.random.default_rng(0)
-    labels = np.arange(300) < 120
-    signal = labels + rng.standard_normal(300)
-    others = signal + 0.7 * rng.standard_normal(300)
-    scores = signal + 0.4 * rng.standard_normal(300)
-    gain, error = auroc_gain(scores, others, labels)
-    alone = [auroc(x, labels).value for x in (scores, others)]
-    assert gain == pytest.approx(alone[0] - alone[1])
-    draws = []
-    for _ in range(1000):
-        rows = np.concatenate([rng.integers(0, 120, 120), rng.integers(120, 300, 180)])
-        pair = (auroc(x[rows], labels[rows]).value for x in (scores, others))
-        draws.append(next(pair) - next(pair))
-    assert error == pytest.approx(np.std(draws), rel=0.15)
-    assert auroc_gain(scores, scores, labels) == (0.0, 0.0)
-
-
-def test_the_standard_error_of_a_gain_matches_a_bootstrap_of_questions():
+@pytest.mark.parametrize("n_wordings", [1, 2])
+def test_the_standard_error_of_a_gain_matches_a_bootstrap_of_questions(n_wordings):
     rng = np.random.default_rng(1)
-    questions = np.repeat(np.arange(200), 2)
-    labels = np.repeat(rng.random(200) < 0.4, 2) ^ (rng.random(400) < 0.1)
-    signal = labels + np.repeat(rng.standard_normal(200), 2)
-    pair = (signal + a * rng.standard_normal(400) for a in (0.3, 0.9))
+    questions = np.repeat(np.arange(200), n_wordings)
+    labels = np.repeat(rng.random(200) < 0.4, n_wordings)
+    labels ^= rng.random(len(labels)) < 0.1
+    signal = labels + np.repeat(rng.standard_normal(200), n_wordings)
+    pair = (signal + a * rng.standard_normal(len(labels)) for a in (0.3, 0.9))
     scores, others = (x.astype(np.float32) for x in pair)
     weights = weights_of(questions, n_resamples=2000)
     draws = [weighted_metrics(x, labels, weights)["auroc"] for x in (scores, others)]
-    error = auroc_gain(scores, others, labels, questions)[1]
+    gain, error = auroc_gain(scores, others, labels, questions)
     assert error == pytest.approx(np.std(draws[0] - draws[1]), rel=0.1)
+    alone = [auroc(x, labels).value for x in (scores, others)]
+    assert gain == pytest.approx(alone[0] - alone[1])
+    assert auroc_gain(scores, scores, labels) == (0.0, 0.0)
 
 
 def test_a_gain_of_zero_is_rarely_significant_if_few_answers_are_right():
-    rng, labels, questions = (
-        np.random.default_rng(0),
-        np.arange(300) < 8,
-        np.arange(300),
-    )
-    p_values = []
+    rng, questions = np.random.default_rng(0), np.arange(300)
+    labels, p_values = questions < 8, []
     for _ in range(400):
         both = 1.2 * labels + 0.7 * rng.standard_normal(300)
         pair = (both + 0.7 * rng.standard_normal(300) for _ in range(2))
@@ -213,9 +196,8 @@ def test_a_gain_of_zero_is_rarely_significant_if_few_answers_are_right():
         p_values.append(p)
     share = (np.array(p_values) < 0.05).mean()
     assert share < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5
-    sure = auroc_gain_interval(
-        labels * 1.0, rng.standard_normal(300), labels, questions
-    )
+    noise = rng.standard_normal(300)
+    sure = auroc_gain_interval(labels * 1.0, noise, labels, questions)
     assert sure[2] < 0.05 and sure[0] > 0
     first = np.arange(300) < 1
     assert auroc_gain_interval(*np.eye(300)[:2], first, questions) == (-1.0, 1.0, 1.0)
@@ -251,22 +233,16 @@ def test_repeated_rows_are_no_new_evidence():
     assert auroc_interval(twice[0], *twice[2:]) == pytest.approx(interval)
 
 
-def test_an_auroc_interval_is_the_same_with_the_classes_exchanged():
-    rng = np.random.default_rng(0)
-    for n_right in (2, 10, 190):
-        labels = np.arange(200) < n_right
-        scores = rng.standard_normal(200) + 2.3 * labels
-        expected = auroc_interval(scores, labels)
-        assert auroc_interval(-scores, ~labels) == pytest.approx(expected)
-
-
-def test_an_auroc_interval_is_mirrored_if_the_scores_are_negated():
-    rng = np.random.default_rng(0)
-    labels = np.arange(200) < 20
-    is_above = np.arange(200) < 5  # two kinds of right answers: DeLong's is wider
-    scores = rng.standard_normal(200) + labels * np.where(is_above, 9.0, -9.0)
+@pytest.mark.parametrize("n_right", [2, 10, 20, 190])
+@pytest.mark.parametrize("apart", [0.0, 9.0])  # two kinds: DeLong's interval is wider
+def test_an_interval_stays_if_classes_are_exchanged_and_is_mirrored_if_scores_are(
+    n_right, apart
+):
+    labels = np.arange(200) < n_right
+    kinds = np.where(np.arange(200) < n_right // 4, apart, -apart)
+    scores = np.random.default_rng(0).standard_normal(200) + labels * (2.3 + kinds)
     low, high = auroc_interval(scores, labels)
-    assert low < 0.25 < high
+    assert auroc_interval(-scores, ~labels) == pytest.approx((low, high))
     assert auroc_interval(-scores, labels) == pytest.approx((1 - high, 1 - low))
 
 

@@ -118,30 +118,26 @@ def trust(p, labels, wanted=0.9, decision="trust", n_tried=1):
 distrust = partial(trust, decision="distrust")  # up to which answers are distrusted
 
 
-def test_trust_needs_at_least_22_answers_without_an_error():
-    p = np.linspace(0.99, 0.51, 30)
-    certified = trust(p, np.arange(30) < 22)
-    assert (certified.n_decided, certified.n_errors) == (22, 0)
-    assert p[22] < certified.p_correct < p[21]
-    assert certified.low == pytest.approx(0.1 ** (1 / 22))  # closed form for no errors
-    never = trust(p, np.arange(30) < 21)
+@pytest.mark.parametrize(("n_tried", "fewest"), [(1, 22), (15, 48)])
+def test_trust_needs_many_answers_without_an_error_and_more_after_a_choice(
+    n_tried, fewest
+):
+    p, n_right = np.linspace(0.99, 0.51, 60), np.arange(60)
+    decide = partial(trust, n_tried=n_tried)
+    certified = decide(p, n_right < fewest)
+    assert (certified.n_decided, certified.n_errors) == (fewest, 0)
+    assert p[fewest] < certified.p_correct < p[fewest - 1]
+    low = (0.1 / n_tried) ** (1 / fewest)  # closed form for no errors
+    assert certified.low == pytest.approx(low)
+    words = f"90% confidence after a choice among {n_tried} encoders"
+    assert (words in certified.in_words()) == (n_tried > 1)
+    never = decide(p, n_right < fewest - 1)
     assert never.p_correct is None and never.coverage == 0
-    assert "22 validation answers without an error" in never.in_words()
-    assert "1 of the 22 most probable are wrong" in never.in_words()
-    few = trust(p[:21], np.ones(21, bool))
-    assert few.p_correct is None and "fewer of the 21 have" in few.in_words()
-    assert trust(p, np.ones(30, bool), wanted=1.0).p_correct is None
-
-
-def test_trust_in_the_best_of_fifteen_heads_needs_48_answers_without_an_error():
-    p = np.linspace(0.99, 0.51, 60)
-    certified = trust(p, np.arange(60) < 48, n_tried=15)
-    assert (certified.n_decided, certified.n_errors) == (48, 0)
-    assert certified.low == pytest.approx((0.1 / 15) ** (1 / 48))
-    assert "90% confidence after a choice among 15 enc" in certified.in_words()
-    never = trust(p, np.arange(60) < 47, n_tried=15)
-    assert never.p_correct is None
-    assert "48 validation answers without an error" in never.in_words()
+    assert f"{fewest} validation answers without an error" in never.in_words()
+    assert f"1 of the {fewest} most probable are wrong" in never.in_words()
+    few = decide(p[: fewest - 1], np.ones(fewest - 1, bool))
+    assert few.p_correct is None and f"fewer of the {fewest - 1}" in few.in_words()
+    assert decide(p, np.ones(60, bool), wanted=1.0).p_correct is None
 
 
 def test_one_error_among_the_surest_does_not_prevent_trust_in_many_answers():

@@ -23,7 +23,7 @@ from beatrice.jaxprobe.config import (
     TrainConfig,
 )
 from beatrice.jaxprobe.encoder import Encoder, pooled_signals
-from beatrice.jaxprobe.families import paper_dims, standardizer_of, subset_index
+from beatrice.jaxprobe.families import paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.rows import training_set
 from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
@@ -50,13 +50,13 @@ IDENTITY = identity_of(DIMS)
 
 
 def streamed(features, labels, config, counted=None):
-    def read(where):
+    def read(at, weights):
         if counted is not None:
-            counted.append(where)
-        return split_families(features.take(where), DIMS, IDENTITY)
+            counted.append(at)
+        tokens = split_families(features.take(at), DIMS, IDENTITY)
+        return labelled(tokens, labels[at], weights)
 
-    where = np.arange(features.n_examples)
-    return Streamed(where=where, labels=labels, read=read, config=config)
+    return Streamed(n_rows=features.n_examples, read=read, config=config)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def streamed(features, labels, config, counted=None):
 )
 def test_an_epoch_has_every_example_once_in_groups_of_one_length(n, n_chunk, n_mixed):
     config = StreamConfig(n_chunk=n_chunk, n_mixed=n_mixed)
-    groups = epoch_groups(np.arange(n), config, (0, 1))
+    groups = epoch_groups(n, config, (0, 1))
     real = np.concatenate([group.where[group.is_real] for group in groups])
     assert sorted(real.tolist()) == list(range(n))
     lengths = {len(group.where) for group in groups}
     assert len(lengths) == 1 and lengths.pop() <= n_chunk * n_mixed
-    pairs = zip(groups, epoch_groups(np.arange(n), config, (0, 2)), strict=True)
+    pairs = zip(groups, epoch_groups(n, config, (0, 2)), strict=True)
     moved = any(not np.array_equal(a.where, b.where) for a, b in pairs)
     assert moved == (n > n_chunk)
 
@@ -98,22 +98,6 @@ def test_an_error_while_reading_ahead_is_raised():
     assert next(items) == 0
     with pytest.raises(ValueError, match="range 7"):
         next(items)
-
-
-def test_statistics_of_parts_equal_those_of_the_whole():
-    features, _ = planted(300, 1, family=0)
-    features.tokens[0][..., 3] = 1000.0 + 0.1 * features.tokens[0][..., 3]
-    features.tokens[1][..., 3] = 1000.0
-    for tokens in features.tokens:
-        tokens[..., 4] = 7.0  # constant
-    whole = standardizer_of([features])
-    parts = (features.take(slice(i, i + 37)) for i in range(0, 300, 37))
-    standardizer = standardizer_of(parts)
-    np.testing.assert_allclose(standardizer.mean, whole.mean, rtol=1e-6)
-    np.testing.assert_allclose(standardizer.std, whole.std, rtol=1e-6)
-    assert standardizer.std[4] == 1.0
-    with pytest.raises(ValueError, match="no span has a real token"):
-        standardizer_of(iter([]))
 
 
 def test_a_store_streamed_in_one_group_trains_like_rows_held_in_memory():
@@ -220,7 +204,7 @@ def test_streaming_finds_the_planted_signal_and_reads_rows_once_per_epoch():
         train = streamed(*planted(256, 3, family=0, strength=shift), config, counted)
         valid = streamed(*planted(400, 4, family=0, strength=shift), config)
         blocks = [Block((subset_index("H"), subset_index("HPRA")), (0,))]
-        result = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
+        (result,) = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
         aurocs[shift] = result.info.best_auroc
         # Four groups per epoch, whatever the number of encoders, and one sample.
         assert len(counted) == 1 + 4 * longer.max_epochs
@@ -342,17 +326,16 @@ def test_streaming_as_stored_equals_streaming_widened_values():
     config = StreamConfig(n_chunk=8, n_mixed=3)
     results = []
 
-    def read(change, x, where):
-        return change(x.take(jnp.asarray(where)))
+    def read(change, x, labels, at, weights):
+        return labelled(change(x.take(jnp.asarray(at))), labels[at], weights)
 
     for change in (lambda x: x, widened):
-        shared = {"where": np.arange(48), "config": config}
         streams = (
-            Streamed(labels=labels, read=partial(read, change, x), **shared)
-            for x, labels in parts
+            Streamed(n_rows=48, read=partial(read, change, *part), config=config)
+            for part in parts
         )
         encoder = encoder_of(NARROW)
-        trained = fit_streamed([ALONE], *streams, encoder=encoder, config=CONFIG)
+        (trained,) = fit_streamed([ALONE], *streams, encoder=encoder, config=CONFIG)
         results.append((trained.params, trained.info))
     assert_same(*results, "bfloat16")
 

@@ -13,15 +13,13 @@ from beatrice.jaxprobe.families import (
     FLOATS,
     FamilyDims,
     Features,
-    letters_of,
-    standardizer_of,
+    fit_standardizer,
     used_spans,
 )
 from beatrice.jaxprobe.stored import values_of
 from beatrice.jaxprobe.tokens import (
     answer_log_probs,
     family_dims,
-    fit_standardizer,
     mean_answer_states,
     read_features,
     read_tokens,
@@ -72,14 +70,12 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
         for name, f in families.items()
     }
     positions = np.concatenate([np.arange(n) for n in lengths])
-    bounds = np.repeat(spans[:, 2], lengths, axis=0)
-    is_read = positions >= np.repeat(firsts, lengths)
-    if hidden_spans == "answer":
-        is_answer = (positions >= bounds[:, 0]) & (positions < bounds[:, 1])
-        every["hidden"] = every["hidden"][is_answer]
-    for name, family in families.items():
-        if family.spans == "all":
-            every[name] = every[name][is_read]
+    start, stop = np.repeat(spans[:, 2], lengths, axis=0).T
+    is_stored = {
+        "all": positions >= np.repeat(firsts, lengths),
+        "answer": (positions >= start) & (positions < stop),
+    }
+    every = {name: x[is_stored[families[name].spans]] for name, x in every.items()}
     encoded = encode(every["hidden"], dtype)
     every["hidden"] = encoded.codes
     if encoded.scales is not None:
@@ -100,23 +96,26 @@ def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     )
 
 
-def standardizer_fit(features, dims):
-    return fit_standardizer(lambda: iter([features]), dims)
-
-
 def test_small_values_are_no_constants_in_a_family_of_small_values():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(1, 500, 4)) * [1e-8, 2e-8, 1.0, 1e-9]
     values[..., 0] += 1.0  # float32 then holds no variation
     features = Features((values.astype(np.float32),), (np.ones((1, 500), bool),))
     dims = FamilyDims(names=("small", "large"), sizes=(2, 2))
-    std = standardizer_fit(features, dims).std
+    std = fit_standardizer([features], dims).std
     np.testing.assert_allclose(std, [1, 2e-8, 1, 1], rtol=0.1)
+    large = 1000.0 + 0.1 * rng.normal(size=(1, 500, 1)) * [1.0, 0.0]
+    features = Features((large.astype(np.float32),), features.masks)
+    dims = FamilyDims(names=("far",), sizes=(2,))
+    std = fit_standardizer([features], dims).std
+    np.testing.assert_allclose(std, [0.1, 1], rtol=0.1)
+    with pytest.raises(ValueError, match="no span has a real token"):
+        fit_standardizer([], dims)
 
 
 def split_of(store, features):
     dims = family_dims(store)
-    return split_families(features, dims, standardizer_fit(features, dims))
+    return split_families(features, dims, fit_standardizer([features], dims))
 
 
 def test_states_kept_only_for_answers_read_as_zero_elsewhere(used):
@@ -176,7 +175,7 @@ def test_a_live_pass_with_all_states_reads_like_a_store_of_answer_states(used):
     whole = read_features(answers, 3)
     live = read_features(stored("all", used=used), 3)  # a model gives all of them
     dims = family_dims(answers)
-    standardizer = standardizer_fit(whole, dims)
+    standardizer = fit_standardizer([whole], dims)
     pair = (split_families(x, dims, standardizer).tokens for x in (whole, live))
     assert_same_leaves(*pair)
 
@@ -189,7 +188,7 @@ def test_tokens_equal_the_padded_features_in_the_requested_dtype(
     store = stored(hidden_spans, dtype=dtype, used=used)
     some, dims = np.array([5, 4, 2, 3, 3]), family_dims(store)
     features = read_features(store, 3, some)
-    standardizer = standardizer_fit(features, dims)
+    standardizer = fit_standardizer([features], dims)
     wanted = split_families(features, dims, standardizer)
     widths = [mask.shape[1] for mask in features.masks]
     read = partial(read_tokens, store, 3, some, standardizer=standardizer)
@@ -249,12 +248,10 @@ def test_a_standardizer_is_the_same_fitted_in_parts_or_on_all_at_once(used, span
     def read(where):
         return read_features(store, 1, where, widths)
 
-    first = standardizer_fit(features, dims)
-    other = fit_standardizer(lambda: map(read, parts), dims)
+    first = fit_standardizer([features], dims)
+    other = fit_standardizer(map(read, parts), dims)
     np.testing.assert_allclose(first.mean, other.mean, atol=1e-5)
     np.testing.assert_allclose(first.std, other.std, rtol=1e-5)
-    if spans == "all":  # with all states, over all spans
-        assert_same_leaves(first, standardizer_of([features]))
 
 
 def test_spans_that_are_empty_in_every_example_are_not_read(used):
@@ -275,9 +272,13 @@ def test_families_of_any_names_and_number_are_read_in_order():
     dims = family_dims(store)
     assert dims == FamilyDims(names=names, sizes=(3, 4), spans=kinds)
     assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
-    assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
-    assert letters_of(("mass", "mean", "x")) == "ABC"  # initials are not distinct
-    assert letters_of(("1st", "2nd")) == "AB"
+    for named, letters in (
+        (("hidden", "prob", "resid", "attn"), "HPRA"),
+        (("mass", "mean", "x"), "ABC"),  # initials are not distinct
+        (("1st", "2nd"), "AB"),
+    ):
+        sizes = (1,) * len(named)
+        assert FamilyDims(names=named, sizes=sizes).letters == letters
     features = read_features(store, None)
     read = zip(features.tokens, features.masks, strict=True)
     for span, (tokens, mask) in enumerate(read):

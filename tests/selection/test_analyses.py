@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,6 +45,8 @@ from tests.extract.small_run import beatrice
 from tests.jaxprobe.samples import rows_like, store_like
 from tests.records import an_answer, an_example
 
+# Columns of rows of shares; each row has values in at most two of them.
+WHOLE = {"span": None, "family": None, "position": None, "kind": None}
 N_QUESTION, N_ANSWER = 3, 4
 N_TOKENS = N_QUESTION + N_ANSWER
 N_LAYERS, N_HEADS, HEAD = 2, 5, (1, 3)
@@ -99,6 +102,13 @@ def deployed():
     )
 
 
+def values_in(results, **usual):
+    """A function that finds the value of the row of a metric and other columns."""
+    return lambda metric, **columns: (
+        find(results, metric=metric, **usual | columns).value
+    )
+
+
 def inputs_of(deployed, **fields):
     """What an analysis reads, of one setting."""
     usual = {"settings": {deployed.setting: deployed}, "without_hidden": {}}
@@ -107,28 +117,20 @@ def inputs_of(deployed, **fields):
 
 def test_a_family_that_knows_corrects_mistakes_of_one_that_knows_nothing(deployed):
     results = results_of(decisions.complementarity(deployed))
-
-    def value(metric, detector, of=None, split="test"):
-        at = {"metric": metric, "family": of, "split": split, "dataset": "held"}
-        at |= {"dataset": IN_DOMAIN} if split == "test" else {}
-        return find(results, detector="encoder", families=detector, **at).value
-
-    for split in ("test", "ood"):
-        assert value("error_rate", "H", split=split) < 0.05
-        assert 0.3 < value("error_rate", "P", split=split) < 0.7
-        assert value("rights", "H", "P", split) > 0.9
+    for split, dataset in (("ood", "held"), ("test", IN_DOMAIN)):
+        value = values_in(results, family=None, split=split, dataset=dataset)
+        assert value("error_rate", families="H") < 0.05
+        assert 0.3 < value("error_rate", families="P") < 0.7
+        assert value("rights", families="H", family="P") > 0.9
     where = deployed.rows.where("test")
-    labels, n_wrong = (
-        deployed.rows.labels[where],
-        int((~deployed.rows.labels[where]).sum()),
-    )
-    wrong = {}
+    labels, wrong = deployed.rows.labels[where], {}
     for letter in LETTERS:  # again, from ranks
         ranks = deployed.logits_of(letter)[0, where].argsort().argsort()
-        wrong[letter] = (ranks >= n_wrong) != labels
-        assert value("error_rate", letter) == pytest.approx(wrong[letter].mean())
+        wrong[letter] = (ranks >= (~labels).sum()) != labels
+        expected = wrong[letter].mean()
+        assert value("error_rate", families=letter) == pytest.approx(expected)
     corrected = (wrong["P"] & ~wrong["A"]).sum() / wrong["P"].sum()
-    assert value("rights", "A", "P") == pytest.approx(corrected)
+    assert value("rights", families="A", family="P") == pytest.approx(corrected)
 
 
 def test_pairs_and_the_selected_set_are_compared_with_others_by_auroc(deployed):
@@ -167,35 +169,25 @@ def test_pairs_and_the_selected_set_are_compared_with_others_by_auroc(deployed):
 
 def test_the_decisions_of_an_encoder_depend_on_the_family_that_knows(deployed):
     results = results_of(decisions.flips(deployed))
-    at = {"dataset": IN_DOMAIN, "split": "test", "families": "HPRA"}
-
-    def value(metric, family=None):
-        return find(results, **at, metric=metric, family=family).value
-
+    at = {"dataset": IN_DOMAIN, "split": "test"}
+    value = values_in(results, **at, families="HPRA", family=None)
     assert value("accuracy") > 0.95
-    assert 0.35 < value("flip_rate", "H") and value("flip_precision", "H") > 0.9
+    assert 0.35 < value("flip_rate", family="H")
+    assert value("flip_precision", family="H") > 0.9
+    moved = value("mean_contribution", family="H")
     for family in "PR":
-        assert value("flip_rate", family) < 0.05
-        assert value("mean_contribution", family) < value("mean_contribution", "H") / 5
+        assert value("flip_rate", family=family) < 0.05
+        assert value("mean_contribution", family=family) < moved / 5
     labels = deployed.rows.labels[deployed.rows.where("test")]
-    row = find(results, metric="right", dataset=IN_DOMAIN, split="test")
-    assert row.value == pytest.approx(labels.mean())
+    assert find(results, metric="right", **at).value == pytest.approx(labels.mean())
 
 
 def test_the_attention_head_that_knows_moves_the_logit_most(deployed):
-    results = results_of(places.heads(deployed))
-    alone = {"families": "A"}
-    shares = {
-        (layer, head): find(results, **alone, metric="share", layer=layer, head=head)
-        for layer in range(N_LAYERS)
-        for head in range(N_HEADS)
-    }
-    assert max(shares, key=lambda at: shares[at].value) == HEAD
-    assert sum(row.value for row in shares.values()) == pytest.approx(1.0)
-
-    def value(metric):
-        return find(results, **alone, metric=metric).value
-
+    value = values_in(results_of(places.heads(deployed)), families="A")
+    heads = np.ndindex(N_LAYERS, N_HEADS)
+    shares = {at: value("share", layer=at[0], head=at[1]) for at in heads}
+    assert max(shares, key=shares.get) == HEAD
+    assert sum(shares.values()) == pytest.approx(1.0)
     assert value("incompleteness") < 0.01
     assert value("even_share_of_top_heads") == 0.8 < value("share_of_top_heads")
     assert value("moved_more_by_top_heads") == pytest.approx(
@@ -226,12 +218,7 @@ def test_heads_found_on_the_first_half_of_the_answers_are_measured_on_the_second
 
 
 def test_the_token_span_and_layer_that_know_are_found(deployed):
-    results = results_of(places.positions(deployed))
-
-    def value(metric, **columns):
-        at = {"span": None, "family": None, "position": None, "kind": None}
-        return find(results, metric=metric, **at | columns).value
-
+    value = values_in(results_of(places.positions(deployed)), **WHOLE)
     by_position = [value("share", position=k) for k in range(1, N_ANSWER + 1)]
     assert np.argmax(by_position) == 1 and by_position[1] > 0.5
     assert value("share", span="answer") > value("token_share", span="answer")
@@ -381,20 +368,15 @@ def test_without_the_span_or_family_that_knows_scores_are_worse(deployed, tmp_pa
     ablation.train_without_spans("closed_book", lambda: None)
     assert not list(tmp_path.glob("*.members"))
     results = results_of(ablation.result_rows("closed_book", deployed.bootstrap))
-    at = {"metric": "auroc", "dataset": "held", "seed": "mean"}
-
-    def value(detector, **columns):
-        return find(results, **at, detector=detector, **columns).value
-
-    without_head = {"kind": "encoders"}
-    assert value("champion", **without_head) > 0.95
+    auroc = partial(values_in(results, dataset="held", seed="mean"), "auroc")
+    assert auroc(detector="champion", kind="encoders") > 0.95
     for way in ("zeroed_span", "without_span"):
-        for columns in (without_head, {"kind": None}):
-            assert value(way, span="question", **columns) > 0.95
-            assert 0.35 < value(way, span="answer", **columns) < 0.65
-    assert value("without_family", families="HRA") > 0.95
-    without_hidden = value("without_family", families="PRA")
-    assert 0.7 < without_hidden < value("without_family", families="HPR")
+        for kind in ("encoders", None):
+            assert auroc(detector=way, span="question", kind=kind) > 0.95
+            assert 0.35 < auroc(detector=way, span="answer", kind=kind) < 0.65
+    families = partial(auroc, detector="without_family")
+    assert families(families="HRA") > 0.95
+    assert 0.7 < families(families="PRA") < families(families="HPR")
 
 
 def test_the_best_sets_of_a_ranking_are_described_by_what_they_read():
@@ -406,20 +388,10 @@ def test_the_best_sets_of_a_ranking_are_described_by_what_they_read():
     n_hidden = by_trait["H", "with_context"][sets].sum(axis=1)
     aurocs = 0.5 + 0.2 * (n_closed == 1) + 0.1 * (n_hidden == 2)
     ranking = Ranking(sets, aurocs[:, None].astype(np.float32))
-    setting = SimpleNamespace(
-        setting="with_context",
-        set_fields=lambda dataset, split: {
-            "setting": "with_context",
-            "dataset": dataset,
-            "split": split,
-        },
+    inputs = inputs_of(
+        Pass("with_context", [0], [0]), rankings={"with_context": ranking}
     )
-    inputs = inputs_of(setting, rankings={"with_context": ranking})
-    results = results_of(decisions.combinations(inputs))
-
-    def value(metric, **columns):
-        return find(results, metric=metric, **columns).value
-
+    value = values_in(results_of(decisions.combinations(inputs)))
     hidden = {"family": "H", "kind": "with_context"}
     assert value("encoders_in_best_set", **hidden) == 2.0
     mean = 3 * by_trait["H", "with_context"].mean()
@@ -503,17 +475,14 @@ def test_decisions_of_both_passes_are_matched_by_question_in_any_order():
         read_texts=texts_of(*answers),
     )
     output = decisions.cases(inputs)
-    results = results_of([row for row in output if hasattr(row, "metric")])
-
-    def value(metric, kind):
-        return find(results, metric=metric, kind=kind, dataset=IN_DOMAIN).value
-
+    rows = [row for row in output if hasattr(row, "metric")]
+    value = values_in(results_of(rows), dataset=IN_DOMAIN)
     # q0 and q1 are accepted, q2, q3 and q5 are trusted, and q4 is flagged.
     expected = {"accepted closed-book": (2, 1), "trusted with context": (3, 1)}
     expected |= {"both flagged": (1, 1)}
     for kind, (n, n_right) in expected.items():
-        assert value("share", kind) == pytest.approx(n / 6)
-        assert value("right", kind) == pytest.approx(n_right / n)
+        assert value("share", kind=kind) == pytest.approx(n / 6)
+        assert value("right", kind=kind) == pytest.approx(n_right / n)
     studies = {x.kind: x for x in output if not hasattr(x, "metric")}
     assert {kind: x.gold for kind, x in studies.items()} == {
         "accepted closed-book": "gold0",
@@ -550,23 +519,20 @@ def test_flips_by_attention_are_counted_if_support_and_truth_disagree():
     )
     results = results_of(decisions.grounding(inputs))
 
-    def row(metric, kind=None, families=None):
-        columns = {"metric": metric, "kind": kind, "families": families}
-        return find(results, **columns, dataset=IN_DOMAIN)
-
-    assert row("right_with_context").value == pytest.approx(3 / 6)
-    assert (row("right_closed_book").value, row("right_closed_book").n) == (
-        pytest.approx(2 / 3),
-        3,
-    )
-    assert row("wrong_in_passage").value == pytest.approx(2 / 3)
-    assert row("right_in_passage").value == pytest.approx(1 / 3)
+    at = {"dataset": IN_DOMAIN, "kind": None, "families": None}
+    value = values_in(results, **at)
+    assert value("right_with_context") == pytest.approx(3 / 6)
+    row = find(results, metric="right_closed_book", **at)
+    assert (row.value, row.n) == (pytest.approx(2 / 3), 3)
+    assert value("wrong_in_passage") == pytest.approx(2 / 3)
+    assert value("right_in_passage") == pytest.approx(1 / 3)
     # Decisions flip at q0, q2 and q4; the answer to q2 is in the passage but wrong.
-    assert row("flip_precision", families="HPRA").value == pytest.approx(2 / 3)
-    wrong = "in_passage_but_wrong"  # q1 and q2
-    assert row("flip_rate", wrong, "HPRA").value == pytest.approx(1 / 2)
-    assert row("flip_precision", wrong, "HPRA").value == 0.0
-    unsupported = row("flip_precision", "right_not_in_passage", "HPRA")
+    assert value("flip_precision", families="HPRA") == pytest.approx(2 / 3)
+    wrong = {"kind": "in_passage_but_wrong", "families": "HPRA"}  # q1 and q2
+    assert value("flip_rate", **wrong) == pytest.approx(1 / 2)
+    assert value("flip_precision", **wrong) == 0.0
+    at |= {"kind": "right_not_in_passage", "families": "HPRA"}
+    unsupported = find(results, metric="flip_precision", **at)
     assert (unsupported.value, unsupported.n) == (1.0, 1)  # q4 of q3 and q4
     assert {*results["families"].dropna()} == {"HPRA"}  # HP reads no attention
 

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binomtest
 
 from beatrice.benchmarks.results.anatomy import rights_by_chance
-from beatrice.benchmarks.results.tables import find, results_of
+from beatrice.benchmarks.results.tables import results_of
 from beatrice.extract.label.labels import stands_in_context
 from beatrice.extract.records import Passage
 from beatrice.jaxprobe.config import EncoderConfig
@@ -54,6 +54,7 @@ from beatrice.selection.reach import (
 )
 from tests.jaxprobe.samples import rows_like
 from tests.records import an_answer, an_example
+from tests.selection.test_analyses import WHOLE, values_in
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
 SET_FIELDS = {"setting": "closed_book", "dataset": "one", "split": "test"}
@@ -260,11 +261,7 @@ def test_shares_of_spans_and_positions_find_the_token_that_moves_the_logit():
     moved = TokenAttribution(families, answer, lengths, 0.0)
     ratios = position_ratios("HPRA", moved, ("context", "question", "answer"))
     results = results_of(ratio_rows("x", ratios, np.arange(n), SET_FIELDS, CONFIG))
-
-    def value(metric, **columns):
-        at = {"span": None, "family": None, "position": None, "kind": None}
-        return find(results, metric=metric, **at | columns).value
-
+    value = values_in(results, **WHOLE)
     assert value("share", span="answer") == pytest.approx(0.8)
     assert value("share", span="question") == pytest.approx(0.2)
     assert value("share", span="answer", family="A") == pytest.approx(0.8)
@@ -281,13 +278,8 @@ def test_if_all_tokens_move_the_logit_alike_shares_equal_even_shares():
     families = np.zeros((n, 3, 4))
     families[:, :, 0] = lengths  # one logit per token
     moved = TokenAttribution(families, answer, lengths, 0.0)
-    rows = ratio_rows(
-        "x",
-        position_ratios("H", moved, ("c", "q", "a")),
-        np.arange(n),
-        SET_FIELDS,
-        CONFIG,
-    )
+    ratios = position_ratios("H", moved, ("c", "q", "a"))
+    rows = ratio_rows("x", ratios, np.arange(n), SET_FIELDS, CONFIG)
     by_metric = {
         metric: {(r.span, r.position, r.kind): r.value for r in rows if is_of(r)}
         for metric, is_of in (
