@@ -1,69 +1,42 @@
 """Small real objects: a detector, a corpus and its server, a runner of controllers."""
 
 import contextlib
+import dataclasses
 import json
 import threading
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from beatrice.extract.records import Passage
-from beatrice.jaxprobe.calibration import fit_calibrator
-from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
-from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from beatrice.jaxprobe.encoder import Encoder
-from beatrice.jaxprobe.families import paper_dims
-from beatrice.jaxprobe.fusion import FusionHead, head_inputs
-from beatrice.jaxprobe.tokens import FamilyTokens
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.detector import Detector, Provenance
+from beatrice.jaxprobe.families import SPANS, paper_dims
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.controllers.loop import Reply
+from beatrice.pgir.controllers.waves import AnswerService, CallJournal
 from beatrice.pgir.corpus import build_corpus
 from beatrice.pgir.index import PassageEncoderConfig
 from beatrice.pgir.retrieval_server import RetrievalServer
-from tests.jaxprobe.samples import KNOWN, identity_of, wide_scope
+from tests.jaxprobe.samples import identity_of, random_bank, random_head
 
 LAYER = 3
 QUESTION = "where was Skiband Rugrond born?"
 PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
-FUSION = FusionConfig(hidden=8, n_slots=2)
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 
 
-def _bank(dims, n_spans):
-    tokens = tuple(jnp.zeros((2 * n_spans, 1, size)) for size in dims.sizes)
-    masks = tuple(jnp.ones((2, 1), bool) for _ in range(n_spans))
-    families = FamilyTokens(tokens, masks)
-    init = jax.jit(Encoder(CONFIG, dims).init)
-    params = init(jax.random.key(0), families, jnp.ones(4, bool))
-    return EncoderBank(
-        dims=dims,
-        config=CONFIG,
-        standardizer=identity_of(dims),
+def _bank(setting, dims):
+    """Return a random encoder of all families, for signals as they are."""
+    bank = random_bank(setting, dims, CONFIG, seed=0)
+    at = bank.names.index("HPRA")
+    return dataclasses.replace(
+        bank,
         names=("HPRA",),
-        spans=tuple(range(3 - n_spans, 3)),
-        params=jax.tree.map(lambda x: np.asarray(x)[None, None], params),
-        lengths=(999,) * n_spans,
-        scope=wide_scope(dims.total),
-    )
-
-
-def _head(reads):
-    params = jax.jit(FusionHead(FUSION).init)(
-        jax.random.key(1),
-        head_inputs(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
-        jnp.arange(2),
-        jnp.arange(2) < len(reads),
-    )
-    scores = np.linspace(0, 1, 20)
-    return SettingHead(
-        reads=reads,
-        config=FUSION,
-        params=jax.tree.map(lambda x: np.asarray(x)[None], params),
-        calibrator=fit_calibrator(scores, scores > 0.5),
-        **KNOWN,
+        params=jax.tree.map(lambda x: x[:, at : at + 1], bank.params),
+        standardizer=identity_of(dims),
+        lengths=(999,) * len(bank.spans),
     )
 
 
@@ -73,17 +46,30 @@ def make_detector(backbone):
         hidden=backbone.d_model, prob=5, resid=4 * backbone.n_layers, attn=n_readings
     )
     closed, grounded = ("closed_book", "HPRA"), ("with_context", "HPRA")
+    reads = {
+        "closed_book": (closed,),
+        "with_context": (grounded, closed),
+        "single_pass": (grounded,),
+    }
     return Detector(
-        banks={"closed_book": _bank(dims, 2), "with_context": _bank(dims, 3)},
-        heads={
-            "closed_book": _head((closed,)),
-            "with_context": _head((grounded, closed)),
-            "single_pass": _head((grounded,)),
-        },
+        banks={setting: _bank(setting, dims) for setting in SPANS},
+        heads={name: random_head(pairs, 2, CONFIG) for name, pairs in reads.items()},
         provenance=Provenance(
             model="embedded", revision=backbone.revision, layer=LAYER
         ),
     )
+
+
+def retrained(detector, **changes):
+    """Return a detector with some facts of its training changed."""
+    trained = dataclasses.replace(detector.provenance, **changes)
+    return dataclasses.replace(detector, provenance=trained)
+
+
+def answering_of(probed, *texts, journal=None):
+    """Return a service that answers with passages of these texts."""
+    passages = [Passage(title="", text=text) for text in texts]
+    return AnswerService(probed, passages, journal or CallJournal(None, ""))
 
 
 TOPICS = "river city painter novel king planet bridge opera engine island".split()
@@ -134,6 +120,19 @@ def save_encoder(folder, seed=0, n_positions=64):
     )
     BertModel(config).save_pretrained(folder)
     return PassageEncoderConfig(path=folder, max_tokens=48)
+
+
+@contextlib.contextmanager
+def input_shapes(backbone):
+    """Yield the shapes of the ids that a model reads until the block ends."""
+    shapes = []
+
+    def add(module, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    decoder = backbone.layout.decoder
+    with decoder.register_forward_pre_hook(add, with_kwargs=True):
+        yield shapes
 
 
 class Ranked:

@@ -1,6 +1,7 @@
 """A detector scores alike in JAX and in Torch, whatever its encoders and heads are."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.forward import TorchForward
 from tests.extract.signals.test_precision import precision_beside
 from tests.jaxprobe.samples import ragged_features, random_detector, score_as_trained
-from tests.pgir.small import LAYER, PASSAGE, QUESTION
+from tests.pgir.small import LAYER, PASSAGE, QUESTION, input_shapes
 from tests.pretended_gpu import DEVICE, PretendedGpu
 
 SIZES = {"hidden": 12, "prob": 5, "resid": 8, "attn": 6}
@@ -202,20 +203,16 @@ def test_scores_do_not_depend_on_how_many_answers_fit_in_memory(probed):
 
 def test_batches_are_hardly_padded_after_the_shared_worked_examples(probed):
     rng = np.random.default_rng(0)
-    lengths, sizes = rng.integers(8, 40, 256), []
+    lengths = rng.integers(8, 40, 256)
     shots = rng.integers(3, 90, 69)
     sequences = []
     for n in 69 + lengths:
         ids = np.concatenate([shots, rng.integers(3, 90, n - 69)])
         spans = np.array([(69, 69), (69, n - 4), (n - 4, n)])
         sequences.append(TokenSequence(ids=ids, targets=ids, spans=spans))
-    hook = probed.backbone.layout.decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
-        with_kwargs=True,
-    )
-    with hook:
+    with input_shapes(probed.backbone) as shapes:
         probed.read_sequences(sequences)
-    assert sum(sizes) <= 69 + 1.15 * lengths.sum()
+    assert sum(map(math.prod, shapes)) <= 69 + 1.15 * lengths.sum()
 
 
 @pytest.mark.parametrize("name", ["projection_1", "mlp_in/kernel", "span_1/entry_bias"])
