@@ -175,16 +175,13 @@ def tables_as_text(data: ReportData) -> dict[str, str]:
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    parts = (f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in panoramas.items())
-    markdown = [_MARKS, *parts]
-    markdown.append(rivals.leads_as_markdown(results, titles))
-    markdown.append(rivals.costs_as_markdown(data.judged, results))
-    latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
+    costs = rivals.costs_as_markdown(data.judged, results)
+    latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.values()]
     latex.append(rivals.leads_as_latex(results, titles))
     texts = (
         findings.as_markdown(answered, beside),
         findings.as_latex(answered),
-        "\n".join(markdown),
+        f"{_as_markdown(panoramas, results, titles)}\n{costs}",
         "\n".join(latex),
     )
     return dict(zip(TABLES, texts, strict=True))
@@ -235,10 +232,14 @@ of a column is **bold**, the second best <u>underlined</u>.
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return as Markdown the tables that can be made from rows alone."""
     results, titles = results_of(rows), _catalogue_titles()
-    parts = [
-        f"### {heading}\n\n{rendering.as_markdown(table)}"
-        for heading, table in tables.named_tables(results, titles).values()
-    ]
+    return _as_markdown(tables.named_tables(results, titles), results, titles)
+
+
+def _as_markdown(
+    named: tables.Named, results: pandas.DataFrame, titles: tables.Titles
+) -> str:
+    """Format tables as Markdown, with the leads over rivals below."""
+    parts = [f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in named.values()]
     return "\n".join([_MARKS, *parts, rivals.leads_as_markdown(results, titles)])
 
 

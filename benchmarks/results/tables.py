@@ -9,7 +9,6 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -20,13 +19,15 @@ from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encoder
 from beatrice.jaxprobe.scope import PRECISIONS, Thresholds
-from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, titles_of
+from beatrice.pgir.controllers import BOUNDS, titles_of
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order in which a cell shows them
 EVALUATED = ("test", "ood")  # splits that no choice was made on
 POOLED = {"dataset": IN_DOMAIN, "split": "test"}  # all in-domain test questions
 _RANKED = (*METRICS, "em", "f1")  # metrics whose best values are marked
 CHANGES = ("auroc_gap", "moved_more_by_top_heads")  # metrics that are differences
+# The key of a line that is marked as ours has one of these.
+_OURS = (names.CHAMPION._asdict(), {"detector": "pgir"})
 _COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
 Titles = Mapping[Subject, str]
@@ -259,8 +260,6 @@ def pivot(
     corner: str,
     lines: Sequence[tuple[str, Key]],
     columns: Sequence[tuple[Column, Key | Sequence[Key]]],
-    *,
-    ours: str = "",
     unranked: Sequence[str] = (),
 ) -> Table:
     """Lay rows out as a table; the keys of a line and a column select a cell's rows.
@@ -274,9 +273,9 @@ def pivot(
       corner: what the lines are; the heading of the first column.
       lines: labels and keys of the lines; a line without a row is left out.
       columns: likewise; cells of a column with several keys have that many measures.
-      ours: label of the line to mark as ours.
       unranked: labels of lines that are left out of the ranking.
     """
+    ours = {x for x, key in lines if any(key.items() >= o.items() for o in _OURS)}
     parts = [[keys] if isinstance(keys, Mapping) else keys for _, keys in columns]
     cells = [key for keys in parts for key in keys]
     keys = (*(key for _, key in lines), *cells)
@@ -304,7 +303,7 @@ def pivot(
             for row, rank in zip(measured, of_line, strict=True)
         )
         by_cell = tuple(tuple(itertools.islice(measures, len(x))) for x in parts)
-        return Line(label=label, cells=by_cell, is_ours=label == ours)
+        return Line(label=label, cells=by_cell, is_ours=label in ours)
 
     heads = tuple(column for column, _ in columns)
     ranked_lines = tuple(line_of(*line) for line in laid)
@@ -331,14 +330,19 @@ def by_place(
     lines: Sequence[tuple[str, Key]],
     splits: Sequence[str] = EVALUATED,
     parts: Sequence[Key] = ({},),
-    **options: Any,
+    unranked: Sequence[str] = (),
+    **selected: Any,
 ) -> Table:
-    """Lay rows out as a table with a column for each place; see `pivot`."""
+    """Lay rows out with a column for each place; `selected` is as for `where`.
+
+    The cells of a column have a measure for each of `parts`; see also `pivot`.
+    """
+    results = where(results, **selected)
     columns = [
         (column, [{**key, **part} for part in parts])
         for column, key in place_columns(places_of(results, splits))
     ]
-    return pivot(results, corner, lines, columns, **options)
+    return pivot(results, corner, lines, columns, unranked)
 
 
 def title_of(subject: Subject, titles: Titles | None) -> str:
@@ -378,10 +382,8 @@ def detection_table(
             if x.detector != "encoder" and x not in names.CONTROLS:
                 labels.setdefault(x, x.detector)
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
-    parts = [{"metric": metric} for metric in metrics]
-    marks = {"ours": labels.get(names.CHAMPION, ""), "unranked": unranked}
-    lines = lines_of(labels)
-    return by_place(shown.loc[is_shown], corner, lines, splits, parts, **marks)
+    parts, lines = [{"metric": metric} for metric in metrics], lines_of(labels)
+    return by_place(shown.loc[is_shown], corner, lines, splits, parts, unranked)
 
 
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
@@ -404,27 +406,26 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 def floor_table(results: pandas.DataFrame) -> Table:
     """Return a table of each encoder's lead over a linear probe on the same signals."""
     titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
-    shown = where(results, experiment="floor_paired", metric="auroc")
-    return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
+    lines, at = lines_of({x: titles[x] for x in names.FLOORS}), {"metric": "auroc"}
+    return by_place(results, "Detector", lines, experiment="floor_paired", **at)
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
     """Return a table of AUROC at equal answer length, and of the unmatched share."""
-    shown = where(results, experiment="at_equal_length", seed="mean")
     lines = [
         (x, {**key, "metric": "auroc"}) for x, key in lines_of(names.AT_EQUAL_LENGTH)
     ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
-    return by_place(shown, "Detector", lines, ours=ours)
+    at = {"experiment": "at_equal_length", "seed": "mean"}
+    return by_place(results, "Detector", lines, **at)
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
     """Return a table of the share of labels that a person disputes."""
     lines = [(f"Labelled {kind}", {"kind": kind}) for kind in ("right", "wrong")]
-    shown = where(results, experiment="label_noise")
-    return by_place(shown, "Labels", lines, ("annotated",))
+    at = {"experiment": "label_noise"}
+    return by_place(results, "Labels", lines, ("annotated",), **at)
 
 
 def annotated_table(results: pandas.DataFrame) -> Table:
@@ -435,21 +436,18 @@ def annotated_table(results: pandas.DataFrame) -> Table:
         for column, key in place_columns(places_of(shown, ("annotated",)))
         for kind in ("labels", "undisputed labels", "a person")
     ]
-    lines = lines_of(names.AT_EQUAL_LENGTH)
-    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
-    return pivot(shown, "Detector", lines, columns, ours=ours)
+    return pivot(shown, "Detector", lines_of(names.AT_EQUAL_LENGTH), columns)
 
 
 def answer_table(results: pandas.DataFrame) -> Table:
     """Return a table of the shares of answers that are cut off, empty, or hedges."""
-    shown = where(results, experiment="answers")
     splits = ("train", "validation", *EVALUATED)
     titles = {"cut_off": "Cut off", "empty": "Empty", "hedged": "Hedges"}
     lines = [
         (title, {"detector": "backbone", "metric": metric})
         for metric, title in titles.items()
     ]
-    return by_place(shown, "Share of answers", lines, splits)
+    return by_place(results, "Share of answers", lines, splits, experiment="answers")
 
 
 def decision_table(results: pandas.DataFrame) -> Table:
@@ -458,9 +456,9 @@ def decision_table(results: pandas.DataFrame) -> Table:
         (f"{kind.capitalize()} at {wanted:g}", {"kind": kind, "wanted": wanted})
         for kind, wanted in itertools.product(Thresholds._fields, PRECISIONS)
     ]
+    corner = "Precision / coverage"
     parts = [{"metric": metric} for metric in ("precision", "coverage")]
-    shown = where(results, experiment="decision")
-    return by_place(shown, "Precision / coverage", lines, parts=parts)
+    return by_place(results, corner, lines, parts=parts, experiment="decision")
 
 
 def optimism_table(results: pandas.DataFrame) -> Table:
@@ -469,8 +467,8 @@ def optimism_table(results: pandas.DataFrame) -> Table:
         ("The search's set", {"detector": "champion"}),
         ("One encoder, fixed in advance", {"detector": "early_fusion"}),
     ]
-    shown = where(results, experiment="optimism")
-    return by_place(shown, "AUROC, seen minus unseen half", lines)
+    corner = "AUROC, seen minus unseen half"
+    return by_place(results, corner, lines, experiment="optimism")
 
 
 def controller_table(results: pandas.DataFrame) -> Table:
@@ -489,8 +487,7 @@ def controller_table(results: pandas.DataFrame) -> Table:
         columns.append((Column("Cost", cost, names.COSTS[cost]), [key]))
     titles = titles_of(shown["detector"].unique()) | BOUNDS
     lines = [(label, {"detector": name}) for name, label in titles.items()]
-    marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
-    return pivot(shown, "Controller", lines, columns, **marks)
+    return pivot(shown, "Controller", lines, columns, tuple(BOUNDS.values()))
 
 
 def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
@@ -592,8 +589,7 @@ def _panorama(
             (column, [{**key, "metric": metric} for metric in metrics])
             for column, key in columns
         ]
-        ours = labels.get(names.CHAMPION, "")
-        return pivot(shown, "Detector", lines_of(titles), parts, ours=ours)
+        return pivot(shown, "Detector", lines_of(titles), parts)
 
     def order(line: Line) -> tuple[bool, float]:
         measure = line.cells[sorted_by][0]
@@ -636,44 +632,38 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
-_PANORAMAS = {
-    None: "Detecting wrong answers: AUROC / AUPRC",
-    **{x: f"{names.SETTING_LABELS[x]}, every set: AUROC / AUPRC" for x in SETTINGS},
-}
-_RETRIEVED = "With retrieved passages: AUROC / AUPRC"
+Named = dict[str, tuple[str, Table]]  # heading and table, by name in `report --print`
 
 
-def panoramas(
-    results: pandas.DataFrame, titles: Titles | None = None
-) -> dict[str, Table]:
-    """Return the paper's tables of detectors by heading, without empty ones."""
-    tables = {
-        heading: panorama_table(results, setting, titles)
-        for setting, heading in _PANORAMAS.items()
+def panoramas(results: pandas.DataFrame, titles: Titles | None = None) -> Named:
+    """Return the paper's tables of detectors, without empty ones."""
+    titled = {None: "Detecting wrong answers"}
+    titled |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
+    named = {
+        (setting or "detectors").replace("_", "-"): (
+            f"{heading}: AUROC / AUPRC",
+            panorama_table(results, setting, titles),
+        )
+        for setting, heading in titled.items()
     }
-    tables[_RETRIEVED] = retrieved_table(results, titles)
-    return {heading: table for heading, table in tables.items() if table.lines}
+    retrieved = retrieved_table(results, titles)
+    named["retrieved"] = ("With retrieved passages: AUROC / AUPRC", retrieved)
+    return {name: pair for name, pair in named.items() if pair[1].lines}
 
 
-def named_tables(
-    results: pandas.DataFrame, titles: Titles | None = None
-) -> dict[str, tuple[str, Table]]:
-    """Return headings and tables by their names in `report --print`."""
-    panorama = partial(panorama_table, results, titles=titles)
+def named_tables(results: pandas.DataFrame, titles: Titles | None = None) -> Named:
+    """Return every table that can be printed, without empty ones."""
     features = ablation_table(results, names.FEATURES, "Variant")
     gains = paired_table(results, "controller_paired")
-    named = {
-        "detectors": (_PANORAMAS[None], panorama(None)),
-        "closed-book": (_PANORAMAS["closed_book"], panorama("closed_book")),
-        "with-context": (_PANORAMAS["with_context"], panorama("with_context")),
-        "retrieved": (_RETRIEVED, retrieved_table(results, titles)),
+    others = {
         "ablations": ("Ablations: AUROC / AUPRC", features),
         "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
         "controllers": ("Retrieval controllers", controller_table(results)),
         "controller-gains": ("Gain of PGIR in exact match / F1", gains),
     }
-    return {name: pair for name, pair in named.items() if pair[1].lines}
+    printable = {name: pair for name, pair in others.items() if pair[1].lines}
+    return panoramas(results, titles) | printable
 
 
 def counts_of(table: Table) -> list[str]:
