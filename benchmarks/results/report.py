@@ -471,13 +471,12 @@ def run_ledger(run: RunDir) -> str:
 def summary(path: Path) -> dict[str, Any]:
     """Return the headline of a finished run, as numbers and as text."""
     run = RunDir(path)
-    results = results_of(read_result_rows(run))
-    at = {**POOLED, "seed": "mean"}
+    data = report_data(run)
+    results, at = results_of(data.rows), {**POOLED, "seed": "mean"}
     champion = where(results, experiment="detection", **CHAMPION._asdict(), **at)
     macro = where(results, experiment="controller_macro", metric="em")
     values = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
     values |= {f"{row.detector}/em": row.value for row in macro["row"]}
-    data = report_data(run)
     lines = [*headline(results, data.shown), too_few_in_words(data.accuracy)]
     for label, value, detail in numbers(results, data.reliability):
         lines.append(f"{label}: {value} ({detail})")

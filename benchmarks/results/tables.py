@@ -173,14 +173,15 @@ def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
     """Select rows by column values: a value, None for absent, or a tuple of values."""
     is_in = np.ones(len(results), bool)
     for name, value in columns.items():
-        column = results[name]
-        if value is None:
-            is_in &= column.isna().to_numpy()
-        elif isinstance(value, tuple):
-            is_in &= column.isin(value).to_numpy()
-        else:
-            is_in &= (column == value).fillna(False).to_numpy(bool)
+        column, values = results[name], value if isinstance(value, tuple) else (value,)
+        matches = column.isna() if value is None else column.isin(values)
+        is_in &= matches.to_numpy(bool)
     return results.loc[is_in]
+
+
+def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
+    """Return the only row with these values, or None if there is none."""
+    return _only(where(results, **columns)["row"].tolist(), columns)
 
 
 def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
@@ -190,11 +191,6 @@ def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
             f"({rows[0].where}) and ({rows[1].where})"
         )
     return rows[0] if rows else None
-
-
-def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
-    """Return the only row with these values, or None if there is none."""
-    return _only(where(results, **columns)["row"].tolist(), columns)
 
 
 def by_subject(results: pandas.DataFrame, **columns: Any) -> dict[Subject, ResultRow]:
@@ -229,16 +225,11 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     some = where(results, split=tuple(splits))[list(Place._fields)].drop_duplicates()
     places = [Place(*x) for x in some.itertuples(index=False, name=None)]
     n_sets = collections.Counter((p.setting, p.split) for p in places)
-    settings = list(names.SETTING_LABELS)
-
-    def order(p: Place) -> tuple[int, int, bool]:
-        is_single_set = p.dataset != IN_DOMAIN
-        return settings.index(p.setting), splits.index(p.split), is_single_set
-
-    several = (
+    several = [
         p for p in places if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
-    )
-    return sorted(several, key=order)
+    ]
+    several.sort(key=lambda p: (splits.index(p.split), p.dataset != IN_DOMAIN))
+    return sorted(several, key=lambda p: [*names.SETTING_LABELS].index(p.setting))
 
 
 def of_rival(subject: Subject) -> Key:
@@ -291,23 +282,17 @@ def pivot(
     laid = [(label, [row_at(line, cell) for cell in cells]) for label, line in lines]
     laid = [(label, measured) for label, measured in laid if any(measured)]
     compared = [measured for label, measured in laid if label not in unranked]
-    no_ranks: list[dict[float | None, Rank]] = [{}] * len(cells)
-    ranks = no_ranks
-    if len(compared) > 1:
-        ranks = [_ranks(column) for column in zip(*compared, strict=True)]
-
-    def line_of(label: str, measured: Sequence[ResultRow | None]) -> Line:
-        of_line = no_ranks if label in unranked else ranks
+    ranks = [_ranks([x[i] for x in compared]) for i in range(len(cells))]
+    finished = []
+    for label, measured in laid:
+        is_ranked = label not in unranked and len(compared) > 1
         measures = (
-            row and Measure(row=row, rank=rank.get(_printed(row)))
-            for row, rank in zip(measured, of_line, strict=True)
+            row and Measure(row, rank.get(_printed(row)) if is_ranked else None)
+            for row, rank in zip(measured, ranks, strict=True)
         )
         by_cell = tuple(tuple(itertools.islice(measures, len(x))) for x in parts)
-        return Line(label=label, cells=by_cell, is_ours=label in ours)
-
-    heads = tuple(column for column, _ in columns)
-    ranked_lines = tuple(line_of(*line) for line in laid)
-    return Table(corner=corner, columns=heads, lines=ranked_lines)
+        finished.append(Line(label, by_cell, is_ours=label in ours))
+    return Table(corner, tuple(column for column, _ in columns), tuple(finished))
 
 
 def _printed(row: ResultRow) -> float | None:
@@ -406,8 +391,9 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 def floor_table(results: pandas.DataFrame) -> Table:
     """Return a table of each encoder's lead over a linear probe on the same signals."""
     titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
-    lines, at = lines_of({x: titles[x] for x in names.FLOORS}), {"metric": "auroc"}
-    return by_place(results, "Detector", lines, experiment="floor_paired", **at)
+    lines = lines_of({x: titles[x] for x in names.FLOORS})
+    at: Key = {"experiment": "floor_paired", "metric": "auroc"}
+    return by_place(results, "Detector", lines, **at)
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
@@ -417,15 +403,15 @@ def equal_length_table(results: pandas.DataFrame) -> Table:
     ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    at = {"experiment": "at_equal_length", "seed": "mean"}
+    at: Key = {"experiment": "at_equal_length", "seed": "mean"}
     return by_place(results, "Detector", lines, **at)
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
     """Return a table of the share of labels that a person disputes."""
     lines = [(f"Labelled {kind}", {"kind": kind}) for kind in ("right", "wrong")]
-    at = {"experiment": "label_noise"}
-    return by_place(results, "Labels", lines, ("annotated",), **at)
+    at = ("annotated",)
+    return by_place(results, "Labels", lines, at, experiment="label_noise")
 
 
 def annotated_table(results: pandas.DataFrame) -> Table:
