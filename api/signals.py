@@ -139,6 +139,7 @@ class Signals:
         values = {name: x for name, (x, _) in rows.items()}
         spans = _spans_of(spans, n_tokens)
         hidden_layers = _layers_of(values, layers)
+        by_layer = {"hidden"} if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         fingerprint: dict[str, Any] = {"source": "arrays"}
         if store is not None:  # to recognise these values in it
@@ -150,7 +151,7 @@ class Signals:
         names = range(n) if ids is None else _ids_of(ids, n)
         spec = StoreSpec(
             families={
-                k: Family(x.shape[1:], by_layer=k == "hidden" and bool(hidden_layers))
+                k: Family(shape=x.shape[1:], by_layer=k in by_layer)
                 for k, x in values.items()
             },
             keys=tuple((str(name), setting, "original") for name in names),

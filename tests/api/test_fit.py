@@ -15,7 +15,6 @@ import torch
 import beatrice
 from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.run.contents import read_examples, read_labels
-from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.config import CALIBRATE_PRESETS
@@ -29,11 +28,6 @@ from tests.records import a_label, labelled_rows, passage_rows, question_row
 SETTINGS = ("closed_book", "with_context")
 pytestmark = pytest.mark.filterwarnings("ignore:too few to", "ignore:the probe is not")
 SMALL = beatrice.FitConfig.preset("smoke")
-
-
-@pytest.fixture(scope="module")
-def run(smoke_run):
-    return RunDir(smoke_run)
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +267,6 @@ def test_a_probe_depends_on_no_setting_of_jax_and_changes_none(
     settings = jax.config.values
     assert np.array_equal(predicted(), usual)
     assert jax.config.values == settings
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
 
 
 def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
