@@ -614,8 +614,7 @@ def _report_of(
             continue
         row: dict[str, Any] = {"question": example.question, "answer": answer.text}
         if setting == "with_context":
-            shown = [{"title": p.title, "text": p.text} for p in example.passages]
-            row["context"] = shown
+            row["context"] = example.passages
         examples.append(row)
         if len(examples) == MOST_EXAMPLES:
             break

@@ -457,20 +457,13 @@ def decisions_in_words(
     return f"at precision {both.trust.wanted:g}: {'; '.join(texts)}"
 
 
-def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
+def examples_of(probe: Any, parts: Parts) -> list[tuple[Any, ...]]:
     """Return some held-out answers that `Probe.save` stores for its self-test."""
     rows = []
     for labelled in parts.values():
         where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
         given = [
-            {
-                "question": labelled.questions[i],
-                "answer": labelled.answers[i].text,
-                "context": [
-                    {"title": passage.title, "text": passage.text}
-                    for passage in labelled.contexts[i]
-                ],
-            }
+            (labelled.questions[i], labelled.answers[i].text, labelled.contexts[i])
             for i in where
         ]
         scored = zip(given, probe.score_many(given), strict=True)

@@ -267,7 +267,7 @@ class Side(NamedTuple):
     answered: Sequence[PaperAnswer]
     validation: "Mapping[Setting, Ranked]"
     intervals: "BootstrapConfig"
-    questions: Asked | None = None  # None if only rows are known
+    questions: Asked
 
 
 def correlation(alike: "RankAgreement") -> str:
@@ -300,11 +300,8 @@ def _shared(sides: Sequence[Side], setting: Setting, sets: Sequence[str]) -> str
             f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}, so their numbers "
             "cannot be compared"
         )
-    if any(side.questions is None for side in sides):
-        lines.append("rows alone do not tell how many test questions are in both")
-        return "".join(f"* {line}\n" for line in lines)
     for name in sets:
-        a, b = ((side.questions or {}).get((setting, name), set()) for side in sides)
+        a, b = (side.questions.get((setting, name), set()) for side in sides)
         n = f"{len(a):,}" if len(a) == len(b) else f"{len(a):,} (A) and {len(b):,} (B)"
         line = f"{name}: {len(a & b):,} of {n} labelled test questions are in both"
         if a != b and a and b:
