@@ -4,6 +4,7 @@ Equal data give equal bytes. The headline is also printed on the terminal.
 """
 
 import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -421,11 +422,8 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
             "Dots mark the families that an encoder reads; bars in full colour read "
             "hidden states. The axis is cropped."
         )
-        halves = sorted(
-            (r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None
-        )
-        if halves:
-            half = number(halves[len(halves) // 2])
+        if halves := [(r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None]:
+            half = number(statistics.median_high(halves))
             caption += f" The 95 % interval of one bar is about ±{half}."
         for row in rows:
             if row.value is None:
