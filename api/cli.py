@@ -455,11 +455,12 @@ def _score_file(
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
             if how.html is not None:
-                names = ("question", "prompt")  # show the first that is given
-                arguments = (getattr(row.given, name, None) for name in names)
-                passages = getattr(row.given, "context", None) or ()
-                texts = [getattr(passage, "text", passage) for passage in passages]
-                shown.add((next(filter(None, arguments), None), texts, result))
+                given = row.given  # an `AnswerToScore`, unless the row is not one
+                asked = getattr(given, "question", None) or getattr(
+                    given, "prompt", None
+                )
+                texts = [passage.text for passage in getattr(given, "context", ())]
+                shown.add((asked, texts, result))
 
         score_rows(
             lambda rows: probe.score_many(rows, how.batch_size),
@@ -606,19 +607,14 @@ def _report_of(
         and (row.experiment, row.metric, row.kind) in _IN_REPORT
     ]
     held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
-    examples: list[dict[str, Any]] = []
-    setting = settings_of(run)[0]
+    setting, examples = settings_of(run)[0], []
     for answer in read_answers(run, setting):
         example = held_back.get(answer.example_id)
-        if example is None or not answer.text.strip() or answer.variant != "original":
-            continue
-        row: dict[str, Any] = {"question": example.question, "answer": answer.text}
-        if setting == "with_context":
-            row["context"] = example.passages
-        examples.append(row)
-        if len(examples) == MOST_EXAMPLES:
-            break
-    return report, examples
+        if example and answer.text.strip() and answer.variant == "original":
+            row = {"question": example.question, "answer": answer.text}
+            shown = example.passages if setting == "with_context" else None
+            examples.append({**row, "context": shown})
+    return report, examples[:MOST_EXAMPLES]
 
 
 @click.command()

@@ -554,16 +554,16 @@ def metric_rows(
     for name, value in values.items():
         row: dict[str, Any] = dict.fromkeys(("value", "ci_low", "ci_high"))
         if np.isfinite(value):
+            of_resamples = np.array(draws.get(name, ()))
             if name == "auroc":
-                low, high = auroc_interval(raw, np.asarray(labels, bool), clusters)
+                low, high = auroc_interval(raw, labels, clusters)
             elif name == "auprc":
-                known = value, np.asarray(labels, bool), clusters
-                low, high = wider_auprc_interval(np.array(draws[name]), *known)
+                low, high = wider_auprc_interval(of_resamples, value, labels, clusters)
             else:
-                low, high = interval_of(np.array(draws[name]))
+                low, high = interval_of(of_resamples)
             if name == "ece":
                 chance = ece_by_chance(p_correct, clusters, seed=bootstrap.seed)
-                high, bias = max(value, high), float(np.mean(draws[name])) - value
+                high, bias = max(value, high), float(of_resamples.mean()) - value
                 low = 0.0 if value <= chance else max(0.0, 2 * value - high - bias)
             row = {"value": value, "ci_low": low, "ci_high": high}
         counts = {"n": len(labels), "n_right": int(labels.sum())}

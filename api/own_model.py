@@ -421,11 +421,8 @@ def compare(
         row = {"head": head, "split": "test", "metric": f"auroc of {name}"}
         interval = {"value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
-    metrics = {
-        row["metric"]: row["value"]
-        for row in probe.rows
-        if (row["head"], row["split"]) == (head, "test")
-    }
+    measured = [x for x in probe.rows if (x["head"], x["split"]) == (head, "test")]
+    metrics = {row["metric"]: row["value"] for row in measured}
     base = labels.mean() * (1 - labels.mean())
     lines.append(
         f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "

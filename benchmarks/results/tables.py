@@ -523,7 +523,7 @@ def set_names(
 
     return [
         (label, *(text(name, setting) for setting in ablations))
-        for name, label in (_ABLATIONS if ablations else {}).items()
+        for name, label in _ABLATIONS.items()
         if name == "champion"
         or any(name in variants for variants in ablations.values())
     ]
