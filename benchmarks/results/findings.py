@@ -275,8 +275,11 @@ def facts(
             rounds = selection[setting]["rounds"]
             added = (f"{r['added']} {number(r['auroc'])}" for r in rounds if r["added"])
             lines.append(("Validation AUROC, round by round", " → ".join(added)))
-        if setting in sweep:
-            lines.append(("Validation AUROC by layer", _layers(sweep[setting])))
+        if (curve := sweep.get(setting)) is not None:
+            means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
+            layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
+            about = f"{layers}; best {curve.best}"
+            lines.append(("Validation AUROC by layer", about))
         for place in places_of(where(champion, setting=setting), EVALUATED):
             here = where(champion, **place._asdict())
             mean, spread = find(here, seed="mean"), seed_spread(here, place)
@@ -287,12 +290,6 @@ def facts(
                 lines.append((f"SD over seeds, {place.title}", numbers))
         by_setting[setting] = lines
     return by_setting
-
-
-def _layers(curve: LayerCurve) -> str:
-    means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
-    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
-    return f"{layers}; best {curve.best}"
 
 
 def as_markdown(

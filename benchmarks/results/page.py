@@ -115,7 +115,6 @@ def render_report(data: ReportData) -> str:
         accuracy=accuracy_grid(data.accuracy),
         missing=missing(data, results),
         anatomy=anatomy_parts(results, data.studies),
-        stage_times=times_in_words(data.stage_seconds),
         verdict_of=folds_in_words(results, data.facts, data.selection),
         p_steps=P_STEPS,
         reliability=reliability_pictures(data.reliability),
@@ -342,12 +341,6 @@ def is_worse(curves: Curves) -> bool:
     """Whether calibration made the error larger, and larger than by chance."""
     chance = curves.ece_by_chance
     return chance is not None and curves.ece_calibrated > max(curves.ece_raw, chance)
-
-
-def times_in_words(seconds: Mapping[str, float]) -> str:
-    """List the time that each stage took, and the total."""
-    total = f"{sum(seconds.values()):,.0f} s in all"
-    return ", ".join([*(f"{x} {n:,.0f} s" for x, n in seconds.items()), total])
 
 
 def folds_in_words(
