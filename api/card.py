@@ -91,8 +91,8 @@ def _example(detector: Detector) -> list[str]:
     """Return the lines of Python that load the folder and score answers."""
     lines = ['probe = beatrice.load("this folder")']
     if detector.provenance is None:
-        read = "probe.predict(signals)  # `beatrice.Signals`, read as for the fit"
-        return [*lines, read]
+        predict = "probe.predict(signals)  # `beatrice.Signals`, read as for the fit"
+        return [*lines, predict]
     if _name_of(detector) is None:
         lines = [
             "# The Transformers model and tokenizer that it was fitted on:",

@@ -456,11 +456,10 @@ def _score_file(
             tally.add(row, result)
             if how.html is not None:
                 given = row.given  # an `AnswerToScore`, unless the row is not one
-                asked = getattr(given, "question", None) or getattr(
-                    given, "prompt", None
-                )
+                prompt = getattr(given, "prompt", None)
+                text = getattr(given, "question", None) or prompt
                 texts = [passage.text for passage in getattr(given, "context", ())]
-                shown.add((asked, texts, result))
+                shown.add((text, texts, result))
 
         score_rows(
             lambda rows: probe.score_many(rows, how.batch_size),

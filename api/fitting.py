@@ -367,14 +367,14 @@ def _rows_of(
     }
     if splits is None:
         chosen = drawn_splits(names, truth, seed)
-        whole = {s: np.array(x.ids) for s, x in passes.items()}
+        unsplit = {s: np.array(x.ids) for s, x in passes.items()}
     else:
         given = _of_settings(splits, "splits", passes)
         parts = ("train", "validation", "test", "")
         chosen = {s: as_splits(given[s], len(x), parts) for s, x in passes.items()}
-        whole = names
+        unsplit = names
     check_groups_unsplit(
-        *(np.concatenate([x[s] for s in passes]) for x in (whole, chosen))
+        *(np.concatenate([x[s] for s in passes]) for x in (unsplit, chosen))
     )
     rows: dict[Setting, StoreRows] = {}
     for setting, signals in passes.items():

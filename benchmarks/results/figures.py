@@ -27,7 +27,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from beatrice.benchmarks.results import names
-from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.shown import Curves
 from beatrice.extract.records import Setting
 from beatrice.jaxprobe.stages import LayerCurve
@@ -316,7 +316,7 @@ def frontier(
         axes.plot(cost, score, marker, color=MUTED, label=label)
     low, high = _cropped(heights, 0.15)
     axes.set(ylim=(low - 0.1 * (high - low), high))
-    axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
+    axes.set(xlabel="generations per question", ylabel=metric.upper())
     axes.margins(x=0.1)
     n_lines = -(-sum(name.count("\n") + 1 for name in (*curves, *rivals)) // 2)
     figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)

@@ -484,7 +484,7 @@ def frontier_pictures(
             f"Mean over {', '.join(datasets)}. A line's numbers are budgets B, the "
             "most retrievals per question; the ring marks the chosen one."
         )
-        title = f"{names.METRIC_LABELS[metric]} against cost"
+        title = f"{metric.upper()} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures
 

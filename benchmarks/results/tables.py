@@ -266,7 +266,7 @@ def pivot(
       columns: likewise; cells of a column with several keys have that many measures.
       unranked: labels of lines that are left out of the ranking.
     """
-    ours = {x for x, key in lines if any(key.items() >= o.items() for o in _OURS)}
+    ours = {name for name, key in lines if any(key.items() >= x.items() for x in _OURS)}
     parts = [[keys] if isinstance(keys, Mapping) else keys for _, keys in columns]
     cells = [key for keys in parts for key in keys]
     keys = (*(key for _, key in lines), *cells)
@@ -283,7 +283,7 @@ def pivot(
     laid = [(label, measured) for label, measured in laid if any(measured)]
     compared = [measured for label, measured in laid if label not in unranked]
     ranks = [_ranks([x[i] for x in compared]) for i in range(len(cells))]
-    finished = []
+    ranked_lines = []
     for label, measured in laid:
         is_ranked = label not in unranked and len(compared) > 1
         measures = (
@@ -291,8 +291,8 @@ def pivot(
             for row, rank in zip(measured, ranks, strict=True)
         )
         by_cell = tuple(tuple(itertools.islice(measures, len(x))) for x in parts)
-        finished.append(Line(label, by_cell, is_ours=label in ours))
-    return Table(corner, tuple(column for column, _ in columns), tuple(finished))
+        ranked_lines.append(Line(label, by_cell, is_ours=label in ours))
+    return Table(corner, tuple(column for column, _ in columns), tuple(ranked_lines))
 
 
 def _printed(row: ResultRow) -> float | None:
