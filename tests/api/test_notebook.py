@@ -40,7 +40,6 @@ from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.store import open_kvstore, open_store, read_family
 from beatrice.jaxprobe.detector import Provenance
 from beatrice.jaxprobe.rows import closed_book_rows
-from beatrice.model import as_examples
 from beatrice.pgir.warnings import differences
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -335,12 +334,6 @@ def test_a_probe_records_how_the_answers_of_each_setting_were_read(model):
     probe = beatrice.fit(both, labels, progress=False)
     paths = {"closed_book": "decode", "with_context": "teacher_forced"}
     assert probe.detector.provenance.paths == paths
-
-
-def test_a_question_has_one_id_in_every_list_and_another_if_it_is_repeated():
-    first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
-    again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
-    assert again == first[1::-1] and first[2] == f"{first[0]}-2"
 
 
 def test_loading_a_model_does_not_change_the_verbosity_of_transformers():

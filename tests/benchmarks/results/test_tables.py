@@ -120,16 +120,6 @@ def test_a_pivot_takes_exactly_the_rows_that_line_and_column_name():
         pivot(results, "x", [("hidden", {"family": "H"})], columns)
 
 
-def test_columns_are_test_then_held_out_in_either_setting():
-    columns = detection_table(sample_results()).columns
-    held_out = [(name, "held out") for name in ("pursuits", "places", "rephrased")]
-    assert [tuple(column) for column in columns] == [
-        (group, *eval_set)
-        for group in ("Closed-book", "With context")
-        for eval_set in [("microworld", "test"), *held_out]
-    ]
-
-
 def test_all_in_domain_sets_together_come_first_if_there_are_several():
     rows = sample_rows()
     microworld = [r for r in rows if r.dataset == "microworld"]
