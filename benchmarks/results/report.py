@@ -15,20 +15,7 @@ import pandas
 
 from beatrice.benchmarks import STAGES
 from beatrice.benchmarks.baselines.detector import catalogue
-from beatrice.benchmarks.results import findings, rendering, rivals, tables
-from beatrice.benchmarks.results.findings import (
-    PaperAnswer,
-    difference_text,
-    questions_of,
-)
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    COMPARED,
-    DETECTORS,
-    RETRIEVED,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-)
+from beatrice.benchmarks.results import findings, names, rendering, rivals, tables
 from beatrice.benchmarks.results.page import (
     ReportData,
     headline,
@@ -103,21 +90,21 @@ def read_part(file: Path, kind: type[Part], verb: str) -> Part:
 def label_rules(run: RunDir, rows: Iterable[ResultRow]) -> str:
     """Name the rule that labels answers, and any other rule of retrieved answers."""
     rule = label_rule(run)
-    of_retrieved = {r.label_rule for r in rows if r.experiment == RETRIEVED}
+    of_retrieved = {r.label_rule for r in rows if r.experiment == names.RETRIEVED}
     others = sorted({x for x in of_retrieved if x} - {rule})
     return "; ".join((rule, *(f"retrieved answers: {x}" for x in others)))
 
 
 def _facts(run: RunDir, rows: Iterable[ResultRow]) -> dict[str, str]:
     n_questions = Counter(example.split for example in read_examples(run))
-    splits = ("train", "validation", "test", "ood")
+    splits = {x: names.SPLIT_LABELS[x] for x in ("train", "validation", "test", "ood")}
     extract = extract_config(run)
     return {
         "Backbone": run.section("backbone", BackboneConfig).model,
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
-        "Questions": ", ".join(f"{n_questions[x]:,} {SPLIT_LABELS[x]}" for x in splits),
+        "Questions": ", ".join(f"{n_questions[x]:,} {y}" for x, y in splits.items()),
         "Answers labelled by": label_rules(run, rows),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
@@ -264,7 +251,7 @@ class Side(NamedTuple):
 
     name: str
     results: pandas.DataFrame
-    answered: Sequence[PaperAnswer]
+    answered: Sequence[findings.PaperAnswer]
     validation: "Mapping[Setting, Ranked]"
     intervals: "BootstrapConfig"
     questions: Asked
@@ -287,8 +274,8 @@ def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
     datasets = []
     for side in sides:
         shown = where(side.results, experiment="detection", setting=setting)
-        names = {place.dataset for place in places_of(shown, ("test",))} - {IN_DOMAIN}
-        datasets.append(f" of {', '.join(sorted(names))}" if names else "")
+        tested = {place.dataset for place in places_of(shown, ("test",))} - {IN_DOMAIN}
+        datasets.append(f" of {', '.join(sorted(tested))}" if tested else "")
     return datasets if len(set(datasets)) > 1 else ["", ""]
 
 
@@ -320,7 +307,7 @@ def _headline(sides: Sequence[Side], setting: Setting) -> str:
         by_set.append({_set_of(x): by_subject(shown, **x._asdict()) for x in places})
     sets = list(dict.fromkeys(name for rows in by_set for name in rows))
     lines = []
-    for subject, label in {**DETECTORS, **COMPARED}.items():
+    for subject, label in {**names.DETECTORS, **names.COMPARED}.items():
         cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
         if any(cells):
             lines.append([label, *map(_text, cells)])
@@ -341,7 +328,7 @@ def _text(row: ResultRow | None) -> str:
 
 def _answers(sides: Sequence[Side], setting: Setting) -> str:
     """Return tables of both runs' answers to the paper's questions on shared sets."""
-    both: list[dict[tuple[str, str], PaperAnswer]] = [{}, {}]
+    both: list[dict[tuple[str, str], findings.PaperAnswer]] = [{}, {}]
     for side, answers in zip(sides, both, strict=True):
         for x in side.answered:  # the pooled test sets come first, and are kept
             if x.place.setting == setting and x.answer is not None:
@@ -358,10 +345,10 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
     ]
     of = _in_domain(sides, setting)
     apart = f" (A{of[0]}, B{of[1]})" if any(of) else ""
-    wordings, lines = questions_of(None), []
+    wordings, lines = findings.questions_of(None), []
     for question, name in shared:
         a, b = (answers[question, name] for answers in both)
-        cells = [f"**{x.answer}** {difference_text(x)}" for x in (a, b)]
+        cells = [f"**{x.answer}** {findings.difference_text(x)}" for x in (a, b)]
         same = "same" if a.answer == b.answer else "differs"
         on = f"{name}{apart}" if name == IN_DOMAIN else name
         lines.append([wordings[question].text, on, *cells, same])
@@ -392,7 +379,7 @@ def comparison(first: Side, second: Side) -> str:
         alike = agreement(left, right, first.intervals)
         n_answers = f"{len(left.ids)} and {len(right.ids)}"
         parts.append(
-            f"## {SETTING_LABELS[setting]}\n\n"
+            f"## {names.SETTING_LABELS[setting]}\n\n"
             "Spearman's correlation between the fifteen subsets' validation AUROCs: "
             f"**{correlation(alike)}** ({n_answers} answers, resampled by question; "
             f"the paper has {of_paper[setting]} between its two models' test AUROCs)."
@@ -470,7 +457,7 @@ def summary(path: Path) -> dict[str, Any]:
     run = RunDir(path)
     data = report_data(run)
     results, at = results_of(data.rows), {**POOLED, "seed": "mean"}
-    champion = where(results, experiment="detection", **CHAMPION._asdict(), **at)
+    champion = where(results, experiment="detection", **names.CHAMPION._asdict(), **at)
     macro = where(results, experiment="controller_macro", metric="em")
     values = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
     values |= {f"{row.detector}/em": row.value for row in macro["row"]}
