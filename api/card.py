@@ -89,12 +89,10 @@ def _name_of(detector: Detector) -> str | None:
 
 def _example(detector: Detector) -> list[str]:
     """Return the lines of Python that load the folder and score answers."""
-    if detector.provenance is None:
-        return [
-            'probe = beatrice.load("this folder")',
-            "probe.predict(signals)  # `beatrice.Signals`, read as for the fit",
-        ]
     lines = ['probe = beatrice.load("this folder")']
+    if detector.provenance is None:
+        predict = "probe.predict(signals)  # `beatrice.Signals`, read as for the fit"
+        return [*lines, predict]
     if _name_of(detector) is None:
         lines = [
             "# The Transformers model and tokenizer that it was fitted on:",

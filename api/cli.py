@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,6 @@ from beatrice.extras import missing_extra
 
 if TYPE_CHECKING:
     from beatrice.jaxprobe.detector import Detector
-    from beatrice.pgir.score_files import PageRows, Shown
     from beatrice.probe import Probe
 
 # Each verb's module, under the headings and in the order of `beatrice --help`.
@@ -349,7 +348,7 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         file = how.file and stack.enter_context(_readable_again(how.file))
         with lean_imports():
             silence_transformers()
-            from beatrice.pgir.score_files import count_rows
+            from beatrice.pgir.score_files import count_rows, page
             from beatrice.probe import load
 
             probe = load(name, model=how.model, precision=how.precision)
@@ -368,8 +367,9 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
         click.echo(printable(f"warning: {warning}"), err=True)
     click.echo(": ".join(filter(None, (result.decision, result.reason))), err=True)
     if how.html is not None:
-        results = [(question, how.context, result.as_json())]
-        _write_page(how.html, f"{Path(name).name}: one answer", "", results)
+        shown = [(question, how.context, result.as_json())]
+        title = f"{Path(name).name}: one answer"
+        write_text_atomic(how.html, page(title, "", shown))
     if as_json:
         click.echo(json.dumps(result.as_json()))
         return
@@ -410,15 +410,6 @@ def _check_different(files: Mapping[str, Path | None]) -> None:
             )
 
 
-def _write_page(
-    html: Path, title: str, summary: str, results: "Iterable[Shown] | PageRows"
-) -> None:
-    """Write an HTML page of results."""
-    from beatrice.pgir.score_files import page
-
-    write_text_atomic(html, page(title, summary, results))
-
-
 @contextlib.contextmanager
 def _locked_results(out: Path | None) -> Iterator[None]:
     """Create a results file, and lock it against other processes."""
@@ -446,7 +437,7 @@ def _score_file(
     as_json: bool,
 ) -> None:
     """Score a file's rows; raise at the end if any row could not be scored."""
-    from beatrice.pgir.score_files import PageRows, Tally, read_rows, score_rows
+    from beatrice.pgir.score_files import PageRows, Tally, page, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), PageRows()
     with _locked_results(how.out), progress.stage("score") as update:
@@ -464,11 +455,11 @@ def _score_file(
         def each(row: Any, result: Mapping[str, Any]) -> None:
             tally.add(row, result)
             if how.html is not None:
-                names = ("question", "prompt")  # show the first that is given
-                arguments = (getattr(row.given, name, None) for name in names)
-                passages = getattr(row.given, "context", None) or ()
-                texts = [getattr(passage, "text", passage) for passage in passages]
-                shown.add((next(filter(None, arguments), None), texts, result))
+                given = row.given  # an `AnswerToScore`, unless the row is not one
+                prompt = getattr(given, "prompt", None)
+                text = getattr(given, "question", None) or prompt
+                texts = [passage.text for passage in getattr(given, "context", ())]
+                shown.add((text, texts, result))
 
         score_rows(
             lambda rows: probe.score_many(rows, how.batch_size),
@@ -487,7 +478,7 @@ def _score_file(
         click.echo(json.dumps({"out": str(how.out), **tally.as_json()}))
     if how.html is not None:
         title = f"{answers.name}, scored by {name}"
-        _write_page(how.html, title, tally.in_words(), shown)
+        write_text_atomic(how.html, page(title, tally.in_words(), shown))
     if tally.bad:
         raise click.ClickException(
             f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
@@ -615,20 +606,14 @@ def _report_of(
         and (row.experiment, row.metric, row.kind) in _IN_REPORT
     ]
     held_back = {e.id: e for e in read_examples(run) if e.split == "test"}
-    examples: list[dict[str, Any]] = []
-    setting = settings_of(run)[0]
+    setting, examples = settings_of(run)[0], []
     for answer in read_answers(run, setting):
         example = held_back.get(answer.example_id)
-        if example is None or not answer.text.strip() or answer.variant != "original":
-            continue
-        row: dict[str, Any] = {"question": example.question, "answer": answer.text}
-        if setting == "with_context":
-            shown = [{"title": p.title, "text": p.text} for p in example.passages]
-            row["context"] = shown
-        examples.append(row)
-        if len(examples) == MOST_EXAMPLES:
-            break
-    return report, examples
+        if example and answer.text.strip() and answer.variant == "original":
+            row = {"question": example.question, "answer": answer.text}
+            shown = example.passages if setting == "with_context" else None
+            examples.append({**row, "context": shown})
+    return report, examples[:MOST_EXAMPLES]
 
 
 @click.command()

@@ -17,6 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
+from beatrice.extract.backbone.names import (
+    MODELS,
+    AttentionLayers,
+    BackboneConfig,
+    download_needed,
+    model_path,
+    unreachable_hub,
+)
 from beatrice.extract.records import SETTINGS, Answer
 from beatrice.extract.run.console import printable, silence_transformers
 from beatrice.extract.run.contents import settings_in_words
@@ -30,7 +38,6 @@ from beatrice.extras import missing_extra
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from beatrice.extract.backbone.names import AttentionLayers
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.store.spec import StoreConfig
 
@@ -148,8 +155,6 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
 
     If the Hub does not answer, its client is switched to its local cache.
     """
-    from beatrice.extract.backbone.names import MODELS, model_path, unreachable_hub
-
     if model is None or model in MODELS:  # those come from the package index
         return
     if Path(os.path.expanduser(model_path(model))).exists():
@@ -201,7 +206,7 @@ def _shorten(error: BaseException | str, n_characters: int) -> str:
 
 
 def look_at_model(
-    name: str, choice: "AttentionLayers" = "all"
+    name: str, choice: AttentionLayers = "all"
 ) -> Generator[Finding, None, Shapes | None]:
     """Check a backbone's config and tokenizer, without loading its weights.
 
@@ -213,7 +218,6 @@ def look_at_model(
         check_quantization_support,
         load_outline,
     )
-    from beatrice.extract.backbone.names import download_needed, model_path
     from beatrice.extract.signals.extract import outline_shapes
     from beatrice.extract.signals.parity import require_readable
 
@@ -264,7 +268,6 @@ def _look_at_tokenizer(tokenizer: Any) -> Finding:
 def look_at_run(path: Path) -> Iterator[Finding]:
     """Report which stages of a run are done, and the size of its feature store."""
     from beatrice.extract.backbone.loading import check_device
-    from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     run = RunDir(path)

@@ -300,20 +300,20 @@ def _train(
     return grid, outputs
 
 
-def _for_setting(
-    values: Any, name: str, setting: Setting, passes: Mapping[Setting, Signals]
-) -> Any:
-    """Return one setting's part of an argument that may be a mapping by setting."""
+def _of_settings(
+    values: Any, name: str, passes: Mapping[Setting, Signals]
+) -> dict[Setting, Any]:
+    """Return each setting's part of an argument that may be a mapping by setting."""
     if isinstance(values, Mapping) and set(values) <= {*SETTINGS}:
-        if setting not in values:
-            raise ValueError(f"{name}: missing for the {setting} signals; give both")
-        return values[setting]
+        if absent := [setting for setting in passes if setting not in values]:
+            raise ValueError(f"{name}: missing for the {absent[0]} signals; give both")
+        return {setting: values[setting] for setting in passes}
     if values is not None and len(passes) > 1:
         raise ValueError(
             "with signals of both settings, labels, groups and splits must be mappings "
             "too: {'closed_book': …, 'with_context': …}"
         )
-    return values
+    return dict.fromkeys(passes, values)
 
 
 def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
@@ -355,50 +355,38 @@ def _rows_of(
                 f"signals: expected each answer once, found {len(signals)} rows of "
                 f"{n_answers} answers; leave copies out, since all rows weigh the same"
             )
+    given = _of_settings(labels, "labels", passes)
     truth: dict[Setting, tuple[np.ndarray, np.ndarray]] = {
-        s: _as_labels(_for_setting(labels, "labels", s, passes), x)
-        for s, x in passes.items()
+        s: _as_labels(given[s], x) for s, x in passes.items()
     }
+    given = _of_settings(groups, "groups", passes)
     known = {name for x in passes.values() for name in x.ids}
     names: dict[Setting, np.ndarray] = {
-        s: _as_groups(_for_setting(groups, "groups", s, passes), x, known)
-        for s, x in passes.items()
+        s: _as_groups(given[s], x, known) for s, x in passes.items()
     }
-    chosen: dict[Setting, np.ndarray]
     if splits is None:
         chosen = drawn_splits(names, truth, seed)
-        ids = {s: np.array(x.ids) for s, x in passes.items()}
-        check_groups_unsplit(
-            *(np.concatenate([x[s] for s in passes]) for x in (ids, chosen))
-        )
+        unsplit = {s: np.array(x.ids) for s, x in passes.items()}
     else:
+        given = _of_settings(splits, "splits", passes)
         parts = ("train", "validation", "test", "")
-        chosen = {
-            s: as_splits(_for_setting(splits, "splits", s, passes), len(x), parts)
-            for s, x in passes.items()
-        }
-        check_groups_unsplit(
-            *(np.concatenate([x[s] for s in passes]) for x in (names, chosen))
-        )
-    return {
-        setting: StoreRows(
-            setting=setting,
-            ids=_over_all_stored(names[setting], signals),
-            splits=_over_all_stored(chosen[setting], signals),
-            labels=_over_all_stored(truth[setting][0], signals),
-            is_labelled=_over_all_stored(truth[setting][1], signals),
-            datasets=np.full(len(signals.store.spec.keys), "fitted"),
-            variants=np.array([key[-1] for key in signals.store.spec.keys]),
-        )
-        for setting, signals in passes.items()
-    }
-
-
-def _over_all_stored(values: np.ndarray, signals: Signals) -> np.ndarray:
-    """Spread `[n]` values over all answers of a store; the others get empty values."""
-    stored = np.zeros(len(signals.store.spec.keys), values.dtype)
-    stored[signals.indices] = values
-    return stored
+        chosen = {s: as_splits(given[s], len(x), parts) for s, x in passes.items()}
+        unsplit = names
+    check_groups_unsplit(
+        *(np.concatenate([x[s] for s in passes]) for x in (unsplit, chosen))
+    )
+    rows: dict[Setting, StoreRows] = {}
+    for setting, signals in passes.items():
+        keys = signals.store.spec.keys
+        columns = {"ids": names[setting], "splits": chosen[setting]}
+        columns["labels"], columns["is_labelled"] = truth[setting]
+        for name, values in columns.items():  # stored answers not given are empty
+            columns[name] = np.zeros(len(keys), values.dtype)
+            columns[name][signals.indices] = values
+        columns["datasets"] = np.full(len(keys), "fitted")
+        columns["variants"] = np.array([key[-1] for key in keys])
+        rows[setting] = StoreRows(setting=setting, **columns)
+    return rows
 
 
 def drawn_splits(
@@ -460,14 +448,13 @@ def _provenance(
 ) -> Provenance | None:
     """Return the signals' model, prompt and layer; None without a language model."""
     first = next(iter(passes.values()))
-    store, model = first.store, first.model
-    parts = passes.values()
+    model, abouts = first.model, [x.store.spec.fingerprint for x in passes.values()]
     # All stores, because signals of existing answers do not record how they ended.
-    facts = ChainMap(*(dict(p.store.spec.fingerprint) for p in parts))
-    if layer is None or any("name" not in p.store.spec.fingerprint for p in parts):
+    facts = ChainMap(*map(dict, abouts))
+    if layer is None or any("name" not in about for about in abouts):
         return None
     for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
-        values = [p.store.spec.fingerprint.get(name, "all") for p in parts]
+        values = [about.get(name, "all") for about in abouts]
         if name == "prompt":  # a store on disk turns tuples into lists
             values = [msgspec.convert(value, PromptConfig) for value in values]
         if any(value != values[0] for value in values):
@@ -475,18 +462,17 @@ def _provenance(
                 "signals: expected both settings to be read in the same way by one "
                 f"model, but their {name} are {' and '.join(map(str, values))}"
             )
-    # Signals stored by earlier versions do not record scripts.
-    scripts = [x for p in parts for x in p.store.spec.fingerprint.get("scripts", ())]
     return Provenance(
         model=facts["name"] if model is None else model.name,
         revision=facts["model"],
         layer=layer,
         dtype=facts["dtype"].removeprefix("torch."),
-        stored_as=stored_dtypes(store),
+        stored_as=stored_dtypes(first.store),
         answer_span=facts["answer_span"],
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
         stop_id=facts["stop_id"],
-        scripts=tuple(sorted(set(scripts))),
+        # Signals stored by earlier versions do not record scripts.
+        scripts=tuple(sorted({x for y in abouts for x in y.get("scripts", ())})),
         paths={setting: part.store.spec.path for setting, part in passes.items()},
         attention_layers=facts.get("attention_layers", "all"),
         max_new_tokens=facts.get("max_new_tokens", MAX_NEW_TOKENS),
@@ -566,16 +552,16 @@ def metric_rows(
     for name, value in values.items():
         row: dict[str, Any] = dict.fromkeys(("value", "ci_low", "ci_high"))
         if np.isfinite(value):
+            of_resamples = np.array(draws.get(name, ()))
             if name == "auroc":
-                low, high = auroc_interval(raw, np.asarray(labels, bool), clusters)
+                low, high = auroc_interval(raw, labels, clusters)
             elif name == "auprc":
-                known = value, np.asarray(labels, bool), clusters
-                low, high = wider_auprc_interval(np.array(draws[name]), *known)
+                low, high = wider_auprc_interval(of_resamples, value, labels, clusters)
             else:
-                low, high = interval_of(np.array(draws[name]))
+                low, high = interval_of(of_resamples)
             if name == "ece":
                 chance = ece_by_chance(p_correct, clusters, seed=bootstrap.seed)
-                high, bias = max(value, high), float(np.mean(draws[name])) - value
+                high, bias = max(value, high), float(of_resamples.mean()) - value
                 low = 0.0 if value <= chance else max(0.0, 2 * value - high - bias)
             row = {"value": value, "ci_low": low, "ci_high": high}
         counts = {"n": len(labels), "n_right": int(labels.sum())}

@@ -6,13 +6,50 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args, overload
 
-from beatrice.extract.backbone.names import COMMIT, AttentionLayers, absolute_name
-from beatrice.extract.generate.templates import MAX_NEW_TOKENS
-from beatrice.extract.records import Answer, Example, Passage, Setting
+import torch
+
+from beatrice.extract.backbone.loading import (
+    Backbone,
+    check_vocabulary,
+    load_backbone,
+    require_known_tokens,
+)
+from beatrice.extract.backbone.names import (
+    COMMIT,
+    EMBEDDED,
+    AttentionLayers,
+    ModelDtype,
+    absolute_name,
+    default_dtype,
+    locked_folder,
+    model_path,
+)
+from beatrice.extract.generate.local import generate, stop_ids
+from beatrice.extract.generate.prompts import (
+    GenerationConfig,
+    Request,
+    make_requests,
+    usual_stop_id,
+)
+from beatrice.extract.generate.templates import (
+    MAX_NEW_TOKENS,
+    SHOTS,
+    PromptConfig,
+    as_words,
+)
+from beatrice.extract.records import Answer, Example, Setting, to_json
+from beatrice.extract.run.console import transformers_silenced
+from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
+from beatrice.extract.signals.decode import check_decoding, generate_and_read
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import Reader
+from beatrice.extract.signals.written import WrittenReader, WrittenSignals, save_batch
 from beatrice.extras import naming_extra
+from beatrice.jaxprobe.scope import scripts_of
 from beatrice.pgir.arguments import (
     argument_error,
     as_contexts,
@@ -23,14 +60,10 @@ from beatrice.pgir.arguments import (
     as_rows,
     as_texts,
 )
+from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
 
-if TYPE_CHECKING:
-    from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.generate.prompts import GenerationConfig, Request
-    from beatrice.extract.generate.templates import PromptConfig
+if TYPE_CHECKING:  # these need packages for training
     from beatrice.extract.signals.extract import ExtractConfig
-    from beatrice.extract.signals.reader import SignalReader
-    from beatrice.extract.signals.sequence import Reader
     from beatrice.signals import Signals
 
 _TOGETHER = 256  # questions answered between two saves; a kill loses at most these
@@ -53,7 +86,7 @@ class LanguageModel:
         device: str | None = None,
         dtype: str | None = None,
         revision: str | None = None,
-        prompt: "PromptConfig | Mapping[str, Any] | None" = None,
+        prompt: PromptConfig | Mapping[str, Any] | None = None,
         attention_layers: AttentionLayers = "all",
     ) -> None:
         """Load a model, or wrap one that is in memory.
@@ -81,8 +114,6 @@ class LanguageModel:
           ValueError: there is no such model, its architecture cannot be read exactly,
             or a device or dtype is not available.
         """
-        from beatrice.extract.generate.templates import PromptConfig, as_words
-
         if prompt is not None and not isinstance(prompt, PromptConfig | Mapping):
             raise argument_error("prompt", "a mapping or a PromptConfig", prompt)
         if attention_layers not in get_args(AttentionLayers):
@@ -150,7 +181,7 @@ class LanguageModel:
         options |= {"prompt": self.prompt, "attention_layers": backbone.attention}
         if COMMIT.fullmatch(backbone.revision):
             options["revision"] = backbone.revision
-        return _load, (self.name, options)
+        return partial(LanguageModel, **options), (self.name,)
 
     @overload
     def answer(
@@ -218,8 +249,6 @@ class LanguageModel:
             prompt exceeds the model's window (nothing is truncated), or with
             `read=True` an `Example` occurs twice.
         """
-        from beatrice.extract.generate.local import generate
-
         max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
         is_usual = isinstance(layers, str) and layers == "middle"
         for name, is_given in (("layers", not is_usual), ("store", store is not None)):
@@ -251,10 +280,8 @@ class LanguageModel:
         contexts: Iterable[Any] | None,
         max_new_tokens: int,
         stop: Sequence[str],
-    ) -> "tuple[Sequence[Request], GenerationConfig]":
+    ) -> tuple[Sequence[Request], GenerationConfig]:
         """Return prompts and generation settings for questions; see `answer`."""
-        from beatrice.extract.generate.prompts import GenerationConfig, make_requests
-
         self.backbone.require_unchanged()
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
@@ -282,8 +309,8 @@ class LanguageModel:
 
     def _answer_and_read(
         self,
-        requests: "Sequence[Request]",
-        generation: "GenerationConfig",
+        requests: Sequence[Request],
+        generation: GenerationConfig,
         layers: tuple[int, ...],
         written: str | Path | None,
         store: str | Path | None,
@@ -301,13 +328,8 @@ class LanguageModel:
                 )
         if store is not None:
             _check_store(store, requests, layers)
-        from beatrice.extract.backbone.names import locked_folder
-        from beatrice.extract.generate.local import generate
-        from beatrice.extract.signals.decode import check_decoding, generate_and_read
-
         with naming_extra("read=True"):
             from beatrice.extract.signals.extract import ExtractConfig
-            from beatrice.extract.signals.written import WrittenReader
 
         config = ExtractConfig(hidden_layers=layers)
         reader: Reader = self._reader(layers, config.hidden_spans)
@@ -316,7 +338,7 @@ class LanguageModel:
         if (reason := self._reasons[layers]) is not None:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
-        elif written is None or "://" in str(written):
+        elif not isinstance(written, Path):  # in memory, or at a URL
             answers, signals = generate_and_read(reader, requests, generation)
             reader = WrittenReader.of(reader, answers, signals)
         else:
@@ -344,10 +366,6 @@ class LanguageModel:
           ValueError: a row is not of this form, has its own prompt, or is longer than
             the model's window.
         """
-        from beatrice.extract.generate.local import stop_ids
-        from beatrice.extract.generate.prompts import usual_stop_id
-        from beatrice.pgir.given import ARGUMENTS, as_answer, prepare
-
         self._require_tokenizer()
         template, answers, counts = self.prompt.prompt_template(), [], Counter()
         tokenizer, ends = self.backbone.tokenizer, stop_ids(self.backbone)
@@ -400,8 +418,6 @@ class LanguageModel:
           ValueError: there are no answers, they mix both settings, or another model
             gave them.
         """
-        from beatrice.extract.backbone.loading import require_known_tokens
-
         with naming_extra("LanguageModel.read"):
             from beatrice.extract.signals.extract import ExtractConfig
 
@@ -419,11 +435,11 @@ class LanguageModel:
 
     def _store(
         self,
-        reader: "Reader",
+        reader: Reader,
         answers: Sequence[Answer],
         store: str | Path | None,
         config: "ExtractConfig",
-        generation: "GenerationConfig | None",
+        generation: GenerationConfig | None,
     ) -> "Signals":
         """Read answers into a store; `generation` is None if unknown."""
         from beatrice.extract.signals.extract import extract
@@ -431,7 +447,9 @@ class LanguageModel:
         from beatrice.signals import Signals, place_of
 
         about = self._about(answers, generation)
-        with _locked_signals_folder(store), place_of(store) as url:
+        # Other processes wait for the lock, and then find the folder's contents.
+        lock = locked_folder(store) if isinstance(store, Path) else nullcontext()
+        with lock, place_of(store) as url:
             # Keep the stored name if the model has moved: the revision identifies it.
             with suppress(ValueError, KeyError):
                 about |= {"name": open_store(url).spec.fingerprint["name"]}
@@ -456,10 +474,8 @@ class LanguageModel:
             )
         return tuple(sorted(numbers))
 
-    def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
+    def _reader(self, layers: tuple[int, ...], spans: Any) -> SignalReader:
         """Return a reader for these layers, a cached one if possible."""
-        from beatrice.extract.signals.reader import SignalReader
-
         reader = self._readers.get((layers, spans))
         if reader is None:
             for oldest in [*self._readers][: 1 - _MOST_KEPT]:
@@ -469,11 +485,9 @@ class LanguageModel:
         return reader
 
     def _about(
-        self, answers: Sequence[Answer], generation: "GenerationConfig | None"
+        self, answers: Sequence[Answer], generation: GenerationConfig | None
     ) -> dict[str, Any]:
         """Return how answers were asked and generated, for `Provenance`."""
-        from beatrice.jaxprobe.scope import scripts_of
-
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         tokenizer = self.backbone.tokenizer
         texts = [answer.text for answer in answers]
@@ -496,28 +510,14 @@ class LanguageModel:
         }
 
 
-def _load(name: str, options: Mapping[str, Any]) -> LanguageModel:
-    return LanguageModel(name, **options)
-
-
 def _answer_on_disk(
-    reader: "SignalReader",
-    requests: "Sequence[Request]",
-    generation: "GenerationConfig",
+    reader: SignalReader,
+    requests: Sequence[Request],
+    generation: GenerationConfig,
     config: "ExtractConfig",
     folder: Path,
-) -> "tuple[list[Answer], Reader]":
+) -> tuple[list[Answer], Reader]:
     """Answer and read in groups; answers of an earlier call in `folder` are kept."""
-    from beatrice.extract.generate.local import stop_ids
-    from beatrice.extract.records import to_json
-    from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
-    from beatrice.extract.signals.decode import generate_and_read
-    from beatrice.extract.signals.written import (
-        WrittenReader,
-        WrittenSignals,
-        save_batch,
-    )
-
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
     about.append(list(stop_ids(reader.backbone)))
     write_text_atomic(folder / "about", sha256_json(about), is_new=True)
@@ -545,7 +545,7 @@ def _answer_on_disk(
 
 
 def _check_store(
-    store: str | Path, requests: "Sequence[Request]", layers: tuple[int, ...]
+    store: str | Path, requests: Sequence[Request], layers: tuple[int, ...]
 ) -> None:
     """Check, before questions are answered, that a store has no other signals."""
     from beatrice.extract.store.store import open_store
@@ -563,33 +563,14 @@ def _check_store(
         )
 
 
-def _locked_signals_folder(store: str | Path | None) -> AbstractContextManager[None]:
-    """Lock a folder for signals; other processes wait, and then find its contents."""
-    from beatrice.extract.backbone.names import locked_folder
-
-    if store is None or "://" in str(store):
-        return nullcontext()
-    return locked_folder(Path(store))
-
-
 def _open(
     model: Any,
     tokenizer: Any,
     device: str | None,
     dtype: str | None,
     revision: str | None,
-) -> "Backbone":
+) -> Backbone:
     """Load a backbone by name, or freeze the given model."""
-    import torch
-
-    from beatrice.extract.backbone.loading import (
-        Backbone,
-        check_vocabulary,
-        load_backbone,
-    )
-    from beatrice.extract.backbone.names import ModelDtype, default_dtype, model_path
-    from beatrice.extract.run.console import transformers_silenced
-
     if not isinstance(model, str | Path):
         if not isinstance(model, torch.nn.Module):
             raise ValueError(
@@ -628,16 +609,13 @@ def _open(
         )
 
 
-def default_prompt(backbone: "Backbone") -> "PromptConfig":
+def default_prompt(backbone: Backbone) -> PromptConfig:
     """Return a model's default prompt template.
 
     The embedded model was trained on the short template. A model with a chat template
     gets the paper's prompt through it. A base model first sees worked examples, because
     it would continue a bare question like a web page.
     """
-    from beatrice.extract.backbone.names import EMBEDDED
-    from beatrice.extract.generate.templates import SHOTS, PromptConfig
-
     if backbone.name == EMBEDDED:
         return PromptConfig()
     if has_chat(backbone):
@@ -645,7 +623,7 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     return PromptConfig(template="few-shot", shots=SHOTS)
 
 
-def has_chat(backbone: "Backbone") -> bool:
+def has_chat(backbone: Backbone) -> bool:
     """Return whether a model has a chat template."""
     return getattr(backbone.tokenizer, "chat_template", None) is not None
 
@@ -656,8 +634,19 @@ def as_examples(
     """Return questions as records with the passages to show."""
     texts = as_list(questions, "questions", "a list of texts or Examples")
     shown = as_contexts(contexts, len(texts))
-    pairs, counts = enumerate(zip(texts, shown, strict=True)), Counter()
-    return [_as_example(n, *question, counts) for n, question in pairs]
+    examples, counts = [], Counter()
+    # Placeholders: a record needs a dataset, a split and golds.
+    fields: dict[str, Any] = {"dataset": "asked", "split": "test", "golds": ("-",)}
+    for question, passages in zip(texts, shown, strict=True):
+        if isinstance(question, Example):
+            name, text = question.id, question.question
+        elif isinstance(question, str) and question.strip():
+            name, text = _name(question, counts), str(question)
+        else:
+            name = f"questions[{len(examples)}]"
+            raise argument_error(name, "a text that is not blank", question)
+        examples.append(Example(id=name, question=text, passages=passages, **fields))
+    return examples
 
 
 def _name(text: str, counts: Counter[str]) -> str:
@@ -665,29 +654,6 @@ def _name(text: str, counts: Counter[str]) -> str:
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
     counts[digest] += 1
     return digest if counts[digest] == 1 else f"{digest}-{counts[digest]}"
-
-
-def _as_example(
-    number: int,
-    question: str | Example,
-    passages: tuple[Passage, ...],
-    counts: Counter[str],
-) -> Example:
-    if isinstance(question, Example):
-        name, text = question.id, question.question
-    elif isinstance(question, str) and question.strip():
-        name, text = _name(question, counts), str(question)
-    else:
-        name = f"questions[{number}]"
-        raise argument_error(name, "a text that is not blank", question)
-    return Example(
-        id=name,
-        question=text,
-        dataset="asked",
-        split="test",  # a placeholder: a record needs a split
-        golds=("-",),
-        passages=passages,
-    )
 
 
 def _check_answers(answers: Iterable[Answer]) -> list[Answer]:

@@ -16,11 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from beatrice.extract.backbone.names import locked_folder
+from beatrice.extract.datasets.fields import MISSING, check_no_passages, required
+from beatrice.extract.datasets.rows import read_raw, recognise
+from beatrice.extract.generate.templates import SHOTS, PromptConfig, Shot, Words
+from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -33,10 +37,10 @@ from beatrice.extract.run.console import Progress, in_words
 from beatrice.extract.run.files import sha256_json
 from beatrice.jaxprobe.detector import OWN_PASS_HEADS
 from beatrice.jaxprobe.scope import LEAST_ANSWERS, Thresholds, n_of_classes
-
-if TYPE_CHECKING:
-    from beatrice.extract.generate.templates import Shot, Words
-    from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.arguments import is_missing
+from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.score_files import record_context
+from beatrice.probe import MOST_EXAMPLES, check_place
 
 _SHARES = {"train": 0.5, "validation": 0.25, "test": 0.25}  # of the questions
 _WORK = "signals-*"  # kept next to the probe's folder until the probe is saved
@@ -62,17 +66,12 @@ IN_WORDS = {"closed_book": "from memory", "with_context": "with passages"}
 
 def read_labelled(
     path: Path, note: Callable[[str], None]
-) -> list[tuple["AnswerToScore", bool, str]]:
+) -> list[tuple[AnswerToScore, bool, str]]:
     """Return a file's answers, labels and places, leaving out unlabelled answers.
 
     The file has any format that questions are read from. `note` is called with the
     number of unlabelled answers and with the fields that are ignored.
     """
-    from beatrice.extract.datasets.fields import check_no_passages, required
-    from beatrice.extract.datasets.rows import read_raw, recognise
-    from beatrice.pgir.given import AnswerToScore
-    from beatrice.pgir.score_files import record_context
-
     rows, n_unlabelled, unread = [], 0, Counter[str]()
     for raw in read_raw(path, recognise(path)):
         try:
@@ -112,9 +111,6 @@ def read_labelled(
 
 def _as_label(value: Any) -> bool | None:
     """Return a label from its spelling in a file; None if it is missing."""
-    from beatrice.extract.datasets.fields import MISSING
-    from beatrice.pgir.arguments import is_missing
-
     text = str(value).strip()
     if is_missing(value) or text in ("", *MISSING):
         return None
@@ -210,9 +206,6 @@ def answer_and_label(
     `model` is a `LanguageModel`. Answers and signals are kept in `work`, from which the
     same call resumes; `note` is called with time estimates and warnings.
     """
-    from beatrice.extract.generate.templates import SHOTS, PromptConfig, Words
-    from beatrice.extract.label.labels import exact_match
-
     if model.prompt.chat and not isinstance(model.prompt.template, Words):
         # In a chat, SmolLM2 answers in sentences: 0 of 301 matched a gold.
         model.prompt = PromptConfig(template="few-shot", shots=SHOTS)
@@ -251,7 +244,7 @@ def answer_and_label(
 
 
 def without_worked_examples(
-    questions: Sequence[Example], shots: Sequence["Shot"], note: Callable[[str], None]
+    questions: Sequence[Example], shots: Sequence[Shot], note: Callable[[str], None]
 ) -> Sequence[Example]:
     """Return the questions that are not worked examples of the prompt.
 
@@ -279,7 +272,7 @@ def _store_name(model: Any, content: Sequence[Any]) -> str:
 
 
 def _asked(
-    questions: Sequence[Example], words: "Words", note: Callable[[str], None]
+    questions: Sequence[Example], words: Words, note: Callable[[str], None]
 ) -> dict[Setting, Sequence[Example]]:
     """Return the questions to ask in each setting that the template supports."""
     with_passages = [q for q in questions if q.passages]
@@ -351,7 +344,7 @@ def _class_advice(
 
 def read_given(
     model: Any,
-    rows: Sequence[tuple["AnswerToScore", bool, str]],
+    rows: Sequence[tuple[AnswerToScore, bool, str]],
     work: Path,
     note: Callable[[str], None],
 ) -> Parts:
@@ -428,11 +421,8 @@ def compare(
         row = {"head": head, "split": "test", "metric": f"auroc of {name}"}
         interval = {"value": value, "ci_low": low, "ci_high": high}
         rows.append({**row, **interval, "n": len(labels), "n_right": int(labels.sum())})
-    metrics = {
-        row["metric"]: row["value"]
-        for row in probe.rows
-        if (row["head"], row["split"]) == (head, "test")
-    }
+    measured = [x for x in probe.rows if (x["head"], x["split"]) == (head, "test")]
+    metrics = {row["metric"]: row["value"] for row in measured}
     base = labels.mean() * (1 - labels.mean())
     lines.append(
         f"  calibration   ECE {metrics['ece']:.3f}, Brier score {metrics['brier']:.3f} "
@@ -464,22 +454,13 @@ def decisions_in_words(
     return f"at precision {both.trust.wanted:g}: {'; '.join(texts)}"
 
 
-def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
+def examples_of(probe: Any, parts: Parts) -> list[tuple[Any, ...]]:
     """Return some held-out answers that `Probe.save` stores for its self-test."""
-    from beatrice.probe import MOST_EXAMPLES
-
     rows = []
     for labelled in parts.values():
         where = np.flatnonzero(labelled.splits == "test")[: 4 * MOST_EXAMPLES]
         given = [
-            {
-                "question": labelled.questions[i],
-                "answer": labelled.answers[i].text,
-                "context": [
-                    {"title": passage.title, "text": passage.text}
-                    for passage in labelled.contexts[i]
-                ],
-            }
+            (labelled.questions[i], labelled.answers[i].text, labelled.contexts[i])
             for i in where
         ]
         scored = zip(given, probe.score_many(given), strict=True)
@@ -490,8 +471,6 @@ def examples_of(probe: Any, parts: Parts) -> list[dict[str, Any]]:
 
 def check_folder(path: Path) -> None:
     """Check that a probe can be written, before hours are spent on fitting it."""
-    from beatrice.probe import check_place
-
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} already exists; give a new folder")
     check_place(path)

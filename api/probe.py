@@ -15,8 +15,15 @@ import numpy as np
 
 from beatrice.benchmarks import what_to_do
 from beatrice.card import card
-from beatrice.extract.backbone.names import IN_MEMORY, ModelHashes, absolute_name
+from beatrice.extract.backbone.names import (
+    IN_MEMORY,
+    ModelHashes,
+    absolute_name,
+    released_name,
+    unreachable_hub,
+)
 from beatrice.extract.forks import ForkLock
+from beatrice.extract.generate.prompts import GenerationConfig
 from beatrice.extract.records import Setting
 from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import (
@@ -39,6 +46,13 @@ from beatrice.jaxprobe.detector import (
 )
 from beatrice.pgir.arguments import argument_error, as_path, as_probability, as_rows
 from beatrice.pgir.asking import BATCH_SIZE, AnswerScorer
+from beatrice.pgir.given import ARGUMENTS, READING, as_answer
+from beatrice.pgir.warnings import (
+    differences,
+    signal_differences,
+    warn_of_path,
+    warn_of_prompt,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -220,12 +234,6 @@ class Probe(AnswerScorer):
 
     def _check_model(self, signals: "Signals") -> None:
         """Check that signals come from the fit's model, if they record a model."""
-        from beatrice.pgir.warnings import (
-            signal_differences,
-            warn_of_path,
-            warn_of_prompt,
-        )
-
         trained, about = self.detector.provenance, signals.store.spec.fingerprint
         if trained is None or "model" not in about:  # arrays
             return
@@ -286,11 +294,9 @@ class Probe(AnswerScorer):
             raise argument_error("frame", "a pandas or Polars data frame", frame)
         if there := [name for name in added if name in table.columns]:
             raise ValueError(f"frame: it already has a column {there[0]!r}; rename it")
-        columns: dict[str, Any] = {name: [] for name in added}
-        for score in self.score_many(table, batch_size):
-            for name in added:
-                value = getattr(score, name)
-                columns[name].append("; ".join(value) if name == "warnings" else value)
+        scores = self.score_many(table, batch_size)
+        columns: dict[str, Any] = {x: [getattr(s, x) for s in scores] for x in added}
+        columns["warnings"] = ["; ".join(texts) for texts in columns["warnings"]]
         # Types that do not depend on the scores, so that frames can be concatenated.
         if hasattr(table, "assign"):
             columns["p_correct"] = np.array(columns["p_correct"], float)
@@ -449,8 +455,6 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
     """Return a detector with its released model's name and the model's file hashes."""
-    from beatrice.extract.backbone.names import released_name
-
     trained = detector.provenance
     if trained is None:
         return detector
@@ -465,8 +469,6 @@ def _portable(detector: Detector, scorer: "Scorer | None") -> Detector:
 
 def _other_model(scorer: "Scorer") -> str | None:
     """Return how a scorer's model differs from its probe's, or None."""
-    from beatrice.pgir.warnings import differences
-
     return next(differences(scorer.probed.trained, scorer.probed.backbone), None)
 
 
@@ -482,8 +484,6 @@ def published(detector: Detector) -> Detector:
 
 def _scored_examples(scorer: "Scorer", examples: Iterable[Any]) -> list[dict[str, Any]]:
     """Return examples with their P, as stored in a probe's folder."""
-    from beatrice.pgir.given import ARGUMENTS, READING, as_answer
-
     if (difference := _other_model(scorer)) is not None:
         raise ValueError(f"examples: {difference}")
     rows = as_rows(examples, ARGUMENTS)
@@ -508,8 +508,6 @@ def _check_examples(
     scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
 ) -> None:
     """Check, once per machine, that examples get the scores they were saved with."""
-    from beatrice.pgir.given import READING
-
     answers = [
         {k: v for k, v in row.items() if k not in ("p_correct", "raw", "reading")}
         for row in examples
@@ -554,7 +552,6 @@ def scorer_of(
     Options are those of `load`; `examples` are answers that must get their saved P,
     `identity` is the SHA-256 of the probe's files.
     """
-    from beatrice.extract.generate.prompts import GenerationConfig
     from beatrice.model import LanguageModel
     from beatrice.pgir.scorer import Scorer
 
@@ -727,8 +724,6 @@ def _snapshot(address: str) -> Path:
     """Return the folder of a Hub probe in the local cache; download it if needed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
-
-    from beatrice.extract.backbone.names import unreachable_hub
 
     repository, _, revision = address.removeprefix(_HUB).partition("@")
     silent = unreachable_hub()

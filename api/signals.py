@@ -139,7 +139,7 @@ class Signals:
         values = {name: x for name, (x, _) in rows.items()}
         spans = _spans_of(spans, n_tokens)
         hidden_layers = _layers_of(values, layers)
-        by_layer = ("hidden",) if hidden_layers else ()
+        by_layer = {"hidden"} if hidden_layers else ()
         has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
         fingerprint: dict[str, Any] = {"source": "arrays"}
         if store is not None:  # to recognise these values in it
@@ -151,8 +151,8 @@ class Signals:
         names = range(n) if ids is None else _ids_of(ids, n)
         spec = StoreSpec(
             families={
-                name: Family(shape=x.shape[1:], by_layer=name in by_layer)
-                for name, x in values.items()
+                k: Family(shape=x.shape[1:], by_layer=k in by_layer)
+                for k, x in values.items()
             },
             keys=tuple((str(name), setting, "original") for name in names),
             lengths=n_tokens,
@@ -163,9 +163,7 @@ class Signals:
         )
         with place_of(store) as url:
             opened = create_store(url, spec)
-            for range_id in range(spec.n_ranges):
-                rows = slice(*spec.range_rows(range_id))
-                write_range(opened, range_id, {k: x[rows] for k, x in values.items()})
+            write_range(opened, 0, values)  # one shard holds all rows
             return cls(opened)
 
     def __reduce__(self) -> tuple[Any, ...]:

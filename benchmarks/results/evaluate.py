@@ -262,25 +262,24 @@ def annotated_rows(
         "undisputed labels": (np.flatnonzero(labels == judged), labels),
         "a person": (everyone, judged),
     }
-    at = {"setting": rows.setting, "dataset": ANNOTATED, "split": ANNOTATED}
+    at: dict[str, Any] = {"setting": rows.setting}
+    at |= {"dataset": ANNOTATED, "split": ANNOTATED}
     result = []
     for label in noise:
-        n, ends = label["n"], {x: label[x] for x in ("ci_low", "ci_high")}
-        fields = {"experiment": "label_noise", "detector": "labels", "n": n, **at}
-        fields["kind"] = "right" if label["label"] else "wrong"
-        share = label["n_disputed"] / n if n else None
-        reason = None if n else "no answer with this label was annotated"
-        disputed = {"metric": "disputed", "value": share, "reason": reason, **ends}
-        result.append(ResultRow(**fields, **disputed))
+        fields = at | {name: label[name] for name in ("n", "ci_low", "ci_high")}
+        fields |= {"experiment": "label_noise", "detector": "labels"}
+        fields |= {"kind": "right" if label["label"] else "wrong", "metric": "disputed"}
+        fields["value"] = label["n_disputed"] / label["n"] if label["n"] else None
+        reason = None if label["n"] else "no answer with this label was annotated"
+        result.append(ResultRow(reason=reason, **fields))
+    measured = [x for x in detectors if x.subject in names.AT_EQUAL_LENGTH]
     for kind, (some, truth) in truths.items():
         fields = {"experiment": ANNOTATED, "metric": "auroc", "n": len(some), **at}
         is_defined = 0 < truth[some].sum() < len(some)
         draws = [np.ones((len(some), 1), np.float32)]
         draws += resamples(rows.ids[where[some]], config) if is_defined else []
         drawn = np.concatenate(draws, axis=1) * weights[some, None]
-        for detector in detectors:
-            if detector.subject not in names.AT_EQUAL_LENGTH:
-                continue
+        for detector in measured:
             fields |= detector.subject._replace(kind=kind)._asdict()
             if is_defined:
                 scores = detector.scores[:, where[some]]

@@ -27,7 +27,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from beatrice.benchmarks.results import names
-from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.shown import Curves
 from beatrice.extract.records import Setting
 from beatrice.jaxprobe.stages import LayerCurve
@@ -253,14 +253,10 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
     figure, axes = _figure(3.6)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
     seen = [x for r in rounds for x in r["candidates"].values()]
+    kinds = (("closed_book", "(", -0.06, "o"), ("with_context", "[", 0.06, "s"))
     for n, search in enumerate(rounds, start=1):
-        pools: dict[str, list[float]] = {"closed_book": [], "with_context": []}
-        for name, score in search["candidates"].items():
-            is_context = name.startswith("[")
-            pools["with_context" if is_context else "closed_book"].append(score)
-        for shift, marker, (pool, scores) in zip(
-            (-0.06, 0.06), "os", pools.items(), strict=True
-        ):
+        for pool, bracket, shift, marker in kinds:
+            scores = [x for k, x in search["candidates"].items() if k[0] == bracket]
             at = [n + shift] * len(scores)
             axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5)
     added = [(n, r) for n, r in enumerate(rounds, start=1) if r["added"]]
@@ -320,7 +316,7 @@ def frontier(
         axes.plot(cost, score, marker, color=MUTED, label=label)
     low, high = _cropped(heights, 0.15)
     axes.set(ylim=(low - 0.1 * (high - low), high))
-    axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
+    axes.set(xlabel="generations per question", ylabel=metric.upper())
     axes.margins(x=0.1)
     n_lines = -(-sum(name.count("\n") + 1 for name in (*curves, *rivals)) // 2)
     figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
@@ -538,12 +534,10 @@ def pair_gains(gains: pandas.DataFrame, pairs: Mapping[str, str]) -> Figure:
 
     The column `is_other` says whether a gain is on another backbone.
     """
-    kinds = gains[["setting", "is_other"]].drop_duplicates().to_numpy().tolist()
+    kinds: Any = list(gains.groupby(["setting", "is_other"], sort=False))
     figure, axes = _figure(3.4)
     axes.axvline(0, color=MUTED, lw=1)
-    for number, (setting, is_other) in enumerate(kinds):
-        is_kind = (gains["setting"] == setting) & (gains["is_other"] == is_other)
-        points = gains[is_kind]
+    for number, ((setting, is_other), points) in enumerate(kinds):
         shift = (number - (len(kinds) - 1) / 2) * 0.17
         style = {"color": STRONG[setting], "ms": 5.5, "ls": "none"}
         style["fillstyle"] = "none" if is_other else "full"

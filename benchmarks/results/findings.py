@@ -18,15 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import pandas
 
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    EARLY_FUSION,
-    FAMILIES,
-    HIDDEN_ONLY,
-    LAYER_PROBES,
-    PERPLEXITY,
-    SETTING_LABELS,
-)
+from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.rendering import latex, markdown, tex
 from beatrice.benchmarks.results.rivals import seed_spread
 from beatrice.benchmarks.results.tables import (
@@ -48,7 +40,7 @@ from beatrice.extract.run.rows import ResultRow, Subject, encoder
 from beatrice.jaxprobe.stages import LayerCurve
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
-SINGLES = {x: HIDDEN_ONLY if x == "H" else encoder(x) for x in FAMILIES}
+SINGLES = {x: names.HIDDEN_ONLY if x == "H" else encoder(x) for x in names.FAMILIES}
 
 
 class PaperQuestion(NamedTuple):
@@ -111,36 +103,36 @@ def questions_of(best: str | None) -> dict[str, PaperQuestion]:
     """Return the questions by short name, in order; `best` is from `best_single`."""
     single = {}
     if best is not None:
-        single = {f"{FAMILIES[best]}, the best on validation": SINGLES[best]}
+        single = {f"{names.FAMILIES[best]}, the best on validation": SINGLES[best]}
     rivals = {
-        "perplexity": ("answer perplexity", {"": PERPLEXITY}),
+        "perplexity": ("answer perplexity", {"": names.PERPLEXITY}),
         "single": ("the best single family", single),
-        "all_four": ("one encoder of all four families", {"": EARLY_FUSION}),
-        "hidden": ("hidden states only", {"": HIDDEN_ONLY}),
+        "all_four": ("one encoder of all four families", {"": names.EARLY_FUSION}),
+        "hidden": ("hidden states only", {"": names.HIDDEN_ONLY}),
         "text": ("the text alone", {"": Subject("tfidf")}),
     }
     questions = {
         "family_over_perplexity": PaperQuestion(
             "Does any signal family alone beat answer perplexity?",
-            {name: (encoder(x), PERPLEXITY) for x, name in FAMILIES.items()},
+            {y: (encoder(x), names.PERPLEXITY) for x, y in names.FAMILIES.items()},
         )
     }
     for name, (than, compared) in rivals.items():
         text = f"Does the selected set beat {than}?"
-        pairs = {label: (CHAMPION, rival) for label, rival in compared.items()}
+        pairs = {label: (names.CHAMPION, rival) for label, rival in compared.items()}
         questions[f"set_over_{name}"] = PaperQuestion(text, pairs)
-    for letter, name in FAMILIES.items():
-        others = "".join(FAMILIES).replace(letter, "")
+    for letter, name in names.FAMILIES.items():
+        others = "".join(names.FAMILIES).replace(letter, "")
         verb = "Do" if name.endswith("s") else "Does"
         the = "the " if letter == "R" else ""
         questions[f"{letter}_adds"] = PaperQuestion(
             f"{verb} {the}{name} add to the other three families?",
-            {"": (EARLY_FUSION, encoder(others))},
+            {"": (names.EARLY_FUSION, encoder(others))},
         )
-    for end, layer in zip(("first", "last"), LAYER_PROBES[1:], strict=True):
+    for end, layer in zip(("first", "last"), names.LAYER_PROBES[1:], strict=True):
         questions[f"layer_over_{end}"] = PaperQuestion(
             f"Is the chosen layer better than the {end} stored one?",
-            {"": (LAYER_PROBES[0], layer)},
+            {"": (names.LAYER_PROBES[0], layer)},
         )
     return questions
 
@@ -188,7 +180,7 @@ class AnswerGrid(NamedTuple):
     @property
     def title(self) -> str:
         """The setting in words."""
-        return SETTING_LABELS[self.setting]
+        return names.SETTING_LABELS[self.setting]
 
 
 def grids(answered: Sequence[PaperAnswer]) -> list[AnswerGrid]:
@@ -267,7 +259,7 @@ def facts(
     """Return, by setting, names and values of numbers related to the answers."""
     reasons, by_setting = too_few_answers(accuracy), {}
     champion = where(
-        results, experiment="detection", metric="auroc", **CHAMPION._asdict()
+        results, experiment="detection", metric="auroc", **names.CHAMPION._asdict()
     )
     for setting in dict.fromkeys((*reasons, *selection, *sweep)):
         lines = [("Too few answers", reasons[setting])] if setting in reasons else []
@@ -275,8 +267,11 @@ def facts(
             rounds = selection[setting]["rounds"]
             added = (f"{r['added']} {number(r['auroc'])}" for r in rounds if r["added"])
             lines.append(("Validation AUROC, round by round", " → ".join(added)))
-        if setting in sweep:
-            lines.append(("Validation AUROC by layer", _layers(sweep[setting])))
+        if (curve := sweep.get(setting)) is not None:
+            means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
+            layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
+            about = f"{layers}; best {curve.best}"
+            lines.append(("Validation AUROC by layer", about))
         for place in places_of(where(champion, setting=setting), EVALUATED):
             here = where(champion, **place._asdict())
             mean, spread = find(here, seed="mean"), seed_spread(here, place)
@@ -287,12 +282,6 @@ def facts(
                 lines.append((f"SD over seeds, {place.title}", numbers))
         by_setting[setting] = lines
     return by_setting
-
-
-def _layers(curve: LayerCurve) -> str:
-    means = zip(curve.layers, map(statistics.fmean, curve.auroc), strict=True)
-    layers = ", ".join(f"{layer}: {number(mean)}" for layer, mean in means)
-    return f"{layers}; best {curve.best}"
 
 
 def as_markdown(

@@ -19,7 +19,6 @@ SPLIT_LABELS = {
     "evaluated": "mean of sets",
     "annotated": "annotated by a person",
 }
-METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 FAMILIES = {
     "H": "hidden states",
     "P": "probabilities",

@@ -4,6 +4,7 @@ Equal data give equal bytes. The headline is also printed on the terminal.
 """
 
 import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,6 @@ def render_report(data: ReportData) -> str:
         accuracy=accuracy_grid(data.accuracy),
         missing=missing(data, results),
         anatomy=anatomy_parts(results, data.studies),
-        stage_times=times_in_words(data.stage_seconds),
         verdict_of=folds_in_words(results, data.facts, data.selection),
         p_steps=P_STEPS,
         reliability=reliability_pictures(data.reliability),
@@ -343,12 +343,6 @@ def is_worse(curves: Curves) -> bool:
     return chance is not None and curves.ece_calibrated > max(curves.ece_raw, chance)
 
 
-def times_in_words(seconds: Mapping[str, float]) -> str:
-    """List the time that each stage took, and the total."""
-    total = f"{sum(seconds.values()):,.0f} s in all"
-    return ", ".join([*(f"{x} {n:,.0f} s" for x, n in seconds.items()), total])
-
-
 def folds_in_words(
     results: pandas.DataFrame, facts: Mapping[str, str], selection: PerSetting
 ) -> dict[str, str]:
@@ -421,11 +415,8 @@ def synergy_pictures(results: pandas.DataFrame) -> list[Picture]:
             "Dots mark the families that an encoder reads; bars in full colour read "
             "hidden states. The axis is cropped."
         )
-        halves = sorted(
-            (r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None
-        )
-        if halves:
-            half = number(halves[len(halves) // 2])
+        if halves := [(r.ci_high - r.ci_low) / 2 for r in rows if r.ci_low is not None]:
+            half = number(statistics.median_high(halves))
             caption += f" The 95 % interval of one bar is about ±{half}."
         for row in rows:
             if row.value is None:
@@ -493,7 +484,7 @@ def frontier_pictures(
             f"Mean over {', '.join(datasets)}. A line's numbers are budgets B, the "
             "most retrievals per question; the ring marks the chosen one."
         )
-        title = f"{names.METRIC_LABELS[metric]} against cost"
+        title = f"{metric.upper()} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures
 

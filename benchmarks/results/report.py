@@ -15,20 +15,7 @@ import pandas
 
 from beatrice.benchmarks import STAGES
 from beatrice.benchmarks.baselines.detector import catalogue
-from beatrice.benchmarks.results import findings, rendering, rivals, tables
-from beatrice.benchmarks.results.findings import (
-    PaperAnswer,
-    difference_text,
-    questions_of,
-)
-from beatrice.benchmarks.results.names import (
-    CHAMPION,
-    COMPARED,
-    DETECTORS,
-    RETRIEVED,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-)
+from beatrice.benchmarks.results import findings, names, rendering, rivals, tables
 from beatrice.benchmarks.results.page import (
     ReportData,
     headline,
@@ -103,21 +90,21 @@ def read_part(file: Path, kind: type[Part], verb: str) -> Part:
 def label_rules(run: RunDir, rows: Iterable[ResultRow]) -> str:
     """Name the rule that labels answers, and any other rule of retrieved answers."""
     rule = label_rule(run)
-    of_retrieved = {r.label_rule for r in rows if r.experiment == RETRIEVED}
+    of_retrieved = {r.label_rule for r in rows if r.experiment == names.RETRIEVED}
     others = sorted({x for x in of_retrieved if x} - {rule})
     return "; ".join((rule, *(f"retrieved answers: {x}" for x in others)))
 
 
 def _facts(run: RunDir, rows: Iterable[ResultRow]) -> dict[str, str]:
     n_questions = Counter(example.split for example in read_examples(run))
-    splits = ("train", "validation", "test", "ood")
+    splits = {x: names.SPLIT_LABELS[x] for x in ("train", "validation", "test", "ood")}
     extract = extract_config(run)
     return {
         "Backbone": run.section("backbone", BackboneConfig).model,
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
-        "Questions": ", ".join(f"{n_questions[x]:,} {SPLIT_LABELS[x]}" for x in splits),
+        "Questions": ", ".join(f"{n_questions[x]:,} {y}" for x, y in splits.items()),
         "Answers labelled by": label_rules(run, rows),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
@@ -175,16 +162,13 @@ def tables_as_text(data: ReportData) -> dict[str, str]:
     answered = findings.findings(results, data.accuracy)
     beside = findings.facts(results, data.accuracy, data.sweep, data.selection)
     panoramas = tables.panoramas(results, titles)
-    parts = (f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in panoramas.items())
-    markdown = [_MARKS, *parts]
-    markdown.append(rivals.leads_as_markdown(results, titles))
-    markdown.append(rivals.costs_as_markdown(data.judged, results))
-    latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.items()]
+    costs = rivals.costs_as_markdown(data.judged, results)
+    latex = [f"% {h}\n{rendering.as_latex(t)}" for h, t in panoramas.values()]
     latex.append(rivals.leads_as_latex(results, titles))
     texts = (
         findings.as_markdown(answered, beside),
         findings.as_latex(answered),
-        "\n".join(markdown),
+        f"{_as_markdown(panoramas, results, titles)}\n{costs}",
         "\n".join(latex),
     )
     return dict(zip(TABLES, texts, strict=True))
@@ -235,10 +219,14 @@ of a column is **bold**, the second best <u>underlined</u>.
 def rows_as_markdown(rows: Sequence[ResultRow]) -> str:
     """Return as Markdown the tables that can be made from rows alone."""
     results, titles = results_of(rows), _catalogue_titles()
-    parts = [
-        f"### {heading}\n\n{rendering.as_markdown(table)}"
-        for heading, table in tables.named_tables(results, titles).values()
-    ]
+    return _as_markdown(tables.named_tables(results, titles), results, titles)
+
+
+def _as_markdown(
+    named: tables.Named, results: pandas.DataFrame, titles: tables.Titles
+) -> str:
+    """Format tables as Markdown, with the leads over rivals below."""
+    parts = [f"### {h}\n\n{rendering.as_markdown(t)}" for h, t in named.values()]
     return "\n".join([_MARKS, *parts, rivals.leads_as_markdown(results, titles)])
 
 
@@ -263,10 +251,10 @@ class Side(NamedTuple):
 
     name: str
     results: pandas.DataFrame
-    answered: Sequence[PaperAnswer]
+    answered: Sequence[findings.PaperAnswer]
     validation: "Mapping[Setting, Ranked]"
     intervals: "BootstrapConfig"
-    questions: Asked | None = None  # None if only rows are known
+    questions: Asked
 
 
 def correlation(alike: "RankAgreement") -> str:
@@ -286,8 +274,8 @@ def _in_domain(sides: Sequence[Side], setting: Setting) -> list[str]:
     datasets = []
     for side in sides:
         shown = where(side.results, experiment="detection", setting=setting)
-        names = {place.dataset for place in places_of(shown, ("test",))} - {IN_DOMAIN}
-        datasets.append(f" of {', '.join(sorted(names))}" if names else "")
+        tested = {place.dataset for place in places_of(shown, ("test",))} - {IN_DOMAIN}
+        datasets.append(f" of {', '.join(sorted(tested))}" if tested else "")
     return datasets if len(set(datasets)) > 1 else ["", ""]
 
 
@@ -299,11 +287,8 @@ def _shared(sides: Sequence[Side], setting: Setting, sets: Sequence[str]) -> str
             f"{IN_DOMAIN}: A's questions are{of[0]}, B's{of[1]}, so their numbers "
             "cannot be compared"
         )
-    if any(side.questions is None for side in sides):
-        lines.append("rows alone do not tell how many test questions are in both")
-        return "".join(f"* {line}\n" for line in lines)
     for name in sets:
-        a, b = ((side.questions or {}).get((setting, name), set()) for side in sides)
+        a, b = (side.questions.get((setting, name), set()) for side in sides)
         n = f"{len(a):,}" if len(a) == len(b) else f"{len(a):,} (A) and {len(b):,} (B)"
         line = f"{name}: {len(a & b):,} of {n} labelled test questions are in both"
         if a != b and a and b:
@@ -322,7 +307,7 @@ def _headline(sides: Sequence[Side], setting: Setting) -> str:
         by_set.append({_set_of(x): by_subject(shown, **x._asdict()) for x in places})
     sets = list(dict.fromkeys(name for rows in by_set for name in rows))
     lines = []
-    for subject, label in {**DETECTORS, **COMPARED}.items():
+    for subject, label in {**names.DETECTORS, **names.COMPARED}.items():
         cells = [x.get(s, {}).get(subject) for s in sets for x in by_set]
         if any(cells):
             lines.append([label, *map(_text, cells)])
@@ -343,7 +328,7 @@ def _text(row: ResultRow | None) -> str:
 
 def _answers(sides: Sequence[Side], setting: Setting) -> str:
     """Return tables of both runs' answers to the paper's questions on shared sets."""
-    both: list[dict[tuple[str, str], PaperAnswer]] = [{}, {}]
+    both: list[dict[tuple[str, str], findings.PaperAnswer]] = [{}, {}]
     for side, answers in zip(sides, both, strict=True):
         for x in side.answered:  # the pooled test sets come first, and are kept
             if x.place.setting == setting and x.answer is not None:
@@ -360,10 +345,10 @@ def _answers(sides: Sequence[Side], setting: Setting) -> str:
     ]
     of = _in_domain(sides, setting)
     apart = f" (A{of[0]}, B{of[1]})" if any(of) else ""
-    wordings, lines = questions_of(None), []
+    wordings, lines = findings.questions_of(None), []
     for question, name in shared:
         a, b = (answers[question, name] for answers in both)
-        cells = [f"**{x.answer}** {difference_text(x)}" for x in (a, b)]
+        cells = [f"**{x.answer}** {findings.difference_text(x)}" for x in (a, b)]
         same = "same" if a.answer == b.answer else "differs"
         on = f"{name}{apart}" if name == IN_DOMAIN else name
         lines.append([wordings[question].text, on, *cells, same])
@@ -394,7 +379,7 @@ def comparison(first: Side, second: Side) -> str:
         alike = agreement(left, right, first.intervals)
         n_answers = f"{len(left.ids)} and {len(right.ids)}"
         parts.append(
-            f"## {SETTING_LABELS[setting]}\n\n"
+            f"## {names.SETTING_LABELS[setting]}\n\n"
             "Spearman's correlation between the fifteen subsets' validation AUROCs: "
             f"**{correlation(alike)}** ({n_answers} answers, resampled by question; "
             f"the paper has {of_paper[setting]} between its two models' test AUROCs)."
@@ -470,13 +455,12 @@ def run_ledger(run: RunDir) -> str:
 def summary(path: Path) -> dict[str, Any]:
     """Return the headline of a finished run, as numbers and as text."""
     run = RunDir(path)
-    results = results_of(read_result_rows(run))
-    at = {**POOLED, "seed": "mean"}
-    champion = where(results, experiment="detection", **CHAMPION._asdict(), **at)
+    data = report_data(run)
+    results, at = results_of(data.rows), {**POOLED, "seed": "mean"}
+    champion = where(results, experiment="detection", **names.CHAMPION._asdict(), **at)
     macro = where(results, experiment="controller_macro", metric="em")
     values = {f"{row.setting}/{row.metric}": row.value for row in champion["row"]}
     values |= {f"{row.detector}/em": row.value for row in macro["row"]}
-    data = report_data(run)
     lines = [*headline(results, data.shown), too_few_in_words(data.accuracy)]
     for label, value, detail in numbers(results, data.reliability):
         lines.append(f"{label}: {value} ({detail})")

@@ -110,9 +110,9 @@ class Lead(NamedTuple):
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for multiple comparisons by Holm's step-down method."""
-    p, order = np.asarray(p_values), np.argsort(p_values)
-    steps = p[order] * np.arange(len(p), 0, -1)
-    corrected = np.empty(len(p))
+    order = np.argsort(p_values)
+    corrected = np.array(p_values)
+    steps = corrected[order] * np.arange(len(order), 0, -1)
     corrected[order] = np.minimum(np.maximum.accumulate(steps), 1)
     return corrected.tolist()
 
@@ -138,11 +138,8 @@ def _lead(results: pandas.DataFrame, place: Place, against: Against) -> Lead:
             if is_rival(x.detector) and row.value is not None
         }
         ranked = sorted(known, key=lambda x: (-known[x], x.detector, x.families or ""))
-        gaps = {
-            x: gap
-            for x in ranked
-            if x in differences and (gap := differences[x].value) is not None
-        }
+        gaps = {x: differences[x].value for x in ranked if x in differences}
+        gaps = {x: gap for x, gap in gaps.items() if gap is not None}
         rival = min(gaps, key=gaps.__getitem__, default=None)
         above = ranked[: ranked.index(rival)] if rival else ranked
         uncompared = tuple(x for x in above if x not in gaps)
@@ -218,12 +215,11 @@ def leads_as_markdown(results: pandas.DataFrame, titles: Titles | None = None) -
     parts = []
     for against, title in COMPARISONS.items():
         compared = leads(results, against)
-        cells = lead_lines(compared, titles, "**%s**")
-        summary = "".join(
-            f"* {k}: {md(v)}\n" for k, v in lead_counts(compared, titles).items()
-        )
-        notes = "".join(f"{note}\n\n" for note in lead_notes(compared))
-        parts.append(f"### {title}\n\n{markdown(HEADS, cells)}\n{notes}{summary}")
+        table = markdown(HEADS, lead_lines(compared, titles, "**%s**"))
+        notes = [f"{note}\n\n" for note in lead_notes(compared)]
+        counts = lead_counts(compared, titles).items()
+        notes += [f"* {name}: {md(text)}\n" for name, text in counts]
+        parts.append(f"### {title}\n\n{table}\n{''.join(notes)}")
     return "\n".join(parts)
 
 

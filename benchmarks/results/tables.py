@@ -9,7 +9,6 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -20,13 +19,15 @@ from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
 from beatrice.extract.run.rows import MACRO, ResultRow, Subject, as_frame, encoder
 from beatrice.jaxprobe.scope import PRECISIONS, Thresholds
-from beatrice.pgir.controllers import BOUNDS, CONTROLLERS, titles_of
+from beatrice.pgir.controllers import BOUNDS, titles_of
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order in which a cell shows them
 EVALUATED = ("test", "ood")  # splits that no choice was made on
 POOLED = {"dataset": IN_DOMAIN, "split": "test"}  # all in-domain test questions
 _RANKED = (*METRICS, "em", "f1")  # metrics whose best values are marked
 CHANGES = ("auroc_gap", "moved_more_by_top_heads")  # metrics that are differences
+# The key of a line that is marked as ours has one of these.
+_OURS = (names.CHAMPION._asdict(), {"detector": "pgir"})
 _COUNTS = ("best_sets", "labels", "n_sets", "rank")
 Rank = Literal["best", "second"]
 Titles = Mapping[Subject, str]
@@ -172,14 +173,15 @@ def where(results: pandas.DataFrame, **columns: Any) -> pandas.DataFrame:
     """Select rows by column values: a value, None for absent, or a tuple of values."""
     is_in = np.ones(len(results), bool)
     for name, value in columns.items():
-        column = results[name]
-        if value is None:
-            is_in &= column.isna().to_numpy()
-        elif isinstance(value, tuple):
-            is_in &= column.isin(value).to_numpy()
-        else:
-            is_in &= (column == value).fillna(False).to_numpy(bool)
+        column, values = results[name], value if isinstance(value, tuple) else (value,)
+        matches = column.isna() if value is None else column.isin(values)
+        is_in &= matches.to_numpy(bool)
     return results.loc[is_in]
+
+
+def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
+    """Return the only row with these values, or None if there is none."""
+    return _only(where(results, **columns)["row"].tolist(), columns)
 
 
 def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
@@ -189,11 +191,6 @@ def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
             f"({rows[0].where}) and ({rows[1].where})"
         )
     return rows[0] if rows else None
-
-
-def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
-    """Return the only row with these values, or None if there is none."""
-    return _only(where(results, **columns)["row"].tolist(), columns)
 
 
 def by_subject(results: pandas.DataFrame, **columns: Any) -> dict[Subject, ResultRow]:
@@ -228,16 +225,11 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     some = where(results, split=tuple(splits))[list(Place._fields)].drop_duplicates()
     places = [Place(*x) for x in some.itertuples(index=False, name=None)]
     n_sets = collections.Counter((p.setting, p.split) for p in places)
-    settings = list(names.SETTING_LABELS)
-
-    def order(p: Place) -> tuple[int, int, bool]:
-        is_single_set = p.dataset != IN_DOMAIN
-        return settings.index(p.setting), splits.index(p.split), is_single_set
-
-    several = (
+    several = [
         p for p in places if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
-    )
-    return sorted(several, key=order)
+    ]
+    several.sort(key=lambda p: (splits.index(p.split), p.dataset != IN_DOMAIN))
+    return sorted(several, key=lambda p: [*names.SETTING_LABELS].index(p.setting))
 
 
 def of_rival(subject: Subject) -> Key:
@@ -259,8 +251,6 @@ def pivot(
     corner: str,
     lines: Sequence[tuple[str, Key]],
     columns: Sequence[tuple[Column, Key | Sequence[Key]]],
-    *,
-    ours: str = "",
     unranked: Sequence[str] = (),
 ) -> Table:
     """Lay rows out as a table; the keys of a line and a column select a cell's rows.
@@ -274,9 +264,9 @@ def pivot(
       corner: what the lines are; the heading of the first column.
       lines: labels and keys of the lines; a line without a row is left out.
       columns: likewise; cells of a column with several keys have that many measures.
-      ours: label of the line to mark as ours.
       unranked: labels of lines that are left out of the ranking.
     """
+    ours = {name for name, key in lines if any(key.items() >= x.items() for x in _OURS)}
     parts = [[keys] if isinstance(keys, Mapping) else keys for _, keys in columns]
     cells = [key for keys in parts for key in keys]
     keys = (*(key for _, key in lines), *cells)
@@ -292,23 +282,17 @@ def pivot(
     laid = [(label, [row_at(line, cell) for cell in cells]) for label, line in lines]
     laid = [(label, measured) for label, measured in laid if any(measured)]
     compared = [measured for label, measured in laid if label not in unranked]
-    no_ranks: list[dict[float | None, Rank]] = [{}] * len(cells)
-    ranks = no_ranks
-    if len(compared) > 1:
-        ranks = [_ranks(column) for column in zip(*compared, strict=True)]
-
-    def line_of(label: str, measured: Sequence[ResultRow | None]) -> Line:
-        of_line = no_ranks if label in unranked else ranks
+    ranks = [_ranks([x[i] for x in compared]) for i in range(len(cells))]
+    ranked_lines = []
+    for label, measured in laid:
+        is_ranked = label not in unranked and len(compared) > 1
         measures = (
-            row and Measure(row=row, rank=rank.get(_printed(row)))
-            for row, rank in zip(measured, of_line, strict=True)
+            row and Measure(row, rank.get(_printed(row)) if is_ranked else None)
+            for row, rank in zip(measured, ranks, strict=True)
         )
         by_cell = tuple(tuple(itertools.islice(measures, len(x))) for x in parts)
-        return Line(label=label, cells=by_cell, is_ours=label == ours)
-
-    heads = tuple(column for column, _ in columns)
-    ranked_lines = tuple(line_of(*line) for line in laid)
-    return Table(corner=corner, columns=heads, lines=ranked_lines)
+        ranked_lines.append(Line(label, by_cell, is_ours=label in ours))
+    return Table(corner, tuple(column for column, _ in columns), tuple(ranked_lines))
 
 
 def _printed(row: ResultRow) -> float | None:
@@ -331,14 +315,19 @@ def by_place(
     lines: Sequence[tuple[str, Key]],
     splits: Sequence[str] = EVALUATED,
     parts: Sequence[Key] = ({},),
-    **options: Any,
+    unranked: Sequence[str] = (),
+    **selected: Any,
 ) -> Table:
-    """Lay rows out as a table with a column for each place; see `pivot`."""
+    """Lay rows out with a column for each place; `selected` is as for `where`.
+
+    The cells of a column have a measure for each of `parts`; see also `pivot`.
+    """
+    results = where(results, **selected)
     columns = [
         (column, [{**key, **part} for part in parts])
         for column, key in place_columns(places_of(results, splits))
     ]
-    return pivot(results, corner, lines, columns, **options)
+    return pivot(results, corner, lines, columns, unranked)
 
 
 def title_of(subject: Subject, titles: Titles | None) -> str:
@@ -378,10 +367,8 @@ def detection_table(
             if x.detector != "encoder" and x not in names.CONTROLS:
                 labels.setdefault(x, x.detector)
     is_shown = np.array([row.subject in labels for row in shown["row"]], bool)
-    parts = [{"metric": metric} for metric in metrics]
-    marks = {"ours": labels.get(names.CHAMPION, ""), "unranked": unranked}
-    lines = lines_of(labels)
-    return by_place(shown.loc[is_shown], corner, lines, splits, parts, **marks)
+    parts, lines = [{"metric": metric} for metric in metrics], lines_of(labels)
+    return by_place(shown.loc[is_shown], corner, lines, splits, parts, unranked)
 
 
 def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table:
@@ -404,27 +391,27 @@ def paired_table(results: pandas.DataFrame, experiment: str = "paired") -> Table
 def floor_table(results: pandas.DataFrame) -> Table:
     """Return a table of each encoder's lead over a linear probe on the same signals."""
     titles = {**names.COMPARED, encoder("H"): names.DETECTORS[names.HIDDEN_ONLY]}
-    shown = where(results, experiment="floor_paired", metric="auroc")
-    return by_place(shown, "Detector", lines_of({x: titles[x] for x in names.FLOORS}))
+    lines = lines_of({x: titles[x] for x in names.FLOORS})
+    at: Key = {"experiment": "floor_paired", "metric": "auroc"}
+    return by_place(results, "Detector", lines, **at)
 
 
 def equal_length_table(results: pandas.DataFrame) -> Table:
     """Return a table of AUROC at equal answer length, and of the unmatched share."""
-    shown = where(results, experiment="at_equal_length", seed="mean")
     lines = [
         (x, {**key, "metric": "auroc"}) for x, key in lines_of(names.AT_EQUAL_LENGTH)
     ]
     share = {"detector": "answers", "metric": "unmatched"}
     lines.append(("Share of answers without a counterpart", share))
-    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
-    return by_place(shown, "Detector", lines, ours=ours)
+    at: Key = {"experiment": "at_equal_length", "seed": "mean"}
+    return by_place(results, "Detector", lines, **at)
 
 
 def noise_table(results: pandas.DataFrame) -> Table:
     """Return a table of the share of labels that a person disputes."""
     lines = [(f"Labelled {kind}", {"kind": kind}) for kind in ("right", "wrong")]
-    shown = where(results, experiment="label_noise")
-    return by_place(shown, "Labels", lines, ("annotated",))
+    at = ("annotated",)
+    return by_place(results, "Labels", lines, at, experiment="label_noise")
 
 
 def annotated_table(results: pandas.DataFrame) -> Table:
@@ -435,21 +422,18 @@ def annotated_table(results: pandas.DataFrame) -> Table:
         for column, key in place_columns(places_of(shown, ("annotated",)))
         for kind in ("labels", "undisputed labels", "a person")
     ]
-    lines = lines_of(names.AT_EQUAL_LENGTH)
-    ours = names.AT_EQUAL_LENGTH[names.CHAMPION]
-    return pivot(shown, "Detector", lines, columns, ours=ours)
+    return pivot(shown, "Detector", lines_of(names.AT_EQUAL_LENGTH), columns)
 
 
 def answer_table(results: pandas.DataFrame) -> Table:
     """Return a table of the shares of answers that are cut off, empty, or hedges."""
-    shown = where(results, experiment="answers")
     splits = ("train", "validation", *EVALUATED)
     titles = {"cut_off": "Cut off", "empty": "Empty", "hedged": "Hedges"}
     lines = [
         (title, {"detector": "backbone", "metric": metric})
         for metric, title in titles.items()
     ]
-    return by_place(shown, "Share of answers", lines, splits)
+    return by_place(results, "Share of answers", lines, splits, experiment="answers")
 
 
 def decision_table(results: pandas.DataFrame) -> Table:
@@ -458,9 +442,9 @@ def decision_table(results: pandas.DataFrame) -> Table:
         (f"{kind.capitalize()} at {wanted:g}", {"kind": kind, "wanted": wanted})
         for kind, wanted in itertools.product(Thresholds._fields, PRECISIONS)
     ]
+    corner = "Precision / coverage"
     parts = [{"metric": metric} for metric in ("precision", "coverage")]
-    shown = where(results, experiment="decision")
-    return by_place(shown, "Precision / coverage", lines, parts=parts)
+    return by_place(results, corner, lines, parts=parts, experiment="decision")
 
 
 def optimism_table(results: pandas.DataFrame) -> Table:
@@ -469,8 +453,8 @@ def optimism_table(results: pandas.DataFrame) -> Table:
         ("The search's set", {"detector": "champion"}),
         ("One encoder, fixed in advance", {"detector": "early_fusion"}),
     ]
-    shown = where(results, experiment="optimism")
-    return by_place(shown, "AUROC, seen minus unseen half", lines)
+    corner = "AUROC, seen minus unseen half"
+    return by_place(results, corner, lines, experiment="optimism")
 
 
 def controller_table(results: pandas.DataFrame) -> Table:
@@ -489,8 +473,7 @@ def controller_table(results: pandas.DataFrame) -> Table:
         columns.append((Column("Cost", cost, names.COSTS[cost]), [key]))
     titles = titles_of(shown["detector"].unique()) | BOUNDS
     lines = [(label, {"detector": name}) for name, label in titles.items()]
-    marks = {"ours": CONTROLLERS["pgir"], "unranked": tuple(BOUNDS.values())}
-    return pivot(shown, "Controller", lines, columns, **marks)
+    return pivot(shown, "Controller", lines, columns, tuple(BOUNDS.values()))
 
 
 def ablation_table(results: pandas.DataFrame, labels: Titles, corner: str) -> Table:
@@ -540,7 +523,7 @@ def set_names(
 
     return [
         (label, *(text(name, setting) for setting in ablations))
-        for name, label in (_ABLATIONS if ablations else {}).items()
+        for name, label in _ABLATIONS.items()
         if name == "champion"
         or any(name in variants for variants in ablations.values())
     ]
@@ -592,8 +575,7 @@ def _panorama(
             (column, [{**key, "metric": metric} for metric in metrics])
             for column, key in columns
         ]
-        ours = labels.get(names.CHAMPION, "")
-        return pivot(shown, "Detector", lines_of(titles), parts, ours=ours)
+        return pivot(shown, "Detector", lines_of(titles), parts)
 
     def order(line: Line) -> tuple[bool, float]:
         measure = line.cells[sorted_by][0]
@@ -636,44 +618,38 @@ def main_detectors(results: pandas.DataFrame, titles: Titles) -> Table:
     return detection_table(shown, labels=labels, metrics=("auroc",))
 
 
-_PANORAMAS = {
-    None: "Detecting wrong answers: AUROC / AUPRC",
-    **{x: f"{names.SETTING_LABELS[x]}, every set: AUROC / AUPRC" for x in SETTINGS},
-}
-_RETRIEVED = "With retrieved passages: AUROC / AUPRC"
+Named = dict[str, tuple[str, Table]]  # heading and table, by name in `report --print`
 
 
-def panoramas(
-    results: pandas.DataFrame, titles: Titles | None = None
-) -> dict[str, Table]:
-    """Return the paper's tables of detectors by heading, without empty ones."""
-    tables = {
-        heading: panorama_table(results, setting, titles)
-        for setting, heading in _PANORAMAS.items()
+def panoramas(results: pandas.DataFrame, titles: Titles | None = None) -> Named:
+    """Return the paper's tables of detectors, without empty ones."""
+    titled = {None: "Detecting wrong answers"}
+    titled |= {x: f"{names.SETTING_LABELS[x]}, every set" for x in SETTINGS}
+    named = {
+        (setting or "detectors").replace("_", "-"): (
+            f"{heading}: AUROC / AUPRC",
+            panorama_table(results, setting, titles),
+        )
+        for setting, heading in titled.items()
     }
-    tables[_RETRIEVED] = retrieved_table(results, titles)
-    return {heading: table for heading, table in tables.items() if table.lines}
+    retrieved = retrieved_table(results, titles)
+    named["retrieved"] = ("With retrieved passages: AUROC / AUPRC", retrieved)
+    return {name: pair for name, pair in named.items() if pair[1].lines}
 
 
-def named_tables(
-    results: pandas.DataFrame, titles: Titles | None = None
-) -> dict[str, tuple[str, Table]]:
-    """Return headings and tables by their names in `report --print`."""
-    panorama = partial(panorama_table, results, titles=titles)
+def named_tables(results: pandas.DataFrame, titles: Titles | None = None) -> Named:
+    """Return every table that can be printed, without empty ones."""
     features = ablation_table(results, names.FEATURES, "Variant")
     gains = paired_table(results, "controller_paired")
-    named = {
-        "detectors": (_PANORAMAS[None], panorama(None)),
-        "closed-book": (_PANORAMAS["closed_book"], panorama("closed_book")),
-        "with-context": (_PANORAMAS["with_context"], panorama("with_context")),
-        "retrieved": (_RETRIEVED, retrieved_table(results, titles)),
+    others = {
         "ablations": ("Ablations: AUROC / AUPRC", features),
         "decisions": ("Decisions", decision_table(results)),
         "gains": ("Gain of the selected encoders in AUROC", paired_table(results)),
         "controllers": ("Retrieval controllers", controller_table(results)),
         "controller-gains": ("Gain of PGIR in exact match / F1", gains),
     }
-    return {name: pair for name, pair in named.items() if pair[1].lines}
+    printable = {name: pair for name, pair in others.items() if pair[1].lines}
+    return panoramas(results, titles) | printable
 
 
 def counts_of(table: Table) -> list[str]:

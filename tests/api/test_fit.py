@@ -15,7 +15,6 @@ import torch
 import beatrice
 from beatrice.extract.backbone.names import locked_folder
 from beatrice.extract.run.contents import read_examples, read_labels
-from beatrice.extract.run.directory import RunDir
 from beatrice.extract.store.store import read_family
 from beatrice.fitting import metric_rows
 from beatrice.jaxprobe.config import CALIBRATE_PRESETS
@@ -29,11 +28,6 @@ from tests.records import a_label, labelled_rows, passage_rows, question_row
 SETTINGS = ("closed_book", "with_context")
 pytestmark = pytest.mark.filterwarnings("ignore:too few to", "ignore:the probe is not")
 SMALL = beatrice.FitConfig.preset("smoke")
-
-
-@pytest.fixture(scope="module")
-def run(smoke_run):
-    return RunDir(smoke_run)
 
 
 @pytest.fixture(scope="module")
@@ -275,11 +269,6 @@ def test_a_probe_depends_on_no_setting_of_jax_and_changes_none(
     assert jax.config.values == settings
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
 def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
     lengths = np.full(200, 2)
     spans = np.tile([[0, 1], [1, 1], [1, 2]], (200, 1, 1))
@@ -311,6 +300,7 @@ def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
 
 
 ROWS = np.ones((6, 2))
+LAYERS = ROWS.reshape(6, 2, 1)
 
 
 def test_signals_and_labels_of_another_setting_or_layer_are_refused(
@@ -340,29 +330,26 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         ({"families": ROWS}, "families: expected a mapping .* found ndarray"),
         ({"families": {"a": "text"}}, "family 'a': expected arrays of numbers"),
         ({"families": {"a": ROWS, "b": ROWS[:5]}}, "different numbers"),
-        ({"families": {"a": ROWS}, "lengths": [2, 2]}, "6 rows, .* lengths sum to 4"),
+        ({"lengths": [2, 2]}, "6 rows, .* lengths sum to 4"),
         ({"families": {"a": ROWS * np.nan}}, "12 values are not finite"),
-        ({"families": {"a": ROWS}, "spans": np.zeros((6, 2))}, "spans: expected whole"),
-        ({"families": {"a": ROWS}, "ids": ["x"]}, "ids: expected one for each of 6"),
-        ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "ids: expected each id once"),
-        ({"families": {"a": ROWS}, "ids": [None, *"abcde"]}, "ids.0.: expected a name"),
-        ({"families": {"a": ROWS}, "ids": "abcdef"}, "ids: expected a list"),
-        ({"families": {"a": ROWS}, "ids": 6}, "ids: expected a list"),
-        ({"families": {"a": ROWS}, "lengths": [2.5, 3.5]}, "lengths: expected whole"),
-        ({"families": {"a": ROWS}, "lengths": [-1, 7]}, "lengths: expected whole"),
-        ({"families": {"a": ROWS}, "lengths": "two"}, "lengths: expected whole"),
+        ({"spans": np.zeros((6, 2))}, "spans: expected whole"),
+        ({"ids": ["x"]}, "ids: expected one for each of 6"),
+        ({"ids": ["x"] * 6}, "ids: expected each id once"),
+        ({"ids": [None, *"abcde"]}, "ids.0.: expected a name"),
+        ({"ids": "abcdef"}, "ids: expected a list"),
+        ({"ids": 6}, "ids: expected a list"),
+        ({"lengths": [2.5, 3.5]}, "lengths: expected whole"),
+        ({"lengths": [-1, 7]}, "lengths: expected whole"),
+        ({"lengths": "two"}, "lengths: expected whole"),
         ({"families": {"a": [ROWS, ROWS]}, "lengths": [4, 8]}, "arrays differ from"),
         ({"families": {"a": ROWS.tolist()}}, "answer 0 is a vector.*tokens.*channels"),
         ({"families": {"a": pandas.Series([*ROWS])}}, "answer 0 is a vector"),
-        ({"families": {"a": ROWS}, "spans": {}}, "spans: expected whole"),
-        (
-            {"families": {"a": ROWS}, "layers": [1]},
-            "layers: expected a family 'hidden'",
-        ),
+        ({"spans": {}}, "spans: expected whole"),
+        ({"layers": [1]}, "layers: expected a family 'hidden'"),
         ({"families": {"hidden": ROWS}, "layers": [1]}, "layers: expected a family"),
         ({"families": {"hidden": ROWS}, "layers": 1}, "layers: expected whole"),
         ({"families": {"hidden": ROWS}, "layers": [[1]]}, "layers: expected whole"),
-        ({"families": {"a": ROWS}, "lengths": np.ones((6, 1))}, "lengths: expected"),
+        ({"lengths": np.ones((6, 1))}, "lengths: expected"),
         ({"families": {"a": ROWS * 1e300}}, "not finite in float32"),
         ({"families": {7: ROWS}}, "families: expected names"),
         ({"families": {"../a": ROWS}}, "families: expected names"),
@@ -372,19 +359,16 @@ def test_signals_and_labels_of_another_setting_or_layer_are_refused(
         ({"families": {"a": torch.tensor(ROWS + 1j)}}, "complex128 values"),
         ({"families": {"a": np.ma.masked_less(ROWS, 2)}}, "some are masked"),
         ({"families": {"a": ROWS.astype("M8[D]")}}, "datetime64"),
-        ({"families": {"a": ROWS}, "lengths": [0, 6]}, "answer 0 has no tokens"),
+        ({"lengths": [0, 6]}, "answer 0 has no tokens"),
         ({"families": {"a": [ROWS, ROWS[:0]]}}, "answer 1 has no tokens"),
-        (
-            {"families": {"hidden": ROWS.reshape(6, 2, 1)}, "layers": [1, 1]},
-            "layers: expected each layer",
-        ),
+        ({"families": {"hidden": LAYERS}, "layers": [1, 1]}, "layers: expected each l"),
         ({"families": {"a": ROWS, "a_scale": ROWS}}, "'a_scale'"),
-        ({"families": {"a": ROWS}, "store": __file__}, "cannot be written"),
+        ({"store": __file__}, "cannot be written"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(given, named):
     with pytest.raises(ValueError, match=named):
-        beatrice.Signals.from_arrays(**given)
+        beatrice.Signals.from_arrays(**{"families": {"a": ROWS}, **given})
 
 
 KINDS = {

@@ -22,11 +22,6 @@ from tests.pgir.small import LAYER, make_detector
 from tests.process import run_python
 
 
-@pytest.fixture(scope="module")
-def model():
-    return beatrice.LanguageModel("embedded")
-
-
 def probe_of(here, **changes):
     """Return a probe like a run's for a model, with changes to its provenance."""
     detector = make_detector(here.backbone)

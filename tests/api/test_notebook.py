@@ -35,13 +35,11 @@ from beatrice.extract.backbone.names import (
 )
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
-from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import user_cache
 from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.store.store import open_kvstore, open_store, read_family
 from beatrice.jaxprobe.detector import Provenance
 from beatrice.jaxprobe.rows import closed_book_rows
-from beatrice.model import as_examples
 from beatrice.pgir.warnings import differences
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
@@ -50,16 +48,6 @@ from tests.test_house import ROOMS
 pytestmark = pytest.mark.filterwarnings("ignore:too few to", "ignore:the probe is not")
 README = (ROOT / "README.md").read_text()
 FIRST, NOTEBOOK, GATE = re.findall(r"```python\n(.*?)```", README, re.S)
-
-
-@pytest.fixture(scope="module")
-def run(smoke_run):
-    return RunDir(smoke_run)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return beatrice.LanguageModel("embedded")
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +262,17 @@ def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
     assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
+PLACES = [f"where is {n}?" for n in range(20)]
+
+
+def fitted(model, **options):
+    """Return a probe of a model, and the answers and signals that it is fitted on."""
+    answers, signals = model.answer(PLACES, read=True, **options)
+    return beatrice.fit(signals, [True, False] * 10, progress=False), answers, signals
+
+
 def test_copying_or_pickling_a_probe_and_signals_leaves_their_model_intact(model):
-    answers, signals = model.answer([f"where is {n}?" for n in range(20)], read=True)
-    labels = [n % 2 == 0 for n in range(20)]
-    probe = beatrice.fit(signals, labels, progress=False)
+    probe, answers, signals = fitted(model)
     given, expected = ("where is 3?", answers[3].text), probe.predict(signals)
     for copied in (
         copy.deepcopy,
@@ -332,19 +327,13 @@ def test_a_probe_reads_the_attention_of_the_layers_that_it_was_fitted_on(
 
 
 def test_a_probe_records_how_the_answers_of_each_setting_were_read(model):
-    asked, labels = [f"where is {n}?" for n in range(20)], [True, False] * 10
-    _, written = model.answer(asked, max_new_tokens=3, read=True)
-    shown = model.read(model.answer(asked, [PASSAGE] * 20, max_new_tokens=3))
+    _, written = model.answer(PLACES, max_new_tokens=3, read=True)
+    shown = model.read(model.answer(PLACES, [PASSAGE] * 20, max_new_tokens=3))
     both = {"closed_book": written, "with_context": shown}
-    probe = beatrice.fit(both, dict.fromkeys(both, labels), progress=False)
+    labels = dict.fromkeys(both, [True, False] * 10)
+    probe = beatrice.fit(both, labels, progress=False)
     paths = {"closed_book": "decode", "with_context": "teacher_forced"}
     assert probe.detector.provenance.paths == paths
-
-
-def test_a_question_has_one_id_in_every_list_and_another_if_it_is_repeated():
-    first = [x.id for x in as_examples(["who?", "when?", "who?"], None)]
-    again = [x.id for x in as_examples(["when?", "who?"], ["then", "she"])]
-    assert again == first[1::-1] and first[2] == f"{first[0]}-2"
 
 
 def test_loading_a_model_does_not_change_the_verbosity_of_transformers():
@@ -369,25 +358,22 @@ def test_a_model_that_is_no_longer_used_is_freed_even_after_reading():
     assert weights() is None
 
 
-def test_a_model_in_memory_accepts_no_larger_tokenizer_and_no_device(model):
-    with pytest.raises(ValueError, match="a model in memory keeps its device"):
-        beatrice.load("embedded", model=model, device="cpu")
-    tokenizer = copy.deepcopy(model.backbone.tokenizer)
+def test_a_model_in_memory_needs_its_own_tokenizer_and_takes_no_device(model):
+    tokenizer, of_memory = copy.deepcopy(model.backbone.tokenizer), model.backbone.model
     tokenizer.add_tokens(["Zyxw"])
-    with pytest.raises(ValueError, match="ids up to .* or resize the embeddings"):
-        beatrice.LanguageModel(model.backbone.model, tokenizer)
-
-
-def test_a_bare_model_is_refused_when_its_probe_is_loaded(model):
-    with pytest.raises(ValueError, match="model: expected .* from a Transformers mod"):
-        beatrice.load("embedded", model=model.backbone.model)
-
-
-def test_a_model_without_its_tokenizer_neither_answers_nor_makes_answers(model):
-    bare = beatrice.LanguageModel(model.backbone.model)
-    for call in (bare.answer, bare.as_answers):
-        with pytest.raises(ValueError, match="needs its tokenizer"):
-            call(["where?"])
+    bare = beatrice.LanguageModel(of_memory)
+    for call, named in (
+        (lambda: beatrice.load("embedded", model=model, device="cpu"), "keeps its dev"),
+        (
+            lambda: beatrice.load("embedded", model=of_memory),
+            "expected .* Transformers",
+        ),
+        (lambda: beatrice.LanguageModel(of_memory, tokenizer), "resize the embeddings"),
+        (lambda: bare.answer(["where?"]), "needs its tokenizer"),
+        (lambda: bare.as_answers(["where?"]), "needs its tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call()
 
 
 def test_a_users_model_stays_unchanged_and_is_read_without_its_dropout(model):
@@ -426,14 +412,10 @@ def test_weights_that_change_in_memory_are_noticed(model):
     assert other.backbone.revision != language_model.backbone.revision
 
 
-def test_a_probe_of_a_model_in_memory_also_works_with_the_saved_model(
-    model, examples, tmp_path
-):
+def test_a_probe_of_a_model_in_memory_also_works_with_the_saved_model(model, tmp_path):
     own, tokenizer = copy.deepcopy(model.backbone.model), model.backbone.tokenizer
     language_model = beatrice.LanguageModel(own, tokenizer, prompt=model.prompt)
-    answers, signals = language_model.answer([e.question for e in examples], read=True)
-    labels = [i % 2 == 0 for i in range(len(answers))]
-    probe = beatrice.fit(signals, labels, progress=False)
+    probe, answers, _ = fitted(language_model)
     probe.save(tmp_path / "probe", untrustworthy=True)
     with pytest.raises(ValueError, match="fitted on a model in memory; give that mod"):
         beatrice.load(tmp_path / "probe").score(QUESTION, answers[0].text)
@@ -458,8 +440,7 @@ def test_a_model_given_by_a_relative_path_is_found_from_another_folder(
     shutil.copytree(WEIGHTS, "tiny")
     (working_folder / "elsewhere").mkdir()
     tiny = beatrice.LanguageModel("tiny", prompt=model.prompt)
-    answers, signals = tiny.answer([f"where is {n}?" for n in range(20)], read=True)
-    probe = beatrice.fit(signals, [n % 2 == 0 for n in range(20)], progress=False)
+    probe, answers, signals = fitted(tiny)
     probe.save("probe", untrustworthy=True)
     monkeypatch.chdir("elsewhere")
     given, expected = ("where is 3?", answers[3].text), probe.predict(signals)[3]
@@ -471,14 +452,14 @@ def test_a_model_given_by_a_relative_path_is_found_from_another_folder(
 
 
 def test_signals_on_disk_are_resumed_after_their_model_was_moved(model, working_folder):
-    questions, parts = [f"where is {n}?" for n in range(20)], []
+    ids = []
     for folder in ("here", "there"):
         shutil.copytree(WEIGHTS, folder)
         moved = beatrice.LanguageModel(folder, prompt=model.prompt)
-        parts.append(moved.answer(questions, read=True, store="signals")[1])
+        probe, _, signals = fitted(moved, store="signals")
+        ids.append(signals.store.id)
         shutil.rmtree(folder)
-    assert parts[1].store.id == parts[0].store.id
-    probe = beatrice.fit(parts[1], [n % 2 == 0 for n in range(20)], progress=False)
+    assert ids[0] == ids[1]
     assert probe.detector.provenance.model == str(working_folder / "there")
 
 

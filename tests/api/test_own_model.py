@@ -45,7 +45,10 @@ def test_every_split_has_its_share_of_right_answers_and_whole_questions():
     assert set(splits) == {"train", "validation", "test"}
     # Two answers each: one in ten questions has both right, the others have one.
     labels = np.concatenate([np.arange(400) % 10 == 0, np.ones(400, bool)])
-    splits = split_answers(labels, [str(i) for i in range(400)] * 2)
+    names = [f"Who wrote book {i}?" for i in range(400)]
+    twins = [name.lower().rstrip("?") + " ?" for name in names]
+    splits = split_answers(labels, names + twins)
+    assert (splits[:400] == splits[400:]).all()
     assert (labels[:400] & (splits[:400] == "test")).sum() == 10
 
 
@@ -55,20 +58,23 @@ def answered(labels, questions):
     )
 
 
-def test_a_setting_of_too_few_answers_is_left_out_with_a_warning_or_refused():
+def test_a_setting_of_too_few_answers_or_questions_is_left_out_or_refused():
+    names = [str(i) for i in range(200)]
     two = answered(np.arange(400) % 5 < 2, [str(i % 2) for i in range(400)])
     expected = "160 right and 240 wrong answers from memory to 2 questions"
     with pytest.raises(ValueError, match=expected):
         split_settings({"closed_book": two}, print)
-    names, notes = [str(i) for i in range(200)], []
     enough = answered(np.arange(200) % 2 == 0, names)
-    both = {"closed_book": enough, "with_context": answered([True] * 200, names)}
-    parts = split_settings(both, notes.append)
-    assert list(parts) == ["closed_book"] and len(notes) == 1
-    assert "200 right and 0 wrong answers with passages" in notes[0]
-    parts = split_settings(
-        {"closed_book": enough, "with_context": enough}, notes.append
-    )
+    few = answered(np.arange(320) % 16 < 8, [str(i % 16) for i in range(320)])
+    for other, counts in (
+        (answered([True] * 200, names), "200 right and 0 wrong answers with passages"),
+        (few, "160 right and 160 wrong answers with passages to 16 questions"),
+    ):
+        notes = []
+        both = {"closed_book": enough, "with_context": other}
+        assert list(split_settings(both, notes.append)) == ["closed_book"]
+        assert len(notes) == 1 and counts in notes[0]
+    parts = split_settings(dict.fromkeys(both, enough), notes.append)
     assert (parts["closed_book"].splits == parts["with_context"].splits).all()
     assert len(notes) == 1
 
@@ -84,26 +90,6 @@ def test_more_answers_are_asked_for_only_where_there_are_too_few():
     counts = "there are 20 right and 180 wrong answers in all"
     enough = "40 of each are enough, at this rate from about 400 questions"
     assert texts == [f"{counts}, and {enough}", counts]
-
-
-def test_a_question_in_another_spelling_is_in_the_same_split():
-    labels = np.arange(200) % 3 == 0
-    names = [f"Who wrote book {i}?" for i in range(200)]
-    twins = [name.lower().rstrip("?") + " ?" for name in names]
-    splits = split_answers(np.tile(labels, 2), names + twins)
-    assert (splits[:200] == splits[200:]).all()
-
-
-def test_a_setting_needs_enough_questions_not_just_enough_answers():
-    names = [str(i % 16) for i in range(320)]  # eight are answered right, eight wrong
-    labels = np.array([int(name) < 8 for name in names])
-    both = {
-        "closed_book": answered(np.arange(200) % 2 == 0, [str(i) for i in range(200)]),
-        "with_context": answered(labels, names),
-    }
-    notes = []
-    assert list(split_settings(both, notes.append)) == ["closed_book"]
-    assert "160 right and 160 wrong answers with passages to 16 questions" in notes[0]
 
 
 def test_a_question_that_the_prompt_answers_is_left_out_and_counted(tmp_path):
@@ -155,14 +141,9 @@ def test_answers_with_other_stop_tokens_are_not_resumed(tmp_path):
 
 def test_labelled_answers_that_were_read_are_not_read_again(tmp_path):
     model, passes = beatrice.LanguageModel("embedded"), []
-    rows = [
-        (
-            AnswerToScore(question=f"Where was person {i} born?", answer="x"),
-            i % 2 == 0,
-            "",
-        )
-        for i in range(24)
-    ]
+    texts = [f"Where was person {i} born?" for i in range(24)]
+    answers = [AnswerToScore(question=text, answer="x") for text in texts]
+    rows = [(answer, i % 2 == 0, "") for i, answer in enumerate(answers)]
     decoder = model.backbone.layout.decoder
     decoder.register_forward_pre_hook(lambda *_: passes.append(1))
     read_given(model, rows, tmp_path, print)

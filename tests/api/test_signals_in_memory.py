@@ -12,11 +12,6 @@ from tests.api.test_fit import planted_signals
 from tests.process import forked
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
 def test_memory_of_signals_is_freed_with_the_last_object_that_uses_it(rng):
     signals, _ = planted_signals(rng, 20)
     url, some = signals.store.url, signals[:5]

@@ -226,10 +226,6 @@ def test_the_headline_says_how_many_answers_are_distrusted_and_how_rightly():
     assert headline(results_of(never), []) == []
 
 
-def test_a_figure_says_how_wide_the_interval_of_a_bar_is(page):
-    assert "The 95 % interval of one bar is about ±.030." in page
-
-
 def test_only_the_strongest_rival_is_said_to_be_chosen_on_the_same_questions(page):
     chosen = "The strongest rival is chosen on the same questions"
     before, after = page.split(chosen)  # once on the page
@@ -283,14 +279,15 @@ def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():
     assert re.findall(r">\s*\.(\d{3})<", picture.svg) == ["850", "650"]
 
 
-def test_an_undefined_encoder_is_named_below_its_figure():
+def test_a_caption_says_how_wide_intervals_are_and_which_encoder_is_undefined():
     gone = (encoder("HP"), "validation")
     rows = [
         undefined(r, "no seed ran") if (r.subject, r.split) == gone else r
         for r in sample_rows()
     ]
     captions = [x.caption for x in synergy_pictures(results_of(rows))]
-    assert ["HP is undefined: no seed ran." in x for x in captions] == [True, True]
+    about = "The 95 % interval of one bar is about ±.030. HP is undefined: no seed ran."
+    assert [about in x for x in captions] == [True, True]
 
 
 def test_tokens_show_their_signals_as_titles(page):
@@ -337,40 +334,39 @@ def test_the_next_steps_can_be_pasted_into_a_shell():
     assert words[4:] == options
 
 
+CASE = PARTS["control"].cases[0]
+TOKEN = CASE.drafts[0].tokens[-1]
+
+
+def page_of_case(draft, **changes):
+    """Return a page with a single draft; it and its case have these changes."""
+    case = replace(CASE, drafts=[replace(CASE.drafts[0], **draft)], **changes)
+    control = replace(PARTS["control"], cases=[case])
+    return render_report(sample_report(control=control, shown=[]))
+
+
 def test_tints_follow_the_probability():
-    control = PARTS["control"]
-    case = control.cases[0]
-    token = case.drafts[0].tokens[-1]
-    tokens = [replace(token, p=p) for p in (0.0, 0.05, 0.3, 0.79, 1.0)]
-    cases = [replace(case, drafts=[replace(case.drafts[0], tokens=tokens)])]
-    control = replace(control, cases=cases)
-    page = render_report(sample_report(control=control, shown=[]))
+    tokens = [replace(TOKEN, p=p) for p in (0.0, 0.05, 0.3, 0.79, 1.0)]
+    page = page_of_case({"tokens": tokens})
     strip = page[page.index('<span class="tokens"') :]
     assert re.findall(r'class="p(\d)"', strip) == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_every_text_of_an_answer_has_its_scripts_direction(has_tokens):
-    control, text = PARTS["control"], "תשובה"
-    draft = control.cases[0].drafts[0]
-    tokens = [replace(draft.tokens[-1], text=text)] if has_tokens else []
-    draft = replace(draft, answer=text, tokens=tokens, passages=[text])
-    case = replace(control.cases[0], question=text, golds=[text], drafts=[draft])
-    control = replace(control, cases=[case])
-    page = render_report(sample_report(control=control, shown=[]))
+    text = "תשובה"
+    tokens = [replace(TOKEN, text=text)] if has_tokens else []
+    draft = {"answer": text, "tokens": tokens, "passages": [text]}
+    page = page_of_case(draft, question=text, golds=[text])
     directed = rf'(?:<bdi>|dir="auto">)(?:<span [^>]*>)?{text}<'
     assert len(re.findall(directed, page)) == page.count(text) == 4
 
 
 @pytest.mark.parametrize("answer", ["", "\n"])
 def test_a_blank_answer_is_marked_as_no_answer(answer):
-    case = PARTS["control"].cases[0]
-    draft = case.drafts[0]
-    blank = replace(draft.tokens[-1], text="\n")
+    blank = replace(TOKEN, text="\n")
     tokens = [replace(blank, span="question"), *len(answer) * [blank]]
-    drafts = [replace(draft, answer=answer, tokens=tokens)]
-    control = replace(PARTS["control"], cases=[replace(case, drafts=drafts)])
-    page = render_report(sample_report(control=control, shown=[]))
+    page = page_of_case({"answer": answer, "tokens": tokens})
     assert page.count("(no answer)") == 1
 
 

@@ -77,12 +77,8 @@ def test_each_column_has_its_own_strongest_rival():
     assert rivals(leads_of(rows)) == ["tfidf", "perplexity"]
 
 
-def test_every_detector_that_counts_as_a_rival_is_compared():
-    # A detector with the same score for every answer is not a rival.
+def test_own_encoders_and_controls_are_not_rivals_and_all_others_are_compared():
     assert {x for x in DETECTORS if is_rival(x.detector)} <= set(COMPARED)
-
-
-def test_own_encoders_and_controls_are_not_rivals():
     names = "champion hidden_only encoder late_fusion_all majority permuted_labels"
     assert not any(map(is_rival, names.split())) and is_rival("probe")
     rows = column(POOLED, hidden_only=(0.89, 0.5), tfidf=(0.6, 0.01))
