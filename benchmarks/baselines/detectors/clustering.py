@@ -96,14 +96,7 @@ def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
 
     The first text without a cluster opens one, and every later text that means the same
     joins it, leaving another cluster if need be; a text that matches several first
-    members ends with the last of them.
-
-    Args:
-      texts: texts of the samples (unused).
-      equivalent: `[n_samples, n_samples]` bool.
-
-    Returns:
-      `[n_samples]` int64 ids from 0, in the order in which clusters are opened.
+    members ends with the last of them. Ids count clusters as they are opened.
     """
     return _opened_in_turn(equivalent, leaves=True)
 
