@@ -273,11 +273,8 @@ def work_of(
 ) -> Row:
     """Sum up a batch over all microbatches and blocks.
 
-    Returns:
-      Operations in products; the share of them for families that members read
-      (`step_flops`); all operations in the `cost_analysis` of the compiled step; the
-      roofline time, with products at the peak that limits each and other bytes at
-      memory's; and the share of the products' time that memory limits.
+    The roofline time has products at the peak that limits each, and other bytes at
+    memory's. Members' own families are counted by `step_flops`.
     """
     members = grid_members(sizes.train.n_seeds, sizes.dims.n_subsets)
     own_flops = sum(

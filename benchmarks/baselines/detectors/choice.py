@@ -73,10 +73,8 @@ def oriented(values: np.ndarray, rows: StoreRows) -> tuple[np.ndarray, int, int]
     """Choose the column and the sign that are best on validation; ties: the first.
 
     `values` is `[n_rows, n_columns]`, NaN for rows that were not read. A column
-    that lacks a value in a row where another has one is not chosen.
-
-    Returns:
-      Scores `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
+    that lacks a value in a row where another has one is not chosen. Returns scores
+    `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
     """
     valid = defined_rows(np.any(np.isfinite(values), axis=1), rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])

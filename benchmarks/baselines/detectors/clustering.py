@@ -164,11 +164,9 @@ class Entailment:
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs of premise and hypothesis.
+        """Return the relations of pairs of premise and hypothesis, `[n_pairs, 3]`.
 
-        Returns:
-          `[n_pairs, 3]` float64: P(entailment), P(neutral) (0 for a model with two
-          classes), P(contradiction).
+        P(entailment), P(neutral) (0 for a model with two classes), P(contradiction).
         """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first, so that running out of memory happens at once.

@@ -331,19 +331,12 @@ def gnosis_scores(
     rows: StoreRows,
     config: GnosisConfig | None = None,
 ) -> DetectorOutput:
-    """Return log-odds of a right answer.
+    """Return log-odds of a right answer, and the mean epoch chosen on validation.
 
-    Args:
-      maps: statistics of attention maps `[n_rows, n_layers, n_heads, n_statistics]`,
-        which are standardised by the training rows. The official code does not do so,
-        although one of them grows with the map and others are shares.
-      states: `[n_rows, n_steps, d_model]`; either is NaN for rows that were not read.
-      rows: splits and labels of the rows.
-      config: how to build and fit the heads.
-
-    Returns:
-      `[n_seeds, n_rows]` scores, NaN for rows that were not read; the mean epoch chosen
-      on validation.
+    `maps` are statistics of attention maps `[n_rows, n_layers, n_heads, n_statistics]`,
+    which are standardised by the training rows. The official code does not do so,
+    although one of them grows with the map and others are shares. `states` are
+    `[n_rows, n_steps, d_model]`. Rows that were not read are NaN, as are their scores.
     """
     config = config or GnosisConfig()
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))
