@@ -375,7 +375,8 @@ def read_given(
 
 def text_scores(labelled: LabelledSignals) -> np.ndarray:
     """Return P(correct), `[n]`, from only the words of question and answer."""
-    from beatrice.benchmarks.baselines.plain import fit_tfidf, joined_text
+    from beatrice.benchmarks.baselines.detector import joined_text
+    from beatrice.benchmarks.baselines.plain import fit_tfidf
 
     pairs = zip(labelled.questions, labelled.answers, strict=True)
     texts = [joined_text(question, answer.text) for question, answer in pairs]

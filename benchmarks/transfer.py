@@ -34,23 +34,9 @@ from beatrice.benchmarks.baselines.judge import (
     score_or_explain,
     unmet,
 )
-from beatrice.benchmarks.baselines.plain import (
-    length_features,
-    linear_scores,
-    majority_scores,
-    probe_scores,
-    text_scores,
-)
+from beatrice.benchmarks.baselines.plain import plain_scores
 from beatrice.benchmarks.baselines.readings import chunks_of, stacked
-from beatrice.benchmarks.results.names import (
-    ALL_SETS,
-    CHAMPION,
-    COMPARED,
-    EARLY_FUSION,
-    HIDDEN_ONLY,
-    PERPLEXITY,
-    RETRIEVED,
-)
+from beatrice.benchmarks.results import names
 from beatrice.benchmarks.stages import BASELINES_PRESETS, BaselinesConfig
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Refusal, open_dataset
@@ -100,7 +86,6 @@ from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, rows_at_once
 from beatrice.jaxprobe.stages import chosen_layer, encoder_folders, grid_config
 from beatrice.jaxprobe.tokens import (
-    answer_log_probs,
     family_dims,
     read_features,
     split_families,
@@ -228,20 +213,6 @@ class Scenario:
         """The setting of the answers."""
         return self.trained.rows.setting
 
-    def joined(self) -> StoreRows:
-        """Return the run's own rows, then the new ones, which are marked held out."""
-        trained, new = self.trained.rows, self.new.rows
-        fields = {
-            field.name: np.concatenate(
-                [getattr(trained, field.name), getattr(new, field.name)]
-            )
-            for field in dataclasses.fields(StoreRows)
-            if field.name != "setting"
-        }
-        unseen = np.full(len(new.ids), "ood")
-        fields["splits"] = np.concatenate([trained.splits, unseen])
-        return StoreRows(setting=self.setting, **fields)
-
 
 def encoder_scores(
     scenario: Scenario, tree: Mapping[str, Any], config: GridConfig
@@ -271,8 +242,8 @@ def encoder_scores(
     scores = {Subject("encoder", x): by_seed[:, i] for i, x in enumerate(SUBSET_NAMES)}
     return {
         **scores,
-        HIDDEN_ONLY: by_seed[:, 0],
-        EARLY_FUSION: by_seed[:, EVERY_FAMILY],
+        names.HIDDEN_ONLY: by_seed[:, 0],
+        names.EARLY_FUSION: by_seed[:, EVERY_FAMILY],
     }
 
 
@@ -323,22 +294,10 @@ def _seeds_of(detector: Detector) -> list[Detector]:
 
 
 def rival_scores(scenario: Scenario) -> dict[Subject, np.ndarray]:
-    """Return the scores of probes, length, text and perplexity on the new rows.
-
-    The scores of the majority class, whose AUPRC is that of guessing, are included. All
-    are fitted as in `evaluate`, on the run's own training and validation rows.
-    """
-    trained, new = scenario.trained, scenario.new
-    rows, n_trained = scenario.joined(), len(trained.rows.ids)
-    stores = trained.store, new.store
-    scores, _ = probe_scores(stores, rows, trained.layer)
-    length = length_features([*trained.answers, *new.answers])
-    scores[Subject("answer_length")], _ = linear_scores([length], rows)
-    scores[Subject("majority")] = majority_scores(rows)
-    scores[Subject("tfidf")], _ = text_scores([*trained.texts, *new.texts], rows)
-    scores = {name: x[:, n_trained:] for name, x in scores.items()}
-    scores[PERPLEXITY] = answer_log_probs(new.store)[None]
-    return scores
+    """Return the `plain_scores` of the new rows, fitted as in `evaluate`."""
+    scores, _ = plain_scores(joined_inputs(scenario))
+    n_trained = len(scenario.trained.rows.ids)
+    return {name: x[:, n_trained:] for name, x in scores.items()}
 
 
 _MARK = "retrieved: "  # prefix of new ids, since the run's own may be equal
@@ -347,20 +306,32 @@ _MARK = "retrieved: "  # prefix of new ids, since the run's own may be equal
 def joined_inputs(scenario: Scenario) -> DetectorInput:
     """Return all answers as one input, the run's own first, without readings.
 
-    Detectors are fitted and chosen on the run's training and validation rows. Samples
-    drawn for the run's other rows are left out, because those scores are not needed.
+    New rows count as held out, so detectors are fitted and chosen on the run's training
+    and validation rows. Samples drawn for the run's other rows are left out, because
+    those scores are not needed.
     """
     trained, new = scenario.trained, scenario.new
-    ids = [*trained.rows.ids.tolist(), *(f"{_MARK}{i}" for i in new.rows.ids)]
     marked = ((f"{_MARK}{i}", *rest) for i, *rest in new.store.spec.keys)
     keys = [*trained.store.spec.keys, *marked]
     questions = (msgspec.structs.replace(e, id=f"{_MARK}{e.id}") for e in new.questions)
+    rows = {
+        field.name: np.concatenate(
+            [getattr(x.rows, field.name) for x in (trained, new)]
+        )
+        for field in dataclasses.fields(StoreRows)
+        if field.name != "setting"
+    }
+    unseen = np.full(len(new.rows.ids), "ood")
+    rows |= {
+        "ids": np.array([key[0] for key in keys]),
+        "splits": np.concatenate([trained.rows.splits, unseen]),
+    }
     is_learned = np.isin(trained.rows.splits, LEARNED)
     drawn = zip(trained.samples, is_learned, strict=True)
     return dataclasses.replace(
         trained,
         store=end_to_end(trained.store, new.store, keys),
-        rows=dataclasses.replace(scenario.joined(), ids=np.array(ids)),
+        rows=dataclasses.replace(trained.rows, **rows),
         questions=[*trained.questions, *questions],
         answers=[*trained.answers, *new.answers],
         samples=[*(x if is_used else () for x, is_used in drawn), *new.samples],
@@ -375,11 +346,9 @@ def published_scores(
 ) -> list[DetectorScores]:
     """Return the published detectors' scores of the new rows, `[n_seeds, n_rows]` each.
 
-    Args:
-      scenario: old and new answers in a setting.
-      detectors: fitted as in `baselines`, on the run's training rows.
-      readings: those of the run's own rows and those of the new ones, by name.
-      tick: called after each detector.
+    They are fitted as in `baselines`, on the run's training rows. `readings` are those
+    of the run's own rows and those of the new ones, by name. `tick` is called after
+    each detector.
     """
     old, new = readings
     together = {name: stacked([*old[name], *new[name]]) for name in new}
@@ -407,7 +376,7 @@ def _answer_rows(examples: Sequence[Example], rows: StoreRows) -> list[ResultRow
             values["answer_found"] = np.array([has_gold[i] for i in rows.ids[where]])
         for metric, x in values.items():
             row = ResultRow(
-                experiment=RETRIEVED,
+                experiment=names.RETRIEVED,
                 detector="backbone",
                 metric=metric,
                 value=float(x.mean()) if len(x) else None,
@@ -426,7 +395,7 @@ def _count_missing(
     missing = [example for example in questions if example.id not in answered]
     n_missing = collections.Counter((e.dataset, e.split) for e in missing)
     n_missing += collections.Counter((IN_DOMAIN, e.split) for e in missing)
-    n_missing[ALL_SETS, "ood"] = len(missing)
+    n_missing[names.ALL_SETS, "ood"] = len(missing)
 
     def n_failed(row: ResultRow) -> int:
         return row.n_failed + n_missing[row.dataset, row.split]
@@ -443,24 +412,20 @@ def scenario_rows(
 ) -> list[ResultRow]:
     """Return the result rows of a setting, for each set and for all sets together.
 
-    Args:
-      scenario: old and new answers in the setting.
-      scores: by detector, `[n_seeds, n_rows]` of the new rows.
-      questions: all that were asked; those without an answer are counted as failed.
-      intervals: how to resample for the intervals.
-      published: scores of published detectors.
+    `scores` are `[n_seeds, n_rows]` of the new rows, by detector. `questions` are all
+    that were asked; those without an answer are counted as failed.
     """
     rows = scenario.new.rows
     ours = [DetectorScores(name=name, scores=x) for name, x in scores.items()]
     detectors = [*ours, *published]
-    rivals = [*COMPARED, *(x.subject for x in published)]
-    pairs = {f"{RETRIEVED}_paired": [(CHAMPION, rival) for rival in rivals]}
-    everything = np.full(len(rows.ids), ALL_SETS)
+    rivals = [*names.COMPARED, *(x.subject for x in published)]
+    pairs = {f"{names.RETRIEVED}_paired": [(names.CHAMPION, rival) for rival in rivals]}
+    everything = np.full(len(rows.ids), names.ALL_SETS)
     unseen = np.full(len(rows.ids), "ood")
     together = dataclasses.replace(rows, datasets=everything, splits=unseen)
     result = []
     for each in (rows, together):
-        result += detection_rows(detectors, each, intervals, RETRIEVED, pairs)
+        result += detection_rows(detectors, each, intervals, names.RETRIEVED, pairs)
         result += _answer_rows(scenario.new.questions, each)
     return _count_missing(result, rows, questions)
 

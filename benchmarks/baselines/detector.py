@@ -134,7 +134,6 @@ class DetectorInput:
     @cached_property
     def texts(self) -> list[str]:
         """The text of every row for text-only detectors, see `joined_text`."""
-        from beatrice.benchmarks.baselines.plain import joined_text
         from beatrice.extract.generate.prompts import variants_of
 
         template, texts = self.known_template, []
@@ -147,6 +146,11 @@ class DetectorInput:
             ]
             texts.append(joined_text(example.question, answer.text, shown))
         return texts
+
+
+def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
+    """Return the text that text-only detectors read, one line for each part."""
+    return "\n".join((question, answer, *passages))
 
 
 class DetectorOutput(NamedTuple):

@@ -8,6 +8,7 @@ from scipy.sparse import csr_matrix
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.pipeline import Pipeline, make_pipeline
 
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.results import names
 from beatrice.extract.records import IN_DOMAIN, Answer, Setting, split_words
 from beatrice.extract.run.rows import ResultRow, Subject
@@ -17,6 +18,7 @@ from beatrice.jaxprobe.families import ANSWER, FAMILIES, LETTERS, SPANS
 from beatrice.jaxprobe.linear import fit_and_score, fit_linear
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
 from beatrice.jaxprobe.rows import StoreRows
+from beatrice.jaxprobe.tokens import answer_log_probs
 
 
 def linear_scores(
@@ -24,12 +26,8 @@ def linear_scores(
 ) -> tuple[np.ndarray, float]:
     """Fit a regression on a setting's training rows, and score all its rows.
 
-    Args:
-      blocks: features `[n_rows, n_features]`, see `fit_and_score`.
-      rows: splits and labels of the rows.
-
-    Returns:
-      `[1, n_rows]` log-odds, and the inverse penalty chosen on validation rows.
+    `blocks` are features `[n_rows, n_features]`, see `fit_and_score`. Returns
+    `[1, n_rows]` log-odds, and the inverse penalty chosen on validation rows.
     """
     train, valid = rows.where("train"), rows.where("validation")
     scores, penalty = fit_and_score(blocks, rows.labels, train, valid)
@@ -91,11 +89,7 @@ def rows_at_equal_length(
     `jaxprobe.metrics.stratified_auroc`; within terciles of length, length would still
     tell answers apart. A score that depends only on length has an AUROC of one half.
 
-    Args:
-      detectors: scores of a setting's detectors.
-      rows: the rows they score.
-      n_tokens: `[n_rows]` numbers of tokens of the answers.
-      config: of the intervals.
+    `n_tokens` are the lengths of the answers, `[n_rows]`.
 
     Returns:
       Rows of the experiment "at_equal_length", with `n` the number of answers with a
@@ -131,11 +125,6 @@ def rows_at_equal_length(
         for row in measured
     )
     return [*of_matched, *unmatched]
-
-
-def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
-    """Return the text that text-only detectors read, one line for each part."""
-    return "\n".join((question, answer, *passages))
 
 
 def word_pairs() -> TfidfVectorizer:
@@ -217,7 +206,7 @@ def pooled_signals(
 
 
 def probe_scores(
-    stores: Sequence[FeatureStore], rows: StoreRows, layer: int
+    store: FeatureStore, rows: StoreRows, layer: int
 ) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
     """Return the scores of a linear probe on each family, and on all four together.
 
@@ -226,14 +215,12 @@ def probe_scores(
     has a validation AUROC of .920 closed-book and .805 with context; without scaling it
     is .915 and .796, and for the sum of the four scores .826 and .781.
 
-    The rows are the answers of the stores, one store after another. Returns scores
-    `[1, n_rows]`, and rows of the penalties chosen on validation.
+    Returns scores `[1, n_rows]`, and rows of the penalties chosen on validation.
     """
     families: dict[str, np.ndarray] = {}
     for family, letter in zip(FAMILIES, LETTERS, strict=True):
         at = layer if family == "hidden" else None
-        pooled = [pooled_signals(store, rows.setting, family, at) for store in stores]
-        families[letter] = np.concatenate(pooled)
+        families[letter] = pooled_signals(store, rows.setting, family, at)
     scores, chosen = {}, []
     for letters in (*LETTERS, LETTERS):
         name = Subject("probe", letters)
@@ -241,3 +228,25 @@ def probe_scores(
         scores[name], inverse_penalty = linear_scores(blocks, rows)
         chosen.append(chosen_row(rows, name, "inverse_penalty", inverse_penalty))
     return scores, chosen
+
+
+def plain_scores(
+    inputs: DetectorInput,
+) -> tuple[dict[Subject, np.ndarray], list[ResultRow]]:
+    """Return the scores of text, perplexity, length, majority and the linear probes.
+
+    Returns scores `[1, n_rows]`, and rows of the penalties chosen on validation.
+    """
+    store, rows = inputs.store, inputs.rows
+    tfidf, chosen = text_scores(inputs.texts, rows)
+    probes, chosen_of_probes = probe_scores(store, rows, inputs.layer)
+    scores = {
+        Subject("tfidf"): tfidf,
+        names.PERPLEXITY: answer_log_probs(store)[None],
+        Subject("answer_length"): linear_scores(
+            [length_features(inputs.answers)], rows
+        )[0],
+        Subject("majority"): majority_scores(rows),
+        **probes,
+    }
+    return scores, [chosen, *chosen_of_probes]

@@ -264,13 +264,12 @@ def _lay_out(laid_out: np.ndarray | None, arrays: _Arrays, n_rows: int) -> np.nd
     joining them would need twice the memory.
     """
     values = arrays["values"]
-    before = values.shape[1:] if laid_out is None else laid_out.shape[1:]
-    shape = tuple(map(max, before, values.shape[1:]))
-    if laid_out is None or shape != before:
-        grown = np.full((n_rows, *shape), np.nan, np.float32)
-        if laid_out is not None:
-            grown[(slice(None), *map(slice, before))] = laid_out
-        laid_out = grown
+    if laid_out is None:
+        laid_out = np.full((n_rows, *values.shape[1:]), np.nan, np.float32)
+    gaps = np.subtract(values.shape[1:], laid_out.shape[1:]).clip(0)
+    if gaps.any():
+        widths = [(0, 0), *((0, gap) for gap in gaps)]
+        laid_out = np.pad(laid_out, widths, constant_values=np.nan)
     laid_out[(arrays["rows"], *map(slice, values.shape[1:]))] = values
     return laid_out
 

@@ -278,10 +278,8 @@ def measure_setting(
 ) -> Row:
     """Time the four ways in turns on one setting's prompts; `peak` gives a way's MiB.
 
-    Returns:
-      Tokens of all prompts and answers; seconds of plain generation; medians of ratios
-      of neighbouring turns, of wall-clock and (those named "processors") of CPU time,
-      which other programs affect less; MiB above the loaded model.
+    Ratios are medians over neighbouring turns, of wall-clock and (those named
+    "processors") of CPU time, which other programs affect less.
     """
     if (reason := check_decoding(bench.reader)) is not None:
         raise ValueError(reason)

@@ -137,9 +137,7 @@ def take_turns(runs: Sequence[Callable[[], object]], n_rounds: int) -> Any:
     """Time functions in turn, so that a busy machine slows all of them alike.
 
     Each is called once per round, after a warm-up round; the starting one rotates.
-
-    Returns:
-      Seconds `[n_rounds, n_runs, 2]` of wall-clock and of CPU time (an array).
+    Returns seconds of wall-clock and of CPU time, an array `[n_rounds, n_runs, 2]`.
     """
     import numpy as np  # not loaded for `--help`
 

@@ -6,7 +6,7 @@ The cost of a step does not depend on the signals' values.
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,7 @@ from beatrice.extract.run.process import (
     peak_bytes,
     resident_bytes,
 )
-from beatrice.jaxprobe.config import (
-    GRID_PRESETS,
-    EncoderConfig,
-    GridConfig,
-    TrainConfig,
-)
+from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig
 from beatrice.jaxprobe.encoder import Encoder
 from beatrice.jaxprobe.families import (
     SUBSETS,
@@ -58,21 +53,17 @@ N_VALID = 16  # validation examples; so few that validation costs nothing
 class Workload:
     """Encoders, and the batches they are trained on."""
 
-    encoder: EncoderConfig  # widths
+    config: GridConfig  # widths, protocol and seeds; each subset is one encoder a seed
     dims: FamilyDims  # channels of the families
     # Fewest and most tokens of each span; lengths between them are equally likely, and
     # every example is padded to the most.
     spans: tuple[tuple[int, int], ...]
-    batch_size: int  # examples per step
-    n_steps: int  # training steps of each encoder per turn
-    n_seeds: int = 3  # seeds of the grid, with 15 encoders each
-    learning_rate: float = 2e-4  # constant
-    weight_decay: float = 0.01  # decoupled
+    n_steps: int = 8  # training steps of each encoder per turn
 
     @property
     def members(self) -> list[Member]:
         """All encoders, seed-major."""
-        return list(grid_members(self.n_seeds, self.dims.n_subsets))
+        return list(grid_members(self.config.train.n_seeds, self.dims.n_subsets))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -80,40 +71,37 @@ class Workload:
         return tuple(most for _, most in self.spans)
 
     @property
+    def batch_size(self) -> int:
+        """Number of examples per step."""
+        return self.config.train.batch_size
+
+    @property
     def n_examples(self) -> int:
         """Number of training examples per turn, each of which is seen once."""
         return self.batch_size * self.n_steps
 
+    def with_encoder(self, **changes: Any) -> "Workload":
+        """Return a copy with some fields of the encoder changed."""
+        encoder = dataclasses.replace(self.config.encoder, **changes)
+        config = dataclasses.replace(self.config, encoder=encoder)
+        return dataclasses.replace(self, config=config)
+
     def quiet(self) -> "Workload":
         """Return a copy without noise and dropout."""
-        still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
-        return dataclasses.replace(self, encoder=still)
-
-    def mixed(self) -> "Workload":
-        """Return a copy with matrix products in bfloat16."""
-        mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
-        return dataclasses.replace(self, encoder=mixed)
+        return self.with_encoder(dropout=0.0, input_noise=0.0)
 
 
 def turn_flops(workload: Workload, members: Sequence[Member]) -> int:
     """Return the operations of a turn, which is `n_steps` steps of each member."""
-    cost = partial(step_flops, workload.encoder, workload.dims, workload.widths)
+    encoder = workload.config.encoder
+    cost = partial(step_flops, encoder, workload.dims, workload.widths)
     return workload.n_examples * sum(map(cost, members))
 
 
 def _workload(
-    config: GridConfig, spans: tuple[tuple[int, int], ...], n_steps: int, **sizes: Any
+    config: GridConfig, spans: tuple[tuple[int, int], ...], **sizes: Any
 ) -> Workload:
-    """Return the workload of a grid config, for signals of the given sizes."""
-    return Workload(
-        encoder=config.encoder,
-        dims=paper_dims(prob=5, **sizes),
-        spans=spans,
-        batch_size=config.train.batch_size,
-        n_steps=n_steps,
-        learning_rate=config.train.learning_rate,
-        weight_decay=config.train.weight_decay,
-    )
+    return Workload(config=config, dims=paper_dims(prob=5, **sizes), spans=spans)
 
 
 _DEMO = GRID_PRESETS["demo"], ((6, 13), (1, 6))  # the microworld's span lengths
@@ -121,16 +109,17 @@ _DEMO = GRID_PRESETS["demo"], ((6, 13), (1, 6))  # the microworld's span lengths
 # rows of TriviaQA and Natural Questions.
 _ENCODER = dataclasses.replace(GRID.encoder, is_linear_first=False)
 _REAL = dataclasses.replace(GRID, encoder=_ENCODER), ((8, 30), (1, 16))
-_PAPER = GridConfig(), ((12, 24), (1, 8))
 # All are closed-book.
-WIDTHS: dict[str, Callable[[int], Workload]] = {
-    "microworld": partial(_workload, *_DEMO, hidden=160, resid=24, attn=120),
+WIDTHS: dict[str, Workload] = {
+    "microworld": _workload(*_DEMO, hidden=160, resid=24, attn=120),
     # Gemma 3 270M: 18 layers of 4 heads.
-    "gemma": partial(_workload, *_REAL, hidden=640, resid=4 * 18, attn=4 * 18 * 4),
+    "gemma": _workload(*_REAL, hidden=640, resid=4 * 18, attn=4 * 18 * 4),
     # SmolLM2-135M: 30 layers of 9 heads.
-    "smollm2": partial(_workload, *_REAL, hidden=576, resid=4 * 30, attn=4 * 30 * 9),
+    "smollm2": _workload(*_REAL, hidden=576, resid=4 * 30, attn=4 * 30 * 9),
     # Qwen3.5-9B: 32 layers, 8 of full attention with 16 heads.
-    "paper": partial(_workload, *_PAPER, hidden=4096, resid=4 * 32, attn=4 * 8 * 16),
+    "paper": _workload(
+        GridConfig(), ((12, 24), (1, 8)), hidden=4096, resid=4 * 32, attn=4 * 8 * 16
+    ),
 }
 
 
@@ -187,7 +176,7 @@ class GridTrainer:
 
     def save_weights(self, folder: Path) -> None:
         """Write every member's initial weights to its `weights_file`."""
-        encoder = Encoder(self.workload.encoder, self.workload.dims)
+        encoder = Encoder(self.workload.config.encoder, self.workload.dims)
         features = labelled_of(self.workload, 1, seed=0).features
         start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
         for subset, seed in self.members:
@@ -204,18 +193,14 @@ class GridTrainer:
         data: tuple[LabelledFeatures, LabelledFeatures],
         **protocol: int,
     ) -> Losses:
-        config = TrainConfig(
-            learning_rate=workload.learning_rate,
-            weight_decay=workload.weight_decay,
-            batch_size=workload.batch_size,
-            **protocol,
-        )
+        encoder = workload.config.encoder
+        config = dataclasses.replace(workload.config.train, **protocol)
         n_train, n_valid = (split.features.n_examples for split in data)
         # Planned for the device, with all rows of equal length.
         sizes = Sizes(
-            encoder=workload.encoder,
+            encoder=encoder,
             dims=workload.dims,
-            train=dataclasses.replace(config, n_seeds=workload.n_seeds),
+            train=config,
             widths=workload.widths,
             n_train=n_train,
             n_valid=n_valid,
@@ -226,7 +211,7 @@ class GridTrainer:
         trained = fit_blocks(
             plan.blocks(members),
             *([split] for split in data),
-            encoder=Encoder(workload.encoder, workload.dims),
+            encoder=Encoder(encoder, workload.dims),
             config=plan.config(config),
             n_threads=self.at_once,
         )

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 import numpy as np
@@ -43,8 +43,7 @@ from beatrice.jaxprobe.memory import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """Shape and type of an array."""
 
     shape: tuple[int, ...]
@@ -65,8 +64,7 @@ class Tensor:
         return "x".join(map(str, self.shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A `dot_general`, which sums `depth` products for each element of the result."""
 
     left: Tensor
@@ -85,8 +83,7 @@ class Product:
         return self.left.n_bytes + self.right.n_bytes + self.result.n_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """The operations of a lowered module."""
 
     products: Counter[Product]  # how often each is computed
@@ -189,7 +186,7 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     store_config = StoreConfig()  # accelerators hold rows in its types
     scalars: list[Dtype] = [store_config.scalars] * (N_FAMILIES - 1)
     device_dtypes = (store_config.dtype, *scalars)
-    return Sizes.of(config, grid.WIDTHS["paper"](1).dims, lengths, where, device_dtypes)
+    return Sizes.of(config, grid.WIDTHS["paper"].dims, lengths, where, device_dtypes)
 
 
 def plan_row(setting: Setting, plan: Plan) -> Row:
@@ -276,11 +273,8 @@ def work_of(
 ) -> Row:
     """Sum up a batch over all microbatches and blocks.
 
-    Returns:
-      Operations in products; the share of them for families that members read
-      (`step_flops`); all operations in the `cost_analysis` of the compiled step; the
-      roofline time, with products at the peak that limits each and other bytes at
-      memory's; and the share of the products' time that memory limits.
+    The roofline time has products at the peak that limits each, and other bytes at
+    memory's. Members' own families are counted by `step_flops`.
     """
     members = grid_members(sizes.train.n_seeds, sizes.dims.n_subsets)
     own_flops = sum(

@@ -79,11 +79,8 @@ WIDTHS = {
 def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     """Return a set's member outputs as rows, with differences of each two scores.
 
-    Args:
-      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
-
-    Returns:
-      `[n_examples, n_members * d_output + n_pairs]`.
+    Maps `[n_members, d_output, n_examples]`, see `head_inputs`, to
+    `[n_examples, n_members * d_output + n_pairs]`.
     """
     slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
     scores = slots[..., -1]
@@ -95,10 +92,7 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
 class TorchHead(torch.nn.Module):
     """A head on rows `[n_examples, d_row]`: mean logit plus a correction, initially 0.
 
-    Args:
-      d_row: width of a row, see `rows_of_set`.
-      n_members: encoders per row; a score of zero means that the encoder is masked.
-      hidden: width of the hidden layer.
+    For rows see `rows_of_set`; a score of zero means that the encoder is masked.
     """
 
     @torch.no_grad()

@@ -21,7 +21,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from beatrice.benchmarks.bench.grid import Workload, made_up_features
 from beatrice.jaxprobe.config import EncoderConfig
-from beatrice.jaxprobe.families import FamilyDims, Features
 from beatrice.jaxprobe.grid import Member
 
 Arrays = Mapping[str, np.ndarray]
@@ -40,22 +39,16 @@ class TorchData:
     labels: torch.Tensor  # `[n_examples]` float32
 
     @classmethod
-    def of(
-        cls, features: Features, labels: np.ndarray, dims: FamilyDims
-    ) -> "TorchData":
-        """Convert standardised signals and boolean labels to Torch."""
+    def made_up(cls, workload: Workload, n_examples: int, seed: int) -> "TorchData":
+        """Make random data for a workload."""
+        features, labels = made_up_features(workload, n_examples, seed)
         tokens = np.concatenate(features.tokens, axis=1).swapaxes(0, 1)
         real = np.concatenate(features.masks, axis=1).T
         return cls(
-            tokens=tuple(torch.tensor(tokens[..., s]) for s in dims.slices),
+            tokens=tuple(torch.tensor(tokens[..., s]) for s in workload.dims.slices),
             real=torch.tensor(real, dtype=torch.float32),
             labels=torch.tensor(labels, dtype=torch.float32),
         )
-
-    @classmethod
-    def made_up(cls, workload: Workload, n_examples: int, seed: int) -> "TorchData":
-        """Make random data for a workload."""
-        return cls.of(*made_up_features(workload, n_examples, seed), workload.dims)
 
 
 class Stack:
@@ -68,9 +61,8 @@ class Stack:
         compiled: Literal["whole", "spans"] | None,
     ) -> None:
         """Take every member's initial weights, under their names in `jaxprobe`."""
-        self.workload, self.config = workload, workload.encoder
-        self.widths = [most for _, most in workload.spans]
-        self.members = [Member(*member) for member in weights]
+        self.config, self.widths = workload.config.encoder, workload.widths
+        self.members = list(weights)
         readers = {
             f: [i for i, (subset, _) in enumerate(self.members) if reads[subset]]
             for f, reads in enumerate(workload.dims.subset_masks.T)
@@ -84,8 +76,8 @@ class Stack:
         }
         self.optimizer = torch.optim.AdamW(
             self.weights.values(),
-            lr=workload.learning_rate,
-            weight_decay=workload.weight_decay,
+            lr=workload.config.train.learning_rate,
+            weight_decay=workload.config.train.weight_decay,
             fused=True,
         )
         self._span = compiled_span() if compiled == "spans" else encode_span
@@ -164,7 +156,7 @@ class Stack:
         self, weights: Weights, labels: torch.Tensor, *inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the members' losses, and each member's loss."""
-        logits, _ = self.logits(weights, *inputs)
+        logits = self.logits(weights, *inputs)
         losses = binary_cross_entropy_with_logits(
             logits, labels.expand_as(logits), reduction="none"
         ).mean(1)
@@ -188,8 +180,8 @@ class Stack:
         real: torch.Tensor,
         draws: Drawn,
         drops: list[list[torch.Tensor]],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score a batch of answers.
+    ) -> torch.Tensor:
+        """Return the logits of a batch of answers, `[n_members, n_examples]`.
 
         Args:
           weights: the stack's weights.
@@ -197,10 +189,6 @@ class Stack:
           real: `[n_tokens, n_examples]` float32, 1 on real tokens.
           draws: noise of wide families, to add after their projection.
           drops: dropout bytes by span and block; empty without dropout.
-
-        Returns:
-          Logits `[n_members, n_examples]`, and the answer span's pooled vectors
-          `[n_members, 2 * hidden, n_examples]`.
         """
         projected, n_examples = {}, real.shape[1]
         for f, x in tokens.items():
@@ -234,7 +222,7 @@ class Stack:
         scale, bias = (weights[f"mlp_norm/{x}"][..., None] for x in ("scale", "bias"))
         x = gelu(x * scale + bias, approximate="tanh")
         logits = torch.bmm(weights["mlp_out/kernel"], x)[:, 0]
-        return logits + weights["mlp_out/bias"], vectors[-1]
+        return logits + weights["mlp_out/bias"]
 
 
 def encode_span(

@@ -229,7 +229,9 @@ class Method:
     def losses(self) -> Losses:
         """Return the losses of steps on one batch for members with stored weights."""
         work = self.workload.quiet()
-        work = dataclasses.replace(work, batch_size=_N_EXAMPLES, n_steps=1)
+        batch = dataclasses.replace(work.config.train, batch_size=_N_EXAMPLES)
+        config = dataclasses.replace(work.config, train=batch)
+        work = dataclasses.replace(work, config=config)
         parts = self._all("losses", work, _N_STEPS, _N_MICROBATCHES)
         every = {member: x for share in parts for member, x in share.items()}
         return {m: x for m, x in every.items() if m[1] < _N_SEEDS}
@@ -323,7 +325,10 @@ def measure(
         GridTrainer(workload, written, at_once=1).save_weights(folder)
         methods = []
         for kind in KINDS:
-            work = workload.mixed() if kind == "mixed" else workload
+            dtype = (
+                "bfloat16" if kind == "mixed" else workload.config.encoder.matmul_dtype
+            )
+            work = workload.with_encoder(matmul_dtype=dtype)
             method = Method(kind, work, workload.members, folder)
             methods.append(stack.enter_context(contextlib.closing(method)))
         # A machine with a GPU has enough cores to compile for all methods at once.
@@ -360,10 +365,8 @@ def measure(
 def speeds_of(work: Workload, seconds: np.ndarray, products: np.ndarray) -> list[Row]:
     """Return the rates, shares and ratios of methods, see `measure`.
 
-    Args:
-      work: what every method does in a turn.
-      seconds: `[n_methods, n_rounds]`, the grid first.
-      products: `[n_rounds]` GFLOP/s of matrix products.
+    `seconds` are `[n_methods, n_rounds]`, the grid first; `products` are the GFLOP/s of
+    matrix products, `[n_rounds]`.
     """
     gflops = turn_flops(work, work.members) / seconds / 1e9
     n_steps = work.n_steps * len(work.members)
@@ -393,7 +396,8 @@ def train(widths: str, steps: int, rounds: int, as_json: bool) -> None:
     """
     silence_transformers()
     set_compiler(preset_of(widths))  # the methods' processes inherit it
-    work, where = WIDTHS[widths](steps), machine()  # load before this run
+    work = dataclasses.replace(WIDTHS[widths], n_steps=steps)
+    where = machine()  # load before this run
     rows = measure(work, n_rounds=rounds, note=Progress().note)
     printer = RowPrinter(as_json)
     for row in rows:

@@ -16,10 +16,8 @@ from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     linear_scores,
-    majority_scores,
-    probe_scores,
+    plain_scores,
     rows_at_equal_length,
-    text_scores,
 )
 from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.shown import (
@@ -64,7 +62,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.scope import PRECISIONS, Threshold
-from beatrice.jaxprobe.tokens import answer_log_probs, mean_answer_states
+from beatrice.jaxprobe.tokens import mean_answer_states
 from beatrice.jaxprobe.train import EVERY_FAMILY
 from beatrice.pgir.score_files import shown_tokens
 
@@ -80,21 +78,16 @@ def run_detectors(
     run: RunDir, evidence: DetectorInput
 ) -> tuple[list[DetectorScores], list[ResultRow]]:
     """Return every detector's scores in a setting, and rows of validation's choices."""
-    store, rows = evidence.store, evidence.rows
+    rows = evidence.rows
     encoders, _ = checkpoint.restore(run.encoders(rows.setting))
     logits = encoders["outputs"]["logits"].reshape(-1, N_SUBSETS, len(rows.ids))
-    tfidf, chosen = text_scores(evidence.texts, rows)
-    probes, chosen_of_probes = probe_scores([store], rows, evidence.layer)
+    plain, chosen = plain_scores(evidence)
     scores: dict[Subject | str, np.ndarray] = {
         **run_heads(run, rows.setting),
         names.HIDDEN_ONLY: logits[:, 0],
         names.EARLY_FUSION: logits[:, EVERY_FAMILY],
         **{encoder(name): logits[:, i] for i, name in enumerate(SUBSET_NAMES)},
-        "tfidf": tfidf,
-        names.PERPLEXITY: answer_log_probs(store)[None],
-        "answer_length": linear_scores([length_features(evidence.answers)], rows)[0],
-        "majority": majority_scores(rows),
-        **probes,
+        **plain,
     }
     control = encoders["control"]
     permuted = DetectorScores(
@@ -105,7 +98,7 @@ def run_detectors(
     detectors = [
         DetectorScores(name=name, scores=values) for name, values in scores.items()
     ]
-    return [*detectors, permuted], [chosen, *chosen_of_probes]
+    return [*detectors, permuted], chosen
 
 
 def layer_rows(

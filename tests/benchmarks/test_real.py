@@ -21,11 +21,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks import transfer
-from beatrice.benchmarks.baselines.detector import (
-    Baseline,
-    DetectorInput,
-    DetectorOutput,
-)
+from beatrice.benchmarks.baselines.detector import DetectorInput, DetectorOutput
 from beatrice.benchmarks.baselines.judge import chosen_detectors, score
 from beatrice.benchmarks.commands import real, with_defaults
 from beatrice.benchmarks.real import (
@@ -37,17 +33,8 @@ from beatrice.benchmarks.real import (
     read_costs,
     recorded_cost,
 )
+from beatrice.benchmarks.results import names
 from beatrice.benchmarks.results.evaluate import run_detectors
-from beatrice.benchmarks.results.names import (
-    ALL_SETS,
-    CHAMPION,
-    COMPARED,
-    EARLY_FUSION,
-    HIDDEN_ONLY,
-    PERPLEXITY,
-    RETRIEVED,
-    probe,
-)
 from beatrice.benchmarks.results.report import run_ledger
 from beatrice.benchmarks.stages import BASELINES, BaselinesConfig
 from beatrice.benchmarks.transfer import (
@@ -100,6 +87,7 @@ from beatrice.jaxprobe.tokens import read_features, split_families
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.retrieval_server import RetrievalServer
 from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
+from tests.benchmarks.baselines.planted import baseline_of
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import (
     assert_error_sentence,
@@ -333,10 +321,8 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(unasked, tm
     config, notes = TransferConfig(limit=3, questions=(("own", str(file)),)), []
     requests = asked_questions(read_examples(unasked), config, notes.append)
     new_examples = [e for e in requests if e.dataset == "own"]
-    assert [(e.id, e.split) for e in new_examples[:2]] == [
-        ("own-1", "ood"),
-        ("own-4", "ood"),
-    ]
+    assert {e.split for e in new_examples} == {"ood"}
+    assert [e.id for e in new_examples[:2]] == ["own-1", "own-4"]
     assert [e.question for e in new_examples[2:]] == ["No id?"]
     counts = [
         int(n) for n in re.findall(r"(\d+) (?:questions|in|with|refused)", notes[0])
@@ -414,9 +400,9 @@ def test_encoders_score_retrieved_answers_as_each_does_by_itself():
         logits, _ = alone(member, families, SUBSETS[subset])
         scores = result[encoder(SUBSET_NAMES[subset])]
         np.testing.assert_allclose(scores[seed], logits, atol=1e-4)
-    assert np.ptp(result[HIDDEN_ONLY]) > 0.1
-    np.testing.assert_array_equal(result[HIDDEN_ONLY], result[encoder("H")])
-    np.testing.assert_array_equal(result[EARLY_FUSION], result[encoder("HPRA")])
+    assert np.ptp(result[names.HIDDEN_ONLY]) > 0.1
+    np.testing.assert_array_equal(result[names.HIDDEN_ONLY], result[encoder("H")])
+    np.testing.assert_array_equal(result[names.EARLY_FUSION], result[encoder("HPRA")])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -469,7 +455,7 @@ def test_readings_and_draws_of_new_answers_are_appended_to_the_runs_own(smoke_ru
         given.append(inputs)
         return DetectorOutput(inputs.readings["x"][None, :, 0])
 
-    detector = Baseline(name="own:read", title="", source="", score=read)
+    detector = baseline_of(read, name="own:read")
     (scored,) = published_scores(scenario, [detector], ({"x": own}, {"x": new}))
     np.testing.assert_array_equal(scored.scores, new[None, :, 0])
     joined = given[0]
@@ -492,8 +478,8 @@ def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
         an_example(id="c", dataset="a"),
         an_example(id="d", dataset="b", split="ood"),
     ]
-    scores = {rival: rng.normal(size=(1, 90)) for rival in COMPARED}
-    scores[CHAMPION] = labels + rng.normal(size=(2, 90))
+    scores = {rival: rng.normal(size=(1, 90)) for rival in names.COMPARED}
+    scores[names.CHAMPION] = labels + rng.normal(size=(2, 90))
     new = DetectorInput(store=None, rows=rows, layer=None, questions=requests)
     scenario, config = Scenario(trained=new, new=new), BootstrapConfig(n_resamples=20)
     result = scenario_rows(scenario, scores, [*requests, *lost], config)
@@ -505,16 +491,16 @@ def test_rows_cover_every_set_and_all_sets_and_count_unanswered_questions():
         "a": (in_a, 1),
         IN_DOMAIN: (in_a, 1),
         "b": (~in_a, 1),
-        ALL_SETS: (at >= 0, 2),
+        names.ALL_SETS: (at >= 0, 2),
     }
     for name, (here, n_failed) in sets.items():
         ours, other = (
             np.mean([roc_auc_score(labels[here], x[here]) for x in scores[subject]])
-            for subject in (CHAMPION, PERPLEXITY)
+            for subject in (names.CHAMPION, names.PERPLEXITY)
         )
         for key, value in (
-            ((CHAMPION, None, "auroc"), ours),
-            ((CHAMPION, PERPLEXITY, "auroc"), ours - other),
+            ((names.CHAMPION, None, "auroc"), ours),
+            ((names.CHAMPION, names.PERPLEXITY, "auroc"), ours - other),
             ((backbone, None, "right"), labels[here].mean()),
             ((backbone, None, "answer_found"), is_found[here].mean()),
         ):
@@ -602,12 +588,15 @@ def finished(smoke_run, tmp_path_factory):
 
 @pytest.mark.slow
 def test_rows_of_transfer_join_the_others_and_are_made_once(finished):
-    rows = [r for r in read_result_rows(finished) if r.experiment == RETRIEVED]
+    rows = [r for r in read_result_rows(finished) if r.experiment == names.RETRIEVED]
     assert {r.setting for r in rows} == {"closed_book", "with_context"}
     result = {(r.dataset, r.metric) for r in rows if r.detector == "backbone"}
-    assert (ALL_SETS, "right") in result and (ALL_SETS, "answer_found") in result
+    assert (names.ALL_SETS, "right") in result and (
+        names.ALL_SETS,
+        "answer_found",
+    ) in result
     wanted = map(Subject.of, ("champion", "perplexity", "tfidf", "saplma_mean"))
-    assert {*wanted, probe("HPRA")} <= {r.subject for r in rows}
+    assert {*wanted, names.probe("HPRA")} <= {r.subject for r in rows}
     before = finished.results.read_bytes()
     assert "transfer: already done" in call("transfer", finished.path).stderr
     assert finished.results.read_bytes() == before
@@ -617,7 +606,7 @@ def test_rows_of_transfer_join_the_others_and_are_made_once(finished):
 def test_rows_of_retrieved_answers_have_the_rule_of_their_own_labels(finished):
     rules = collections.defaultdict(set)
     for result in read_result_rows(finished):
-        rules[result.experiment.startswith(RETRIEVED)].add(result.label_rule)
+        rules[result.experiment.startswith(names.RETRIEVED)].add(result.label_rule)
     assert rules == {True: {"containment"}, False: {"exact match"}}
     assert "exact match; retrieved answers: containment" in run_ledger(finished)
 
@@ -639,4 +628,4 @@ def test_transfer_searches_with_the_server_that_control_used(smoke_run, tmp_path
         done = beatrice("transfer", run, "--limit", 1)
     assert "questions have passages, found by served among" in done.stderr
     rows = read_rows(run / "rows" / "transfer.jsonl")
-    assert RETRIEVED in {row.experiment for row in rows}
+    assert names.RETRIEVED in {row.experiment for row in rows}

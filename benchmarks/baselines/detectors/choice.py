@@ -40,14 +40,10 @@ def reading(
 
 
 def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the AUROC of every column; ties count half.
+    """Return the AUROC of every column `[n_columns]`; ties count half.
 
-    Args:
-      values: `[n_rows, n_columns]`, higher = more likely correct.
-      labels: `[n_rows]` bool, of both classes.
-
-    Returns:
-      `[n_columns]`; NaN for columns with values that are not finite.
+    `values` are `[n_rows, n_columns]`, higher = more likely correct; a column in which
+    some are not finite has NaN. `labels` are `[n_rows]` bool, of both classes.
     """
     is_finite = np.isfinite(values).all(axis=0)
     ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
@@ -57,15 +53,9 @@ def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def defined_rows(is_defined: np.ndarray, rows: StoreRows, split: str) -> np.ndarray:
-    """Return the labelled rows of a split on which a detector is defined.
+    """Return the indices of a split's labelled rows on which a detector is defined.
 
-    Args:
-      is_defined: `[n_rows]` bool.
-      rows: ids, splits and labels of the same rows.
-      split: name of the split.
-
-    Returns:
-      Indices of the rows; raises ValueError unless they have both classes.
+    `is_defined` is `[n_rows]` bool. Raises ValueError unless they have both classes.
     """
     where = rows.where(split)
     where = where[is_defined[where]]
@@ -83,10 +73,8 @@ def oriented(values: np.ndarray, rows: StoreRows) -> tuple[np.ndarray, int, int]
     """Choose the column and the sign that are best on validation; ties: the first.
 
     `values` is `[n_rows, n_columns]`, NaN for rows that were not read. A column
-    that lacks a value in a row where another has one is not chosen.
-
-    Returns:
-      Scores `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
+    that lacks a value in a row where another has one is not chosen. Returns scores
+    `[n_rows]`, higher = more likely correct; the column, and 1 or -1.
     """
     valid = defined_rows(np.any(np.isfinite(values), axis=1), rows, "validation")
     aurocs = column_aurocs(values[valid], rows.labels[valid])
@@ -126,16 +114,10 @@ def last_steps(store: FeatureStore) -> np.ndarray:
 def states_at(
     store: FeatureStore, steps: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
-    """Return one hidden state of every row.
+    """Return the hidden state of every row at its step, `[n_rows, d_model]` float32.
 
-    Args:
-      store: an extracted setting.
-      steps: `[n_rows]` int, the step to read in each row.
-      layer: of the residual stream (0 is the embedding).
-      n_chunk: number of examples whose answers are in memory together.
-
-    Returns:
-      `[n_rows, d_model]` float32; NaN for rows whose answer span lacks the step.
+    NaN for rows whose answer span lacks the step. `steps` are `[n_rows]` int; `layer`
+    0 is the embedding. The answers of `n_chunk` examples are in memory together.
     """
     rows = steps - first_step(store)
     d_model = store.spec.families["hidden"].shape[1]
@@ -179,14 +161,9 @@ def logistic_log_odds(
     On unscaled states, the default 100 iterations rarely converge; the fit at which
     they end is the published detector, so the warning is suppressed.
 
-    Args:
-      train: training states, `[n_train, width]`.
-      labels: `[n_train]` bool.
-      states: states to score, `[n, width]`.
-      max_iter: most iterations of the optimiser.
-
     Returns:
-      `[1, n]` log-odds of True, which rank like the probabilities but do not saturate.
+      `[1, n]` log-odds of True, which rank like the probabilities but do not saturate;
+      see `Fit` for the shapes of the arguments.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -197,9 +174,7 @@ def logistic_log_odds(
 def validation_auroc(scores: np.ndarray, rows: StoreRows) -> float:
     """Return the mean AUROC over seeds on the validation rows that have a score.
 
-    Args:
-      scores: `[n_seeds, n_rows]`; NaN for the same rows in every seed.
-      rows: with labels and splits.
+    `scores` are `[n_seeds, n_rows]`, NaN for the same rows in every seed.
     """
     valid = defined_rows(np.isfinite(scores[0]), rows, "validation")
     labels = rows.labels[valid]

@@ -96,14 +96,7 @@ def official_clusters(texts: Sequence[str], equivalent: np.ndarray) -> np.ndarra
 
     The first text without a cluster opens one, and every later text that means the same
     joins it, leaving another cluster if need be; a text that matches several first
-    members ends with the last of them.
-
-    Args:
-      texts: texts of the samples (unused).
-      equivalent: `[n_samples, n_samples]` bool.
-
-    Returns:
-      `[n_samples]` int64 ids from 0, in the order in which clusters are opened.
+    members ends with the last of them. Ids count clusters as they are opened.
     """
     return _opened_in_turn(equivalent, leaves=True)
 
@@ -171,11 +164,9 @@ class Entailment:
     known: dict[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs of premise and hypothesis.
+        """Return the relations of pairs of premise and hypothesis, `[n_pairs, 3]`.
 
-        Returns:
-          `[n_pairs, 3]` float64: P(entailment), P(neutral) (0 for a model with two
-          classes), P(contradiction).
+        P(entailment), P(neutral) (0 for a model with two classes), P(contradiction).
         """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self.known]
         # The longest first, so that running out of memory happens at once.

@@ -95,10 +95,8 @@ def choose_sums(
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Choose numbers of heads and layers to sum, and the heads' weight, on validation.
 
-    Args:
-      heads: `ranked_sums` of external context scores, `[n_rows, n_sums]`, or None.
-      layers: the same for minus the parametric knowledge scores, or None.
-      rows: with labels and splits.
+    `heads` are the `ranked_sums` of external context scores, `[n_rows, n_sums]`, or
+    None; `layers` the same for minus the parametric knowledge scores.
 
     Returns:
       Scores `[n_rows]`: knowledge + alpha context, which is minus the paper's h; and

@@ -54,10 +54,7 @@ def weighted_entropy(mean_log_probs: Sequence[float], clusters: np.ndarray) -> f
 
     `predictive_entropy_rao` on `logsumexp_by_id(..., "sum_normalized")`: a sample's
     weight is the exponential of its mean log-probability. NaN if a sample has none.
-
-    Args:
-      mean_log_probs: of each sample, at least one.
-      clusters: `[n_samples]` ids from 0.
+    `clusters` are `[n_samples]` ids from 0, of at least one sample.
     """
     if np.isnan(mean_log_probs).any():
         return math.nan
@@ -156,7 +153,7 @@ def lower_bounds(samples: Sequence[Sample], clusters: np.ndarray) -> np.ndarray:
 def expected_entropy(
     counts: np.ndarray, bounds: np.ndarray, draws: np.ndarray, concentration: float
 ) -> np.ndarray:
-    """Return the posterior mean of the entropy, for a fixed number of meanings.
+    """Return the posterior mean entropy of a number of meanings, `[n_seeds]` nats.
 
     The posterior is a Dirichlet truncated at the bounds; self-normalised importance
     sampling draws from the uniform distribution above them. With a thousand draws, the
@@ -168,9 +165,6 @@ def expected_entropy(
       bounds: `[n_meanings]` lower bounds on probabilities, 0 for unseen ones.
       draws: `[n_seeds, n_draws, n_meanings]` from a Dirichlet with parameters 1.
       concentration: of the Dirichlet prior.
-
-    Returns:
-      `[n_seeds]` in nats.
     """
     if len(counts) == 1:
         return np.zeros(len(draws))  # exactly, so that all such rows tie
@@ -191,11 +185,8 @@ def bayesian_entropies(
 ) -> np.ndarray:
     """Return the expected entropy of one row under the prior, `[n_seeds]` in nats.
 
-    Args:
-      counts: `[n_seen]` samples of each meaning.
-      bounds: `[n_seen]` lower bounds on their probabilities; NaN makes the result NaN.
-      prior: see `prior_of`.
-      config: how to estimate.
+    `counts` are the samples of each meaning, `[n_seen]`, and `bounds` the lower bounds
+    on their probabilities; NaN makes the result NaN.
     """
     total = np.zeros(config.n_seeds)
     if np.isnan(bounds).any():

@@ -191,12 +191,10 @@ class GnosisHead(nn.Module):
     def __call__(
         self, maps: jax.Array, states: jax.Array, is_training: bool = False
     ) -> jax.Array:
-        """Return `[n]` logits.
+        """Return logits `[n]`.
 
-        Args:
-          maps: `[n, n_layers, n_heads, n_statistics]`.
-          states: `[n, n_steps, d_model]`.
-          is_training: whether to apply dropout.
+        `maps` are `[n, n_layers, n_heads, n_statistics]`, `states` `[n, n_steps,
+        d_model]`; dropout is applied if `is_training`.
         """
         streams = [
             _MapEncoder(self.config)(maps, is_training),
@@ -292,28 +290,16 @@ def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
     return jax.vmap(score_seed)(params)
 
 
-class Fitted(NamedTuple):
-    """Heads of all seeds, and the epoch (from 1) from which each is taken."""
-
-    params: Any
-    epochs: np.ndarray
-
-
 def fit_heads(
     train: Inputs,
     labels: np.ndarray,
     valid: Inputs,
     valid_labels: np.ndarray,
     config: GnosisConfig,
-) -> Fitted:
-    """Fit heads, and take each from its best epoch on validation rows.
+) -> tuple[Any, np.ndarray]:
+    """Fit heads; return each seed's at its best epoch on validation, and the epochs.
 
-    Args:
-      train: inputs of the training rows.
-      labels: `[n_train]` bool, True if the answer is correct.
-      valid: inputs of the validation rows.
-      valid_labels: the same for validation rows.
-      config: how to build and fit the heads.
+    Labels are `[n]` bool, True if the answer is correct. Epochs count from 1.
     """
     targets, patience = np.asarray(labels, np.float32), config.patience
     config = dataclasses.replace(config, patience=0)  # compiled code does not use it
@@ -330,7 +316,7 @@ def fit_heads(
         best = jax.tree.map(partial(_chosen, is_better), fits[0], best)
         if (number - epochs >= patience).all():
             break
-    return Fitted(best, epochs)
+    return best, epochs
 
 
 def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
@@ -345,19 +331,12 @@ def gnosis_scores(
     rows: StoreRows,
     config: GnosisConfig | None = None,
 ) -> DetectorOutput:
-    """Return log-odds of a right answer.
+    """Return log-odds of a right answer, and the mean epoch chosen on validation.
 
-    Args:
-      maps: statistics of attention maps `[n_rows, n_layers, n_heads, n_statistics]`,
-        which are standardised by the training rows. The official code does not do so,
-        although one of them grows with the map and others are shares.
-      states: `[n_rows, n_steps, d_model]`; either is NaN for rows that were not read.
-      rows: splits and labels of the rows.
-      config: how to build and fit the heads.
-
-    Returns:
-      `[n_seeds, n_rows]` scores, NaN for rows that were not read; the mean epoch chosen
-      on validation.
+    `maps` are statistics of attention maps `[n_rows, n_layers, n_heads, n_statistics]`,
+    which are standardised by the training rows. The official code does not do so,
+    although one of them grows with the map and others are shares. `states` are
+    `[n_rows, n_steps, d_model]`. Rows that were not read are NaN, as are their scores.
     """
     config = config or GnosisConfig()
     is_read = np.all(np.isfinite(maps), axis=(1, 2, 3))
@@ -370,10 +349,12 @@ def gnosis_scores(
     # Statistics constant in training differ elsewhere only by rounding: not scaled up.
     scaled = (maps - mean) / np.where(spread > 1e-6, spread, 1.0)
     inputs = Inputs(scaled.astype(np.float32), np.asarray(states, np.float32))
-    fitted = fit_heads(inputs.at(train), labels, inputs.at(valid), valid_labels, config)
+    params, epochs = fit_heads(
+        inputs.at(train), labels, inputs.at(valid), valid_labels, config
+    )
     scores = np.full((config.n_seeds, len(maps)), np.nan)
-    scores[:, is_read] = _logits(fitted.params, inputs.at(is_read), config=config)
-    epoch = chosen_row(rows, "gnosis", "epoch", float(fitted.epochs.mean()))
+    scores[:, is_read] = _logits(params, inputs.at(is_read), config=config)
+    epoch = chosen_row(rows, "gnosis", "epoch", float(epochs.mean()))
     return DetectorOutput(scores, (epoch,))
 
 

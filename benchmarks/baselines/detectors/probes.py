@@ -147,13 +147,7 @@ def saplma_logits(
     states: np.ndarray,
     config: SaplmaConfig | None = None,
 ) -> np.ndarray:
-    """Fit the networks of all seeds, and score states.
-
-    Args:
-      train: training states, `[n_train, d_model]` float32.
-      labels: `[n_train]` bool, True if the answer is correct.
-      states: states to score, `[n, d_model]`.
-      config: how to fit.
+    """Fit the networks of all seeds, and score states, see `choice.Fit`.
 
     Returns:
       `[n_seeds, n]` float64 log-odds of a right answer.
@@ -305,15 +299,9 @@ def entropy_probe(
     layers maximises the AUROC for correctness of single-layer probes on validation (in
     the code, on test rows). Thus only the samples of training rows are read.
 
-    Args:
-      states_of: returns a layer's states `[n_rows, d_model]`; NaN for answers without.
-      layers: layers of the store, ascending.
-      entropies: `[n_rows]` discrete semantic entropy in nats; NaN without samples.
-      rows: with labels and splits.
-      name: of the detector.
-
-    Returns:
-      `[1, n_rows]` scores.
+    `states_of` returns the states of a layer `[n_rows, d_model]`, NaN for answers
+    without; `layers` ascend. `entropies` are discrete semantic entropies, `[n_rows]`
+    nats, NaN without samples.
     """
     is_known = rows.is_labelled & np.isfinite(entropies)
     train = np.flatnonzero(is_known & (rows.splits == "train"))

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import Passage
 from beatrice.extract.store.spec import Family
@@ -140,11 +140,6 @@ def inputs(seed=0, strength=3.0):
     )
 
 
-def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,)):
-    """One drawn answer; by default a token and the stop token."""
-    return a_sample(text, token_ids=token_ids, log_probs=log_probs)
-
-
 def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
     """Return inputs with a row for each list of texts or samples in `drawn`."""
     n = len(drawn)
@@ -157,7 +152,7 @@ def drawn_inputs(drawn, answers=None, labels=None, splits=None, **fields):
     samples = []
     for i, row in enumerate(drawn):
         for number, item in enumerate(row):
-            item = sample(item) if isinstance(item, str) else item
+            item = a_sample(item) if isinstance(item, str) else item
             place = dict(example_id=f"q{i}", sample=number)
             samples.append(msgspec.structs.replace(item, **place))
     labels = np.ones(n, bool) if labels is None else labels
@@ -176,6 +171,12 @@ def by_last_word(premise, hypothesis):
     """Return entailment if the last words are equal, else contradiction."""
     is_same = premise.split()[-1:] == hypothesis.split()[-1:]
     return (0.9, 0.08, 0.02) if is_same else (0.02, 0.08, 0.9)
+
+
+def baseline_of(score, **fields):
+    """Return a detector of a user's own."""
+    named = {"name": "own", "title": "Own", "source": "here"}
+    return Baseline(**named | fields, score=score)
 
 
 def scores(detector, drawn):

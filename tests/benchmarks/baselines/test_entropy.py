@@ -46,7 +46,6 @@ from tests.benchmarks.baselines.planted import (
     by_last_word,
     drawn_inputs,
     relations_by,
-    sample,
     scores,
 )
 from tests.pretended_gpu import PretendedGpu
@@ -86,12 +85,15 @@ def test_entropies_of_the_same_counts_in_any_order_tie_exactly():
 def test_a_mean_log_probability_leaves_out_the_stop_token_unless_alone(
     log_probs, token_ids, expected
 ):
-    assert mean_log_prob(sample("x", log_probs, token_ids)) == expected
+    assert (
+        mean_log_prob(a_sample("x", log_probs=log_probs, token_ids=token_ids))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("log_probs", [None, ()])
 def test_without_log_probabilities_only_counts_are_defined(log_probs):
-    bare = sample("a", log_probs)
+    bare = a_sample("a", log_probs=log_probs)
     given = drawn_inputs([["a", "b"], ["a", bare]])
     for name, is_defined in (
         ("semantic_entropy:words", False),
@@ -195,8 +197,8 @@ def test_a_prior_from_only_test_answers_is_refused():
 def test_the_lower_bound_of_a_meaning_is_the_probability_of_its_texts(
     texts, p, clusters, bounds
 ):
-    log_probs = [tuple(np.log(row).tolist()) for row in p]
-    samples = list(map(sample, texts, log_probs))
+    pairs = zip(texts, map(np.log, p), strict=True)
+    samples = [a_sample(text, log_probs=tuple(row)) for text, row in pairs]
     result = lower_bounds(samples, np.array([*map(int, clusters)]))
     np.testing.assert_allclose(result, bounds)
 
@@ -251,16 +253,19 @@ def test_all_rules_agree_if_equivalence_is_transitive():
 
 
 @pytest.mark.parametrize(
-    ("forth", "back", "same"),
+    ("texts", "forth", "back", "same"),
     [
-        ((0.5, 0.3, 0.2), (0.5, 0.3, 0.2), True),
-        ((0.5, 0.3, 0.2), (0.3, 0.5, 0.2), False),  # entailed in one direction
-        ((0.4, 0.6, 0.0), (0.4, 0.6, 0.0), False),  # not the likeliest
+        ("ab", (0.5, 0.3, 0.2), (0.5, 0.3, 0.2), True),
+        ("ab", (0.5, 0.3, 0.2), (0.3, 0.5, 0.2), False),  # entailed in one direction
+        ("ab", (0.4, 0.6, 0.0), (0.4, 0.6, 0.0), False),  # not the likeliest
+        ("aa", (0, 1, 0), (0, 1, 0), False),  # the model is asked about equal texts
     ],
 )
-def test_entailment_is_the_likeliest_relation_in_both_directions(forth, back, same):
+def test_entailment_is_the_likeliest_relation_in_both_directions(
+    texts, forth, back, same
+):
     relations = relations_by(lambda p, h: forth if p < h else back)
-    given = drawn_inputs([["a", "b"]], relations=relations)
+    given = drawn_inputs([[*texts]], relations=relations)
     assert by_entailment(given)[0].tolist() == [[True, same], [same, True]]
 
 
@@ -269,12 +274,6 @@ def test_the_question_is_put_before_both_texts():
     rule = relations_by(lambda *pair: calls.append(pair) or (1, 0, 0))
     by_entailment(drawn_inputs([["a", "b"], ["a"]], relations=rule))
     assert sorted(calls) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
-
-
-def test_the_model_is_also_asked_about_equal_texts():
-    never = relations_by(lambda p, h: (0, 1, 0))
-    given = drawn_inputs([["a", "a"]], relations=never)
-    assert by_entailment(given)[0].tolist() == [[True, False], [False, True]]
 
 
 def test_without_an_nli_model_entailment_is_refused():
@@ -520,12 +519,3 @@ def test_logits_that_are_not_finite_are_refused(tmp_path):
         model.model.classifier.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits that are not finite"):
         model(PAIRS)
-
-
-def test_semantic_entropy_reads_a_model_from_a_directory(saved, tmp_path):
-    model = load_entailment(saved)
-    drawn = drawn_inputs([["a", "b c", "a"], ["d"]], relations=model)
-    result = scores(catalogue()["semantic_entropy"], drawn)
-    assert -np.log(3) - 1e-9 <= result[0] <= 0 == result[1]
-    # Both orders of (a, b c), and a with itself, asked once.
-    assert len(model.known) == 3

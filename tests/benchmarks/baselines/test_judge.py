@@ -17,9 +17,7 @@ import pytest
 
 import beatrice as api
 from beatrice.benchmarks import stages
-from beatrice.benchmarks.baselines import readings
 from beatrice.benchmarks.baselines.detector import (
-    Baseline,
     DetectorOutput,
     catalogue,
     find_detector,
@@ -46,6 +44,7 @@ from beatrice.benchmarks.baselines.readings import (
     load_chunk,
     reading_keys,
     rows_read,
+    stacked,
 )
 from beatrice.benchmarks.commands import BaselinesOptions
 from beatrice.benchmarks.stages import BASELINES, BaselinesConfig
@@ -57,7 +56,7 @@ from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
-from tests.benchmarks.baselines.planted import drawn_inputs
+from tests.benchmarks.baselines.planted import baseline_of, drawn_inputs
 from tests.extract.small_run import beatrice, make_run
 from tests.process import call
 from tests.records import a_label, a_sample, an_example
@@ -185,8 +184,8 @@ def noise(given):
     return DetectorOutput(np.random.default_rng(0).random((1, len(given.rows.ids))))
 
 
-ORACLE = Baseline(name="oracle", title="Oracle", source="here", score=oracle)
-NOISE = Baseline(name="noise", title="Noise", source="here", score=noise)
+ORACLE = baseline_of(oracle, name="oracle")
+NOISE = baseline_of(noise, name="noise")
 GIVEN = planted.inputs()
 
 
@@ -289,11 +288,6 @@ def test_two_detectors_are_compared_with_a_p_value():
         judge_planted(*rivals, pairs=[("oracle", "nope")])
 
 
-def baseline_of(score, **fields):
-    named = {"name": "own", "title": "Own", "source": "here"}
-    return Baseline(**named | fields, score=score)
-
-
 def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
     given = drawn_inputs([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
 
@@ -319,25 +313,40 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
     assert all(r.value is not None for r in rows if r not in detector_rows)
 
 
-def test_a_question_costs_what_its_draws_took_or_is_unknown():
-    given, some = drawn_inputs([["a", "b"], ["a", "c"]]), drawn_inputs([["a", "b"], []])
-    scores = JudgedOutput(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
-    bare, drawn = baseline_of(None), baseline_of(None, needs=frozenset({"samples"}))
-    shown = baseline_of(None, reads=("p_true",))  # reads what was drawn
-    for detector, per_draw, seconds in (
-        (bare, None, 1.5),
-        (bare, 0.25, 1.5),
-        (drawn, None, None),  # was not timed
-        (drawn, 0.25, 1.5 + 2 * 0.25),
-        (shown, 0.25, 1.5 + 2 * 0.25),
-    ):
-        assert cost_of(detector, given, scores, per_draw).seconds == seconds
-    assert cost_of(shown, some, scores, 0.25).n_new_tokens == 2
-    for ids, n_new in ((7, 8), 3), (None, None):
-        draw = a_sample("a", token_ids=ids)
-        cost = cost_of(drawn, drawn_inputs([[draw, "b"], []]), scores, 0.25)
-        assert cost.n_new_tokens == n_new
-    assert cost_of(bare, some, scores, 0.25).n_new_tokens == 0
+BARE, DRAWN = baseline_of(None), baseline_of(None, needs=frozenset({"samples"}))
+SHOWN = baseline_of(None, reads=("p_true",))  # reads what was drawn
+ALL_DRAWN, SOME_DRAWN = [["a", "b"], ["a", "c"]], [["a", "b"], []]
+
+
+@pytest.mark.parametrize(
+    ("detector", "drawn", "per_draw", "expected"),
+    [
+        (BARE, ALL_DRAWN, None, {"seconds": 1.5}),
+        (BARE, SOME_DRAWN, 0.25, {"seconds": 1.5, "n_new_tokens": 0}),
+        (DRAWN, ALL_DRAWN, None, {"seconds": None}),  # was not timed
+        (DRAWN, ALL_DRAWN, 0.25, {"seconds": 1.5 + 2 * 0.25}),
+        (SHOWN, ALL_DRAWN, 0.25, {"seconds": 1.5 + 2 * 0.25}),
+        (SHOWN, SOME_DRAWN, 0.25, {"n_new_tokens": 2}),
+        (DRAWN, [[a_sample("a", token_ids=(7, 8)), "b"], []], 0, {"n_new_tokens": 3}),
+        (DRAWN, [[a_sample("a", token_ids=None), "b"], []], 0, {"n_new_tokens": None}),
+        # Draws used only for learning are charged once: the first row trains.
+        (
+            catalogue()["sep:words"],
+            [["a", "b"], ["a", "c"], ["a"], []],
+            1.0,
+            {"seconds": 1.5 + 2 / 4, "n_new_tokens": 2 / 4},
+        ),
+        # States of draws cost no forward pass.
+        (catalogue()["eigenscore"], [["a", "b"]], 0.0, {"n_forwards": 0}),
+    ],
+)
+def test_a_question_costs_what_its_draws_took_or_is_unknown(
+    detector, drawn, per_draw, expected
+):
+    n = len(drawn)
+    scores = JudgedOutput(DetectorOutput(np.zeros((1, n))), seconds=1.5 * n)
+    cost = cost_of(detector, drawn_inputs(drawn), scores, per_draw)
+    assert {name: getattr(cost, name) for name in expected} == expected
 
 
 def test_scoring_is_charged_to_the_answers_that_have_draws():
@@ -345,22 +354,9 @@ def test_scoring_is_charged_to_the_answers_that_have_draws():
         time.sleep(0.05)
         return DetectorOutput(np.zeros((1, 4)))
 
-    drawn = baseline_of(slow, needs=frozenset({"samples"}))
+    drawn = dataclasses.replace(DRAWN, score=slow)
     given = drawn_inputs([["a"], [], [], []])
     assert cost_of(drawn, given, score(drawn, given), 0.0).seconds >= 0.05
-
-
-def test_draws_used_only_for_learning_are_charged_once():
-    given = drawn_inputs([["a", "b"], ["a", "c"], ["a"], []])  # the first trains
-    scores = JudgedOutput(DetectorOutput(np.zeros((1, 4))), seconds=0.0)
-    cost = cost_of(catalogue()["sep:words"], given, scores, 1.0)
-    assert (cost.seconds, cost.n_new_tokens) == (2 / 4, 2 / 4)
-
-
-def test_states_of_draws_cost_no_forward_pass():
-    given = drawn_inputs([["a", "b"]])
-    scores = JudgedOutput(DetectorOutput(np.zeros((1, 1))), seconds=0.0)
-    assert cost_of(catalogue()["eigenscore"], given, scores, 0.0).n_forwards == 0
 
 
 @pytest.mark.parametrize(
@@ -435,16 +431,6 @@ def test_scores_are_cached_until_what_they_depend_on_changes(
     for name in SHAS:
         is_read = name in ("run", *others)
         assert (cache_of(tmp_path, **{name: "9"}).load(detector) is None) == is_read
-
-
-def test_a_cache_file_with_a_changed_number_is_not_used(tmp_path):
-    detector = catalogue()["p_true"]
-    cache_of(tmp_path).save(detector, SCORES)
-    (file,) = tmp_path.iterdir()
-    content = file.read_bytes()
-    assert content.count(b'"value": 3.0') == 1
-    file.write_bytes(content.replace(b'"value": 3.0', b'"value": 4.0'))
-    assert cache_of(tmp_path).load(detector) is None
 
 
 def test_a_users_detector_is_scored_again_when_its_file_changes(here, tmp_path):
@@ -668,36 +654,25 @@ def test_readings_of_an_earlier_start_are_not_read_again(tmp_path):
         cached_readings(reading, wanted, 300, caches)
 
 
-def test_readings_are_held_in_memory_only_once(tmp_path):
-    n_rows, cache = 2000, Cache(tmp_path, "key")
+def test_readings_are_held_in_memory_only_once_and_padded_where_samples_lack(tmp_path):
+    n_rows = 2000
     states = np.arange(1000 * n_rows, dtype=np.float32).reshape(n_rows, 10, 100)
-    keep(cache, states)
-    few = np.arange(256, 300)  # a chunk of fewer samples, and others not read at all
-    keep(Cache(tmp_path / "few", "key"), states[few, :2], few)
-    caches = {"p_true": cache, "sample_states": Cache(tmp_path / "few", "key")}
-    wanted = {"p_true": np.arange(n_rows), "sample_states": few}
+    caches = {x: Cache(tmp_path / x, "key") for x in ("p_true", "sample_states")}
+    keep(caches["p_true"], states)
+    # A chunk of fewer samples before one that widens it; others are not read at all.
+    keep(caches["sample_states"], states[:300])
+    keep(caches["sample_states"], states[:256, :2])
+    wanted = {"p_true": np.arange(n_rows), "sample_states": np.arange(300)}
     reader = AnswerReader(None, no_model)
     tracemalloc.start()
     values = cached_readings(reader, wanted, n_rows, caches).values
     n_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     np.testing.assert_array_equal(values["p_true"], states)
-    np.testing.assert_array_equal(values["sample_states"][few], states[few, :2])
+    states[:256, 2:] = states[300:] = np.nan
+    np.testing.assert_array_equal(values["sample_states"], states)
     # One chunk, an eighth, is also in memory while it is loaded and checked.
     assert n_bytes < 1.5 * sum(x.nbytes for x in values.values())
-
-
-def test_a_later_chunk_with_more_samples_widens_the_earlier_ones(tmp_path):
-    states, caches = (
-        np.ones((300, 3, 2), np.float32),
-        {"p_true": Cache(tmp_path, "key")},
-    )
-    keep(caches["p_true"], states)
-    keep(caches["p_true"], states[:256, :1])
-    wanted = {"p_true": np.arange(300)}
-    read = cached_readings(AnswerReader(None, no_model), wanted, 300, caches)
-    expected = np.where((np.arange(300) < 256)[:, None] & (np.arange(3) > 0), np.nan, 1)
-    np.testing.assert_array_equal(read.values["p_true"][..., 1], expected)
 
 
 def test_training_answers_are_read_only_for_detectors_that_learn_from_them(tmp_path):
@@ -792,7 +767,7 @@ def test_draws_invalidate_only_readings_that_use_them_and_answers_all(changed, g
 
 def test_rows_with_fewer_samples_are_filled_up_with_nan():
     rows = [np.ones((2, 3)), np.full((1, 3), 2.0), np.ones((0, 3))]
-    stacked = readings.stacked(rows)
-    assert stacked.shape == (3, 2, 3)
-    np.testing.assert_array_equal(np.isnan(stacked[..., 0]).sum(axis=1), [0, 1, 2])
-    np.testing.assert_array_equal(readings.stacked(list(np.arange(3.0))), [0, 1, 2])
+    together = stacked(rows)
+    assert together.shape == (3, 2, 3)
+    np.testing.assert_array_equal(np.isnan(together[..., 0]).sum(axis=1), [0, 1, 2])
+    np.testing.assert_array_equal(stacked(list(np.arange(3.0))), [0, 1, 2])

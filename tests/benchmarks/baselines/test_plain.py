@@ -24,7 +24,6 @@ from beatrice.benchmarks.baselines.detectors.text_models import (
 )
 from beatrice.benchmarks.baselines.plain import (
     fit_tfidf,
-    joined_text,
     length_features,
     linear_scores,
     majority_scores,
@@ -105,32 +104,22 @@ def test_validation_chooses_the_penalty(model, penalty_of):
     assert len(penalties) == 2  # clean and noisy labels need different penalties
 
 
+def each(text, *words):
+    return [text.format(word) for word in words]
+
+
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("learned", "new"),  # a wrong and a right text each
     [
-        (joined_text("which", "a"), joined_text("which", "b")),  # one letter counts
-        (
-            joined_text("who", "Ada", ["a page", "it is known"]),
-            joined_text("who", "Ada", ["a page", "nobody knows"]),
-        ),
-        ("right not is", "is not right"),  # the same words in other pairs
+        (each("which\n{}", "b", "a"),) * 2,  # one letter counts
+        (each("who\nAda\na page\n{}", "nobody knows", "it is known"),) * 2,
+        (["is not right", "right not is"],) * 2,  # the same words in other pairs
+        (each("他在{}。", "上海", "北京"), each("{}很大", "上海", "北京")),
+        (each("वह {} है", "का", "की"), each("{} घर", "का", "की")),  # vowel signs
     ],
 )
-def test_short_answers_passages_and_pairs_of_words_are_read(right, wrong):
-    texts = [wrong, right]
-    p_wrong, p_right = by_words(texts * 20, [False, True] * 20, texts)
-    assert p_wrong < 0.5 < p_right
-
-
-@pytest.mark.parametrize(
-    ("learned", "new", "right", "wrong"),
-    [("他在{}。", "{}很大", "北京", "上海"), ("वह {} है", "{} घर", "की", "का")],
-    ids=["no blanks", "vowel signs"],
-)
-def test_words_are_read_in_any_script(learned, new, right, wrong):
-    texts = [learned.format(x) for x in (wrong, right)]
-    new_texts = [new.format(x) for x in (wrong, right)]
-    p_wrong, p_right = by_words(texts * 20, [False, True] * 20, new_texts)
+def test_letters_passages_and_pairs_of_words_are_read_in_any_script(learned, new):
+    p_wrong, p_right = by_words(learned * 20, [False, True] * 20, new)
     assert p_wrong < 0.5 < p_right
 
 
@@ -240,18 +229,13 @@ def test_a_probe_reads_mean_min_and_max_of_the_answer_and_means_elsewhere():
         np.testing.assert_allclose(pooled[i, :3], wanted or np.zeros((3, D)), rtol=1e-5)
 
 
-def test_a_probe_reads_the_same_from_a_store_that_keeps_only_answers():
+def test_a_probe_reads_the_same_of_answers_alone_and_in_any_number_of_parts():
     labels = np.arange(40) % 2 == 0
-    whole = pooled_signals(stored(labels)[0], "closed_book", "hidden", 3)
-    answers = pooled_signals(stored(labels, "answer")[0], "closed_book", "hidden", 3)
-    np.testing.assert_array_equal(answers, whole[:, : 3 * D])
-
-
-def test_a_probe_reads_the_same_in_any_number_of_parts():
-    store, *_ = stored(np.arange(40) % 2 == 0)
-    whole, chunked = (
-        pooled_signals(store, "with_context", "attn", None, n) for n in (1 << 30, 100)
-    )
+    (store, *_), (answers, *_) = stored(labels), stored(labels, "answer")
+    whole = pooled_signals(store, "with_context", "hidden", 3)
+    alone = pooled_signals(answers, "with_context", "hidden", 3)
+    np.testing.assert_array_equal(alone, whole[:, : 3 * D])
+    chunked = pooled_signals(store, "with_context", "hidden", 3, 100)
     np.testing.assert_array_equal(whole, chunked)
 
 
@@ -262,7 +246,7 @@ def test_a_linear_probe_finds_a_signal_only_in_its_family_and_layer():
     test = rows.where("test")
 
     def aurocs(layer):
-        scores, chosen = probe_scores([store], rows, layer)
+        scores, chosen = probe_scores(store, rows, layer)
         assert [row.subject for row in chosen] == list(scores)
         return {n: roc_auc_score(labels[test], x[0, test]) for n, x in scores.items()}
 
@@ -437,17 +421,14 @@ def test_every_seed_of_an_mlp_is_a_different_fit_and_repeats():
 def test_validation_chooses_the_penalty_of_the_mlp():
     labels = some_labels(300)
     texts, rows = planted(labels), rows_of(labels)
-    strong, weak, both = (
+    *single, both = (
         mlp_scores(texts, rows, MlpConfig(penalties=penalties, n_seeds=1))
         for penalties in ((100.0,), (1e-4,), (100.0, 1e-4))
     )
     valid = rows.where("validation")
-    aurocs = [
-        roc_auc_score(labels[valid], output.scores[0, valid])
-        for output in (strong, weak)
-    ]
+    aurocs = [roc_auc_score(labels[valid], x.scores[0, valid]) for x in single]
     assert aurocs[0] != aurocs[1]
-    best = strong if aurocs[0] > aurocs[1] else weak
+    best = single[int(np.argmax(aurocs))]
     assert chosen(both) == chosen(best)
     np.testing.assert_array_equal(both.scores, best.scores)
 
@@ -494,26 +475,20 @@ def tiny_encoder(tmp_path_factory):
 QUICK = FineTuneConfig(learning_rate=5e-3, n_epochs=4, n_tokens=16)
 
 
-def test_a_fine_tuned_encoder_learns_planted_words(tiny_encoder):
+def test_a_fine_tuned_encoder_learns_planted_words_also_on_a_gpu(tiny_encoder):
     labels = some_labels(900)
     texts, rows = planted(labels), rows_of(labels)
     state = torch.random.get_rng_state()
     result = encoder_scores(texts, rows, tiny_encoder, QUICK)
     assert result.scores.shape == (1, 900) and measured(result, rows) > 0.95
     assert chosen(result)["epoch"] in (2, 3, 4)
-    assert torch.equal(state, torch.random.get_rng_state())
     again = encoder_scores(texts, rows, tiny_encoder, QUICK)
     np.testing.assert_array_equal(result.scores, again.scores)
-
-
-def test_fine_tuning_on_a_gpu_works_and_leaves_its_generator_unchanged(tiny_encoder):
-    labels = some_labels(900)
-    texts, rows = planted(labels), rows_of(labels)
     with PretendedGpu() as gpu:
         gpu.seed = 5
-        result = encoder_scores(texts, rows, tiny_encoder, QUICK)
+        assert measured(encoder_scores(texts, rows, tiny_encoder, QUICK), rows) > 0.95
         assert gpu.seed == 5
-    assert measured(result, rows) > 0.95
+    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_an_encoder_learns_nothing_from_permuted_labels(tiny_encoder):

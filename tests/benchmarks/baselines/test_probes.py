@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import conv1d, gelu, group_norm
@@ -110,25 +109,26 @@ def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
                 assert np.isnan(state).all()
 
 
-def test_saplma_reads_the_last_token_of_the_planted_layer():
+@pytest.mark.parametrize(
+    ("name", "step", "size"),
+    [("saplma_last", -1, 3.0), ("saplma_mean", slice(None), 2)],
+)
+def test_saplma_reads_the_planted_layer_and_step(name, step, size):
     labels = some_labels(900)
-    rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    result = catalogue()["saplma_last"].score(inputs(rows, store))
+    rows, store = rows_of(labels), stored(planted(labels, step, size=size))
+    result = catalogue()[name].score(inputs(rows, store))
     assert result.scores.shape == (3, 900) and chosen(result) == {"layer": 2}
     assert measured(result, rows) > 0.9
     # The fourth answer is empty, and has no last token.
-    assert np.argwhere(np.isnan(result.scores)).tolist() == [[0, 3], [1, 3], [2, 3]]
-    store = stored(planted(labels, step=0))
+    missing = [[i, 3] for i in range(3)] if name == "saplma_last" else []
+    assert np.argwhere(np.isnan(result.scores)).tolist() == missing
+
+
+def test_saplma_of_the_last_token_reads_no_other_step():
+    labels = some_labels(900)
+    rows, store = rows_of(labels), stored(planted(labels, step=0))
     result = catalogue()["saplma_last"].score(inputs(rows, store))
     assert abs(measured(result, rows) - 0.5) < 0.12  # of 300 answers, s.d. 0.033
-
-
-def test_saplma_of_the_mean_reads_every_step():
-    labels = some_labels(900)
-    rows, store = rows_of(labels), stored(planted(labels, slice(None), size=2.0))
-    result = catalogue()["saplma_mean"].score(inputs(rows, store))
-    assert chosen(result) == {"layer": 2} and measured(result, rows) > 0.9
-    assert np.isfinite(result.scores).all()
 
 
 def test_the_layer_is_chosen_on_validation_not_on_training_rows():
@@ -181,38 +181,33 @@ def test_labels_of_only_one_class_are_refused():
         both_classes([], 0, "training")
 
 
-def test_llms_know_is_the_default_regression_on_the_best_block():
+@pytest.mark.parametrize(
+    ("name", "reading", "shape", "max_iter", "features_of"),
+    [
+        # The default regression on the best block.
+        ("llms_know", "mlp_exact_answer", (4, D), 100, lambda x: x[:, 2]),
+        # One regression on the ratios of all heads.
+        ("lookback_lens", "lookback", (4, 2), 1000, lambda x: x.reshape(600, 8)),
+    ],
+)
+def test_a_published_regression_is_scikit_learns_on_what_was_read(
+    name, reading, shape, max_iter, features_of
+):
     labels = some_labels(600)
-    outputs = np.random.default_rng(1).standard_normal((600, 4, D)).astype(np.float32)
-    outputs[:, 2, 0] += 3 * labels
-    outputs[5] = np.nan
-    rows = rows_of(labels)
-    result = catalogue()["llms_know"].score(inputs(rows, mlp_exact_answer=outputs))
-    assert chosen(result) == {"layer": 3} and measured(result, rows) > 0.9
-    train = np.delete(rows.where("train"), 5)
-    official = LogisticRegression().fit(outputs[train, 2], labels[train])
-    is_scored = np.arange(600) != 5
-    p_correct = official.predict_proba(outputs[is_scored, 2].astype(float))[:, 1]
-    np.testing.assert_allclose(result.scores[0, is_scored], logit(p_correct), rtol=1e-3)
-    assert np.isnan(result.scores[0, 5])
-
-
-def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
-    labels = some_labels(600)
-    ratios = np.random.default_rng(1).random((600, 3, 2))
-    ratios[:, 1, 1] = (ratios[:, 1, 1] + labels) / 2
-    ratios[5, 0, 0] = np.nan
     rows = rows_of(labels, "with_context")
-    (scores,) = catalogue()["lookback_lens"].score(inputs(rows, lookback=ratios)).scores
-    assert np.flatnonzero(np.isnan(scores)).tolist() == [5]
+    values = np.random.default_rng(1).standard_normal((600, *shape)).astype(np.float32)
+    values[:, 2, 0] += 3 * labels
+    values[5, 0, 0] = np.nan
+    values[5, 2, 0] = np.nan
+    output = catalogue()[name].score(inputs(rows, **{reading: values}))
+    assert chosen(output) == ({"layer": 3} if name == "llms_know" else {})
+    assert measured(output, rows) > 0.9
+    assert np.flatnonzero(np.isnan(output.scores[0])).tolist() == [5]
+    features, others = features_of(values), np.arange(600) != 5
     train = np.delete(rows.where("train"), 5)
-    flat = ratios.reshape(600, 6)
-    official = LogisticRegression(max_iter=1000).fit(flat[train], labels[train])
-    expected = official.decision_function(np.delete(flat, 5, axis=0))
-    np.testing.assert_allclose(np.delete(scores, 5), expected)
-    test = rows.where("test")
-    assert roc_auc_score(labels[test], scores[test]) > 0.9
-    assert catalogue()["lookback_lens"].settings == ("with_context",)
+    official = LogisticRegression(max_iter=max_iter).fit(features[train], labels[train])
+    expected = official.decision_function(features[others].astype(float))
+    np.testing.assert_allclose(output.scores[0, others], expected, rtol=1e-3)
 
 
 def test_entropies_split_at_the_published_threshold():
@@ -294,12 +289,6 @@ def test_an_entropy_probe_learns_only_from_entropies_of_training_rows():
         probed(rows, answers, np.full(300, np.nan), before_generation)
 
 
-def test_an_answer_too_short_for_its_token_has_no_score():
-    rows, answers, entropies = disagreeing(300)
-    result = probed(rows, answers, entropies, second_last)
-    assert np.flatnonzero(np.isnan(result.scores[0])).tolist() == [3]
-
-
 N_READ = 300
 # All fits of one seed share what is compiled: shapes and this configuration.
 SMALL = GnosisConfig(
@@ -358,12 +347,12 @@ APPLY = jax.jit(GnosisHead(SMALL).apply)
 
 @cache
 def fitted(**changes):
-    """Return what is fitted to the maps, what it reads, and the labels."""
+    """Return weights and epochs fitted to the maps, what is read, and the labels."""
     labels = some_labels(N_READ)
     inputs = Inputs(*gnosis_inputs(labels, "maps"))
     config = dataclasses.replace(SMALL, **changes)
     rows = inputs.at(TRAIN), labels[TRAIN], inputs.at(VALID), labels[VALID]
-    return fit_heads(*rows, config), inputs, labels
+    return *fit_heads(*rows, config), inputs, labels
 
 
 def of_seed(tree, seed):
@@ -371,29 +360,29 @@ def of_seed(tree, seed):
 
 
 def test_a_seed_among_several_is_fitted_as_it_is_alone():
-    several, _, _ = fitted(n_seeds=2, patience=1)
-    alone, _, _ = fitted(patience=1)
-    assert several.epochs[0] == alone.epochs[0]
-    pairs = map(jax.tree.leaves, (several.params, alone.params))
+    several, epochs, *_ = fitted(n_seeds=2, patience=1)
+    alone, epochs_alone, *_ = fitted(patience=1)
+    assert epochs[0] == epochs_alone[0]
+    pairs = map(jax.tree.leaves, (several, alone))
     for leaf, other in zip(*pairs, strict=True):
         # Adam divides gradients by their own size, so rounding of tiny ones shows.
         np.testing.assert_allclose(leaf[0], other[0], atol=1e-3)
-    kernels = jax.tree.leaves(several.params)
+    kernels = jax.tree.leaves(several)
     assert max(float(np.abs(x[1] - x[0]).max()) for x in kernels) > 0.05
 
 
 def test_a_head_keeps_the_epoch_that_is_best_on_validation():
-    best, inputs, labels = fitted(patience=6)
+    _, epochs, inputs, labels = fitted(patience=6)
     values = []
     for patience in (6, 1):
-        params = of_seed(fitted(patience=patience)[0].params, 0)
+        params = of_seed(fitted(patience=patience)[0], 0)
         values.append(roc_auc_score(labels[VALID], APPLY(params, *inputs.at(VALID))))
-    assert 1 <= best.epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
+    assert 1 <= epochs[0] <= SMALL.n_epochs and values[0] >= values[1] > 0.5
 
 
 def test_the_order_of_steps_and_heads_matters_and_rows_do_not_mix():
-    fit, inputs, _ = fitted(patience=1)
-    params, (maps, states) = of_seed(fit.params, 0), inputs.at(VALID)
+    several, _, inputs, _ = fitted(patience=1)
+    params, (maps, states) = of_seed(several, 0), inputs.at(VALID)
     plain = APPLY(params, maps, states)
     for moved in ((maps[:, ::-1], states), (maps[:, :, ::-1], states)):
         assert np.abs(APPLY(params, *moved) - plain).max() > 1e-5

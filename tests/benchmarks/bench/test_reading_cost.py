@@ -13,34 +13,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from beatrice.benchmarks.bench.answer import (
-    CONFIG,
-    WAYS,
-    AnswerBench,
-    full_model,
-    measure_model,
-    measure_setting,
-    random_requests,
-    warm_ratio,
-    warm_ratios,
-)
-from beatrice.benchmarks.bench.answer import measure_peak as measure_answer_peak
-from beatrice.benchmarks.bench.commands import RowPrinter, measure_fresh, take_turns
-from beatrice.benchmarks.bench.extract import (
-    BatchConfig,
-    Hooked,
-    LoopConfig,
-    ReadingBench,
-    StoreBench,
-    batch_configs,
-    flops_per_token,
-    measure_gpu,
-    measure_loops,
-    measure_peak,
-    measure_with_examples,
+from beatrice.benchmarks.bench import answer, extract, oracle
+from beatrice.benchmarks.bench.commands import (
+    RowPrinter,
+    measure_fresh,
     peak_above,
+    take_turns,
 )
-from beatrice.benchmarks.bench.oracle import measure_written
 from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.cli import main
 from beatrice.extract.backbone.loading import Backbone, load_backbone
@@ -53,10 +32,10 @@ from beatrice.extract.signals.sequence import sequence_of
 from tests.process import forked
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
-TINY = BatchConfig(
+TINY = extract.BatchConfig(
     n_tokens=24, n_examples=2, n_read=12, vocab_size=97, d_model=64, n_layers=2
 )
-SMALL = LoopConfig(
+SMALL = extract.LoopConfig(
     n_examples=30,
     shortest=12,
     longest=24,
@@ -90,7 +69,7 @@ def test_no_peak_is_measured_if_none_can_be_started():
 
 
 def test_reading_and_the_bare_forward_run_on_the_same_batch():
-    bench = ReadingBench(TINY)
+    bench = extract.ReadingBench(TINY)
     assert bench.ids.shape == (2, 24)
     for sequence, ids in zip(bench.sequences, bench.ids, strict=True):
         assert sequence.ids.tolist() == ids.tolist()
@@ -99,20 +78,20 @@ def test_reading_and_the_bare_forward_run_on_the_same_batch():
 
 
 def test_hooks_on_transformers_read_the_same_or_are_not_timed():
-    bench = ReadingBench(TINY)
-    bench.require_same(Hooked(bench.model, bench.sequences))
+    bench = extract.ReadingBench(TINY)
+    bench.require_same(extract.Hooked(bench.model, bench.sequences))
     later = [
         dataclasses.replace(x, spans=x.spans + [[0, 1], [1, 0], [0, 0]])
         for x in bench.sequences
     ]
     with pytest.raises(ValueError, match="hooks and reader give different attn"):
-        bench.require_same(Hooked(bench.model, later))
+        bench.require_same(extract.Hooked(bench.model, later))
 
 
 def test_a_peak_is_measured_in_a_process_of_its_own():
     wide = dataclasses.replace(TINY, vocab_size=50000, n_tokens=512)
     # The bare forward holds all logits: 2 x 512 x 50000 floats.
-    assert measure_fresh("memory", measure_peak, wide, "bare") > 180
+    assert measure_fresh("memory", extract.measure_peak, wide, "bare") > 180
 
 
 def test_a_process_that_fails_says_why():
@@ -122,7 +101,7 @@ def test_a_process_that_fails_says_why():
 
 def test_without_a_gpu_no_gpu_row_is_planned():
     without, with_gpu = (
-        {(config.device, config.dtype) for config in batch_configs(has_gpu=has_gpu)}
+        {(x.device, x.dtype) for x in extract.batch_configs(has_gpu=has_gpu)}
         for has_gpu in (False, True)
     )
     assert without == {("cpu", "float32")}
@@ -159,7 +138,7 @@ def test_reading_and_extracting_use_the_same_batches():
             seen.append([id(item) for item in sequences])
             return super().start(sequences)
 
-    loop = StoreBench(Watched.for_config(backbone, SMALL.extract), SMALL)
+    loop = extract.StoreBench(Watched.for_config(backbone, SMALL.extract), SMALL)
     loop.read()
     alone, seen[:] = list(seen), []
     loop.extract()
@@ -168,7 +147,7 @@ def test_reading_and_extracting_use_the_same_batches():
 
 
 def test_a_small_and_a_large_model_are_measured_with_the_store():
-    small, large = measure_loops(1, is_small=True)
+    small, large = extract.measure_loops(1, is_small=True)
     assert small["model"] == "embedded" and small["tokens"] < large["tokens"]
     rates = ("with the store tokens/s", "reading tokens/s", "end to end / reading")
     assert min(row[rate] for row in (small, large) for rate in rates) > 0
@@ -184,17 +163,17 @@ def test_a_small_and_a_large_model_are_measured_with_the_store():
 def test_the_full_models_have_the_parameters_of_the_released_ones(
     name, n_parameters, gflop
 ):
-    model = full_model(name, "meta")
+    model = answer.full_model(name, "meta")
     counted = sum(p.numel() for p in model.parameters())
     assert counted == pytest.approx(n_parameters, rel=1e-3)
-    assert flops_per_token(model) / 1e9 == pytest.approx(gflop, rel=0.01)
+    assert extract.flops_per_token(model) / 1e9 == pytest.approx(gflop, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
 def test_small_models_of_the_same_types_are_measured(family):
     model = tiny_model(family).to(torch.bfloat16)
     sizes = dict(n_examples=2, n_tokens=24, n_batches=2)
-    row, loop, profile = measure_gpu(family, model, 1, 1e12, **sizes)
+    row, loop, profile = extract.measure_gpu(family, model, 1, 1e12, **sizes)
     assert row["share of the peak"] > 0 and row["time ratio"] > 0
     assert loop["end to end / reading"] > 0 and "aten::" in profile
 
@@ -202,14 +181,14 @@ def test_small_models_of_the_same_types_are_measured(family):
 def test_the_row_of_reading_comes_before_the_store_fails():
     model = tiny_model("gemma4").to(torch.bfloat16)
     sizes = dict(n_examples=2, n_tokens=24, n_batches=0)
-    rows = measure_gpu("gemma4", model, 1, 1e12, **sizes)
+    rows = extract.measure_gpu("gemma4", model, 1, 1e12, **sizes)
     assert next(rows)["reading s"] > 0
     with pytest.raises(ValueError, match="expected answers to read"):
         next(rows)
 
 
 def test_answering_and_reading_with_worked_examples_are_measured():
-    row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
+    row = extract.measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
     assert min(value for name, value in row.items() if "tokens/s" in name) > 0
     assert 0 < row["of them read"] <= row["tokens"]
 
@@ -226,7 +205,7 @@ def test_every_setting_has_a_row_with_all_ratios_above_zero():
 
 
 def test_a_warm_score_and_a_warm_answer_are_timed_against_the_model():
-    assert min(itertools.chain(*warm_ratios("embedded", 1))) > 0
+    assert min(itertools.chain(*answer.warm_ratios("embedded", 1))) > 0
 
 
 def test_a_failure_of_what_is_timed_is_reported():
@@ -242,13 +221,13 @@ def test_a_model_type_that_does_not_exist_is_wrong_usage(bench):
 
 
 def test_a_model_type_that_cannot_be_read_has_a_row_with_the_reason():
-    row = measure_written("mamba")
+    row = oracle.measure_written("mamba")
     assert row["read"] == "not at all" and "layout.py" in row["reason"]
     assert row["fp32"] is None
 
 
 def test_a_model_is_read_while_it_writes_as_exactly_as_it_repeats_itself():
-    row = measure_written("llama")
+    row = oracle.measure_written("llama")
     assert row["read"] == "while writing" and row["reason"] == ""
     exact = row["fp32"], row["fp32 of its own"]
     assert 0 < min(exact) < max(exact) < 1e-5 < row["bf16"] < 0.05
@@ -256,12 +235,12 @@ def test_a_model_is_read_while_it_writes_as_exactly_as_it_repeats_itself():
 
 @pytest.fixture(scope="module")
 def answer_bench():
-    return AnswerBench.of("embedded", "float32", "with_context")
+    return answer.AnswerBench.of("embedded", "float32", "with_context")
 
 
 def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench):
     """Plain generation multiplies one state of a row and step by the output matrix."""
-    counts = dict.fromkeys(WAYS, 0)
+    counts = dict.fromkeys(answer.WAYS, 0)
 
     def count(module, inputs, output):
         counts[way] += inputs[0][..., 0].numel()
@@ -275,7 +254,7 @@ def test_the_floor_computes_the_logits_of_all_tokens_that_are_read(answer_bench)
     # If 48 or more tokens precede a context, none of them is read.
     n_read = sum(len(prompt.ids) for prompt in prompts)
     n_read -= sum(start for start in starts if start >= 48)
-    assert counts["plain"] <= n_rows * CONFIG.max_new_tokens
+    assert counts["plain"] <= n_rows * answer.CONFIG.max_new_tokens
     # Steps at which a batch is split differ by those that run what was cut.
     assert abs(counts["floor"] - counts["plain"] - n_read) <= n_rows
 
@@ -295,12 +274,12 @@ def n_computed(backbone, run):
 def long_requests(backbone, n):
     """Return prompts whose beginning is shared, and so long that readers keep it."""
     n_words = backbone.layout.head.out_features
-    return random_requests(n_words, "closed_book", n, (64, 0, 9))
+    return answer.random_requests(n_words, "closed_book", n, (64, 0, 9))
 
 
 def test_a_later_turn_of_two_passes_computes_as_many_tokens_as_the_first(answer_bench):
     backbone = answer_bench.backbone
-    bench = AnswerBench(backbone, long_requests(backbone, 3))
+    bench = answer.AnswerBench(backbone, long_requests(backbone, 3))
     first, later = (
         n_computed(backbone, lambda: bench.run("two passes")) for _ in range(2)
     )
@@ -309,8 +288,8 @@ def test_a_later_turn_of_two_passes_computes_as_many_tokens_as_the_first(answer_
 
 def test_a_warm_score_computes_as_many_tokens_as_the_bare_forward(answer_bench):
     backbone = answer_bench.backbone
-    (answer,) = generate(backbone, long_requests(backbone, 1), CONFIG)
-    sequence, reader = sequence_of(answer), SignalReader(backbone)
+    (written,) = generate(backbone, long_requests(backbone, 1), answer.CONFIG)
+    sequence, reader = sequence_of(written), SignalReader(backbone)
     probe = SimpleNamespace(
         scorer=SimpleNamespace(
             probed=SimpleNamespace(backbone=backbone, reader=reader),
@@ -319,7 +298,7 @@ def test_a_warm_score_computes_as_many_tokens_as_the_bare_forward(answer_bench):
         score=lambda question, answer: reader.read([sequence]),
     )
     first, later = (
-        n_computed(backbone, partial(warm_ratio, probe, 2, is_first=is_first))
+        n_computed(backbone, partial(answer.warm_ratio, probe, 2, is_first=is_first))
         for is_first in (True, False)
     )
     # Both run once, and twice more in turns; later only the tokens read are computed.
@@ -329,8 +308,8 @@ def test_a_warm_score_computes_as_many_tokens_as_the_bare_forward(answer_bench):
 
 def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
     about = "embedded", "float32", "with_context"
-    peak = partial(measure_fresh, "a peak", measure_answer_peak, *about)
-    row = measure_setting(answer_bench, 1, peak)
+    peak = partial(measure_fresh, "a peak", answer.measure_peak, *about)
+    row = answer.measure_setting(answer_bench, 1, peak)
     assert row["setting"] == "with_context"
     ratios = [value for name, value in row.items() if "÷" in name]
     assert len(ratios) == 6 and min(ratios) > 0
@@ -342,7 +321,7 @@ def test_the_four_ways_of_a_setting_have_ratios_and_peaks(answer_bench):
 def test_every_row_of_a_gpu_has_a_ratio_and_a_peak():
     """Measure a small model on the host, as a large one is measured on a GPU."""
     sizes = {"n_requests": 2, "n_tokens": (8, 9, 7)}
-    rows = [*measure_model("small", tiny_model("gemma4"), 1, **sizes)]
+    rows = [*answer.measure_model("small", tiny_model("gemma4"), 1, **sizes)]
     assert [row["setting"] for row in rows] == [*SETTINGS]
     assert [row["prompt tokens"] for row in rows] == [2 * (8 + 7), 2 * (8 + 9 + 7)]
     for row in rows:
