@@ -74,7 +74,10 @@ def fit_calibrator(scores: np.ndarray, labels: np.ndarray) -> Calibrator:
     + 1), the midpoint of Wilson's interval of one standard error. All probabilities are
     clipped to the range of these values, so that ten right answers of ten do not give
     1.0, while levels with hundreds of rows hardly change. The paper has no such bound.
-    Scores and labels are `[n_examples]`.
+
+    Args:
+      scores: `[n_examples]`, higher means more likely correct.
+      labels: `[n_examples]` bool.
     """
     # Imported here: it takes a second to load, and most stages fit no map.
     from sklearn.isotonic import IsotonicRegression
@@ -182,8 +185,12 @@ def choose_calibrator(
     is the first of `MAPS` that loses at most two standard errors of the paired
     difference, by question, to the map of least log loss: rows that were used to choose
     the scorer would otherwise prefer the most flexible map. With too few answers or
-    questions to compare, it is the first map. Raw scores are in [0, 1], and labels of
-    both classes.
+    questions to compare, it is the first map.
+
+    Args:
+      raw: `[n]` scores in [0, 1].
+      labels: `[n]` bool, of both classes.
+      questions: `[n]` names; answers to one question share a fold.
     """
     raw, labels = _finite(raw), np.asarray(labels, bool)
     n_rarer = min(labels.sum(), (~labels).sum())
@@ -268,9 +275,13 @@ def ece(p_correct: np.ndarray, labels: np.ndarray) -> float:
 def ece_by_chance(p_correct: np.ndarray, questions: np.ndarray, seed: int = 0) -> float:
     """Return the 97.5 % quantile of the calibration error of perfectly calibrated P.
 
-    Even then a finite sample has an error above zero. Labels are drawn from P, `[n]`;
-    answers to one question share a random number, and so are right together if P
-    allows. There must be at least one answer.
+    Even then a finite sample has an error above zero. Labels are drawn from P; answers
+    to one question share a random number, and so are right together if P allows.
+
+    Args:
+      p_correct: `[n]` probabilities, at least one.
+      questions: `[n]` names.
+      seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)
     names, question = np.unique(questions, return_inverse=True)

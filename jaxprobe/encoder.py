@@ -69,9 +69,16 @@ def token_convolution(
 ) -> jax.Array:
     """Convolve over tokens with kernel size 3, as one matrix product.
 
-    Each gradient is one product as well; autodiff would pad and add instead. `x` is
-    `[d_in, n_span_tokens, n_examples]`, zero on padding, and `kernel` `[d_out, 3,
-    d_in]`; for `flag` see `materialize`.
+    Each gradient is one product as well; autodiff would pad and add instead.
+
+    Args:
+      x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
+      kernel: `[d_out, 3, d_in]`.
+      flag: see `materialize`.
+      matmul_dtype: see `jaxprobe.stored`.
+
+    Returns:
+      `[d_out, n_span_tokens, n_examples]`.
     """
     return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
 
@@ -147,9 +154,14 @@ token_convolution.defvjp(_token_convolution_forward, _token_convolution_backward
 
 
 def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return maximum and mean over the real tokens, `[2 * d, n_examples]`, or zeros.
+    """Return maximum and mean over the real tokens, concatenated; zeros if none is.
 
-    `x` is `[d, n_span_tokens, n_examples]`, zero on padding, and `mask` float32.
+    Args:
+      x: `[d, n_span_tokens, n_examples]`, zero on padding.
+      mask: `[n_span_tokens, n_examples]` float32.
+
+    Returns:
+      `[2 * d, n_examples]`.
     """
     count = mask.sum(axis=0)[None]
     highest = jnp.where(mask[None] > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
@@ -297,10 +309,16 @@ class SpanCNN(nn.Module):
         family_mask: jax.Array,
         key: jax.Array | RowKeys | None,
     ) -> jax.Array:
-        """Encode one span to `[2 * hidden, n_examples]`.
+        """Encode one span.
 
-        `projected` is `[n_families * projection, n_span_tokens, n_examples]`. `key` is
-        the seed of the dropout; None outside training.
+        Args:
+          projected: `[n_families * projection, n_span_tokens, n_examples]`.
+          mask: `[n_span_tokens, n_examples]` bool.
+          family_mask: `[n_families]` bool.
+          key: seed of the dropout; None outside training.
+
+        Returns:
+          `[2 * hidden, n_examples]`.
         """
         cfg = self.config
         flag = family_mask.any()

@@ -6,7 +6,8 @@ and the network starts at zero and learns the remainder. A regression has seen t
 labels of the training rows and would leave nothing there, so each training row instead
 has the logit of a regression that has not seen its question.
 
-A network is dropped unless it gains on the regression alone (`metrics.is_gain`).
+A network is dropped unless it ranks the validation answers better than the regression
+alone by more than chance explains (`jaxprobe.metrics.is_gain`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,9 +53,14 @@ def fit_linear(
 ) -> Regression:
     """Fit on training answers, with the penalty of the best validation AUROC.
 
-    Among equals it is the strongest penalty. Features are `[n_train, n_features]` and
-    `[n_validation, n_features]`; labels are True where the answer is correct.
-    `regression_of` returns an unfitted regression for an inverse penalty.
+    Among equals it is the strongest penalty.
+
+    Args:
+      train: `[n_train, n_features]`.
+      labels: `[n_train]`, True where the answer is correct.
+      valid: `[n_validation, n_features]`.
+      valid_labels: `[n_validation]`.
+      regression_of: returns an unfitted regression for an inverse penalty.
     """
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
@@ -75,8 +81,14 @@ def feature_scale(train: np.ndarray) -> Scale:
 
     On the training rows each scaled feature has mean 0 and variance 1 / width, so that
     the variances of a block sum to 1. One range of penalties then serves ten features
-    and ten thousand, and blocks can be concatenated. A feature that is constant on the
-    training rows, `[n_train, n_features]`, is only centred.
+    and ten thousand, and blocks can be concatenated.
+
+    Args:
+      train: `[n_train, n_features]` of the training rows; a feature that is constant
+        there is only centred.
+
+    Returns:
+      means and divisors, `[n_features]`, of the dtype of `train`.
     """
     # Double precision: in single precision the mean of equal values differs from them,
     # and the divisor would be that difference.
@@ -200,10 +212,13 @@ def _unseen_logits(
 def fit_linear_parts(
     train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
 ) -> LinearGrid:
-    """Fit the regressions of subsets of the families, given by their numbers.
+    """Fit the regressions of subsets of the families.
 
-    Penalties are chosen on `valid`. Training rows of one of the `questions`,
-    `[n_train]`, share a fold.
+    Args:
+      train: training rows.
+      valid: validation rows, on which each regression's penalty is chosen.
+      questions: `[n_train]`; rows of one question share a fold.
+      subsets: numbers of the subsets.
     """
     scales = [feature_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
@@ -295,8 +310,12 @@ def drop_networks_without_gain(
 ) -> TrainedMembers:
     """Zero the last layer of networks without a gain on their linear part (`is_gain`).
 
-    `logits` `[n_members, n_validation]` are of network and linear part together;
-    labels and questions are `[n_validation]`, as in `jaxprobe.metrics.auroc_gain`.
+    Args:
+      trained: members with their linear parts.
+      logits: `[n_members, n_validation]` of network and linear part together.
+      grid: the linear parts.
+      labels: `[n_validation]` bool.
+      questions: `[n_validation]`, see `jaxprobe.metrics.auroc_gain`.
     """
     linear = [grid.valid[member.subset] for member in trained.members]
     pairs = zip(logits, linear, strict=True)

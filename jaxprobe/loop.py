@@ -155,11 +155,16 @@ def start_fit(params: Params, config: TrainConfig, pack=ravel_pytree) -> FitStat
 def epoch_batches(
     key: jax.Array, weights: jax.Array, batch_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Shuffle rows of weights `[n_rows]` into batches; the last may hold fewer.
+    """Shuffle rows into batches.
 
-    Returned are row numbers `[n_steps, batch_size]`, and each row's share of its
-    batch's loss, `[n_steps, batch_size]`; shares sum to 1 per batch and are 0 on
-    padding.
+    Args:
+      key: key of the order.
+      weights: `[n_rows]` row weights.
+      batch_size: rows per batch; the last one may hold fewer.
+
+    Returns:
+      row numbers `[n_steps, batch_size]`, and each row's share of its batch's loss,
+      `[n_steps, batch_size]`; shares sum to 1 per batch and are 0 on padding.
     """
     n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
@@ -181,9 +186,14 @@ def take_steps(
 ) -> tuple[FitState, jax.Array]:
     """Take one member's steps on a group; return its state and the mean loss.
 
-    `loss` takes weights, the arrays of a microbatch, and its two keys; `batches` are
-    arrays `[n_steps, n_rows, ...]`. `pack` packs weights into few leaves, and returns
-    them and the inverse function: sixty leaves would take sixty small loops per step.
+    Args:
+      state: state before the steps.
+      loss: takes weights, the arrays of a microbatch, and its two keys.
+      batches: arrays `[n_steps, n_rows, ...]`.
+      keys: keys of the group.
+      config: the training protocol.
+      pack: packs weights into few leaves, and returns them and the inverse function.
+        Sixty leaves would take sixty small loops in every step.
     """
     packed, unpack = pack(state.params)
     shape = (len(batches[0]), config.microbatches())

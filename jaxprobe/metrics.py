@@ -22,9 +22,14 @@ from scipy.stats import t as student
 def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     """Return AUROC with half credit for ties; can be compiled and `vmap`ped.
 
-    Labels are 1 (correct) or 0, weights at least 0, where 0 leaves an example out; both
-    are float32 like the result, which is NaN if a class is missing, or if a score that
-    counts is NaN, which after sorting would look like a tie.
+    Args:
+      scores: `[n_examples]` float.
+      labels: `[n_examples]` float32, 1 correct and 0 incorrect.
+      weights: `[n_examples]` float32, at least 0; 0 leaves an example out.
+
+    Returns:
+      Scalar float32 in [0, 1]; NaN if a class is missing, or if a score that counts is
+      NaN, which after sorting would look like a tie.
     """
     order = jnp.argsort(scores)
     ordered = scores[order]
@@ -109,12 +114,14 @@ def auroc_gain(
     Biometrics 1988), summed over the rows of a question (Obuchowski, Biometrics 1997).
 
     Args:
-      scores: `[n_examples]` or `[n_seeds, n_examples]`, like `others`.
-      others: scores to compare with.
+      scores: `[n_examples]` or `[n_seeds, n_examples]`.
+      others: like `scores`.
       labels: `[n_examples]` bool, of both classes.
       questions: `[n_examples]`, equal for rows of one question, which count as one
-        piece of evidence; None if every row has its own. The error is NaN if a class
-        has only one question.
+        piece of evidence; None if every row has its own.
+
+    Returns:
+      the gain, and its standard error: NaN if a class has only one question.
     """
     ours, theirs = (_placements(x, labels) for x in (scores, others))
     gain = ours - theirs
@@ -251,8 +258,12 @@ def stratified_auroc(
     """Return AUROC within strata: the share of right-wrong pairs that rank correctly.
 
     Only pairs within a stratum count, so scores that only distinguish strata have one
-    half. Each pair counts once, ties half; a stratum of one class has no pair. All
-    arguments are `[n_examples]`; `strata` are equal for examples that are compared.
+    half. Each pair counts once, ties half; a stratum of one class has no pair.
+
+    Args:
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool.
+      strata: `[n_examples]`, equal for examples that are compared.
     """
     if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
@@ -308,9 +319,13 @@ def weighted_metrics(
     n_resamples]`. Sums of counts are exact up to 2**24. Other sums and quotients are
     rounded to float32: AUPRC is off by about 1e-6, and values are clipped to one.
 
-    Scores are finite, and weights `[n_examples, n_resamples]` float32, such as the
-    counts of `resamples`. Values are `[n_resamples]` float32 by the metric's name; NaN
-    if a resample lacks a class.
+    Args:
+      scores: `[n_examples]`, finite.
+      labels: `[n_examples]` bool.
+      weights: `[n_examples, n_resamples]` float32, such as the counts of `resamples`.
+
+    Returns:
+      `[n_resamples]` float32 by the metric's name; NaN if a resample lacks a class.
     """
     zeros = np.zeros((5, weights.shape[1]), np.float32)
     n_wrong, n_flagged, credit, precision, scratch = zeros
@@ -369,9 +384,14 @@ def resamples(
 ) -> Iterator[np.ndarray]:
     """Yield how often each example is drawn when whole clusters are resampled.
 
-    `clusters` `[n_examples]` are question identifiers, at least one. Counts are
-    `[n_examples, n]` float32, of some resamples at a time, in order: `n_weights` counts
-    at most, but at least those of 256 resamples.
+    Args:
+      clusters: `[n_examples]` question identifiers, at least one; the rows of a
+        question are drawn together.
+      config: number of resamples and seed.
+      n_weights: most counts in memory at once, but at least those of 256 resamples.
+
+    Yields:
+      `[n_examples, n]` float32 counts of some resamples, in order.
     """
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     n_clusters = int(cluster.max()) + 1
@@ -406,8 +426,13 @@ def wider_auprc_interval(
 
     The latter (Boyd, Eng and Page, ECML 2013) takes AUPRC as a share of the questions
     with a wrong answer, on the logit scale. With 10 right answers among 100, bootstrap
-    intervals covered the truth .81 of the time if AUROC is .8, .44 if it is .998. The
-    value may be a mean over seeds; labels are of both classes.
+    intervals covered the truth .81 of the time if AUROC is .8, .44 if it is .998.
+
+    Args:
+      draws: `[n_resamples]` of the value.
+      value: of the answers, or the mean over seeds.
+      labels: `[n_examples]` bool, of both classes.
+      questions: `[n_examples]`, see `auroc_gain`.
     """
     n = len(np.unique(questions[~labels]))
     share = min(max(value, 0.5 / n), 1 - 0.5 / n)  # at 0 and 1 the error is zero
@@ -421,7 +446,9 @@ def wider_auprc_interval(
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of `n` (Wilson, JASA 1927), also for 0 or 1.
 
-    The share may be a mean over seeds; `n` is at least 1.
+    Args:
+      share: in [0, 1]; may be a mean over seeds.
+      n: at least 1.
     """
     z2 = NormalDist().inv_cdf(0.975) ** 2 / n
     middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))

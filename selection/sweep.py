@@ -51,9 +51,15 @@ def sweep_layers(
 ) -> np.ndarray:
     """Fit a probe per layer and seed, all together; return their validation AUROC.
 
-    States `[n_train, n_layers + 1, d_model]`, and likewise of validation, are means
-    over the answer tokens; labels are bool. AUROCs are `[n_layers + 1, n_seeds]`; entry
-    0 is the embedding.
+    Args:
+      train_hidden: `[n_train, n_layers + 1, d_model]` means over the answer tokens.
+      train_labels: `[n_train]` bool.
+      valid_hidden: `[n_valid, n_layers + 1, d_model]`.
+      valid_labels: `[n_valid]` bool.
+      config: the training protocol.
+
+    Returns:
+      `[n_layers + 1, n_seeds]`; entry 0 is the embedding.
     """
     both_classes(train_labels, len(train_hidden), "training")
     both_classes(valid_labels, len(valid_hidden), "validation")
