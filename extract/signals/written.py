@@ -15,7 +15,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
@@ -271,16 +270,23 @@ class WrittenReader:
         """Return whether an answer was read while it was written."""
         return sequence_key(sequence) in self._signals
 
-    def start(self, sequences: list[TokenSequence]) -> SimpleNamespace:
+    def start(self, sequences: list[TokenSequence]) -> "_StartedBatch":
         """Begin to read the answers of a batch that have no signals, see `Reader`."""
         keys = list(map(sequence_key, sequences))
         pairs = zip(keys, sequences, strict=True)
         again = [sequence for key, sequence in pairs if key not in self._signals]
         started = self._reader().start(again) if again else None
+        return _StartedBatch(self._signals, keys, started)
 
-        def result() -> Iterator[Any]:
-            rest = iter(() if started is None else started.result())
-            for key in keys:
-                yield self._signals[key] if key in self._signals else next(rest)
 
-        return SimpleNamespace(result=result)
+class _StartedBatch(NamedTuple):
+    """A batch that has begun, some of whose answers are read again."""
+
+    signals: Mapping[str, Any]
+    keys: list[str]
+    started: Any  # the batch of answers that are read again; None if there are none
+
+    def result(self) -> Iterator[Any]:
+        again = iter(() if self.started is None else self.started.result())
+        for key in self.keys:
+            yield self.signals[key] if key in self.signals else next(again)
