@@ -70,7 +70,8 @@ def read_labelled(
     """Return a file's answers, labels and places, leaving out unlabelled answers.
 
     The file has any format that questions are read from. `note` is called with the
-    number of unlabelled answers and with the fields that are ignored.
+    numbers of answers without a label or with both, and with the fields that are
+    ignored.
     """
     rows, n_unlabelled, unread = [], 0, Counter[str]()
     for raw in read_raw(path, recognise(path)):
@@ -103,6 +104,12 @@ def read_labelled(
     if n_unlabelled:
         n = n_unlabelled + len(rows)
         note(f"answers without a label, left out: {n_unlabelled} of {n}")
+    labels: dict[Any, set[bool]] = {}
+    for given, label, _ in rows:
+        same = given.question, given.answer, given.context
+        labels.setdefault(same, set()).add(label)
+    if n_both := sum(len(x) > 1 for x in labels.values()):
+        note(f"answers labelled both right and wrong, with both labels used: {n_both}")
     if unread:
         names = ", ".join(f"{name!r} ({n})" for name, n in sorted(unread.items()))
         note(f"fields not read: {names}")

@@ -22,19 +22,25 @@ def a_row(label, **more):
     return {"question": "where?", "answer": "Rome", "label": label, **more}
 
 
-def test_labels_are_read_in_every_usual_spelling_and_unlabelled_rows_left_out(tmp_path):
+def test_labels_are_read_in_every_usual_spelling_and_missing_or_both_are_counted(
+    tmp_path,
+):
     rows = [a_row(written) for written, _ in KNOWN]
     notes = []
     read = read_labelled(write_lines(tmp_path / "l.jsonl", rows), notes.append)
     assert [label for _, label, _ in read] == [x for _, x in KNOWN if x is not None]
-    assert notes == ["answers without a label, left out: 7 of 23"]
+    assert notes == [
+        "answers without a label, left out: 7 of 23",
+        "answers labelled both right and wrong, with both labels used: 1",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize("labels", [[True, False, True], [1, 0, 1], [1, 0, None]])
 def test_a_table_written_by_pandas_keeps_its_labels(tmp_path, suffix, labels):
     path, notes = tmp_path / f"table.{suffix}", []
-    table = pd.DataFrame([a_row(label) for label in labels])
+    rows = [a_row(x, question=f"where {i}?") for i, x in enumerate(labels)]
+    table = pd.DataFrame(rows)
     write = table.to_csv if suffix == "csv" else table.to_parquet
     write(path, index=False)
     read = read_labelled(path, notes.append)
