@@ -561,7 +561,7 @@ def test_passages_are_not_taken_for_questions(record, kind, tmp_path):
         assert "holds passages" in report["error"] and kind in report["format"]
         assert report["container"] in ("json array", "table")
         assert report["records"] is None
-    path = pub.write_lines(tmp_path / "mixed", [plain(), record])
+    path = pub.write_lines(tmp_path / "mixed", [pub.hotpot(0), pub.hotpot(1), record])
     reason = inspect_file(path)["refusals"][0]["reason"]
     assert "is of another kind (passages" in reason and kind in reason
 
