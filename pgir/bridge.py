@@ -6,7 +6,8 @@ device, see `TorchForward`.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.prompts import GenerationConfig, Request, build_prompt
 from beatrice.extract.records import Answer, AnswerSpan, Setting
+from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import check_decoding, generate_and_read
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import (
@@ -28,6 +30,28 @@ from beatrice.pgir.forward import TorchForward
 from beatrice.pgir.warnings import differences
 
 MOST_ROWS = 256  # most answers that are encoded together
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def run_fitting(
+    work: Callable[[Sequence[Item]], Iterable[Value]],
+    batch: Sequence[Item],
+    fail: Callable[[Item, str], Value],
+) -> list[Value]:
+    """Return the value of each item of a batch, which `work` returns.
+
+    A batch with an item that does not fit in memory is run in halves; the value of that
+    item is `fail`'s, which is given the reason.
+    """
+    try:
+        return [*work(batch)]
+    except DoesNotFit as error:
+        if len(batch) == 1:
+            return [fail(batch[0], str(error))]
+    middle = len(batch) // 2
+    halves = batch[:middle], batch[middle:]
+    return [value for half in halves for value in run_fitting(work, half, fail)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ import msgspec
 from beatrice.extract.records import SETTINGS, Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
-from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.jaxprobe.scope import Decision
 from beatrice.pgir.arguments import (
     argument_error,
@@ -31,7 +30,7 @@ from beatrice.pgir.arguments import (
     as_texts,
 )
 from beatrice.pgir.asking import AnswerScorer, Score
-from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.bridge import ProbedBackbone, run_fitting
 from beatrice.pgir.controllers.loop import (
     Accept,
     Call,
@@ -189,11 +188,10 @@ class Gate:
         or the memory, or has a control token) gets no answer, and needs retrieval.
         """
         questions = as_texts(questions, "questions")
-        if not questions:
-            return []
         reasons = self.scorer.load_scorer().why_unasked(questions)
         fitting = [q for i, q in enumerate(questions) if i not in reasons]
-        answered = iter(self._answer(fitting) if fitting else ())
+        answer, fail = self.scorer.answer, lambda _, reason: Score(reason=reason)
+        answered = iter(run_fitting(answer, fitting, fail))
         scores = [
             Score(reason=reasons[i]) if i in reasons else next(answered)
             for i in range(len(questions))
@@ -209,16 +207,6 @@ class Gate:
             )
             for question, score in zip(questions, scores, strict=True)
         ]
-
-    def _answer(self, questions: Sequence[str]) -> list[Score]:
-        """Answer questions; one that does not fit in memory gets no answer."""
-        try:
-            return self.scorer.answer(questions)
-        except DoesNotFit as error:
-            if len(questions) == 1:
-                return [Score(reason=str(error))]
-        middle = len(questions) // 2  # halves keep most answers in large batches
-        return self._answer(questions[:middle]) + self._answer(questions[middle:])
 
     def should_retrieve(self, question: str) -> bool:
         """Return whether the closed-book answer to a question is not trusted."""

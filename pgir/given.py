@@ -156,11 +156,6 @@ class PromptTokens(Prompt):
     parts: list[TextPart]  # question and passages, or the whole of another prompt
 
     @property
-    def words(self) -> str:
-        """The texts of all parts, joined."""
-        return " ".join(part.text for part in self.parts)
-
-    @property
     def setting(self) -> Setting:
         """The setting: closed-book if no token belongs to a context."""
         has_context = self.context_span[0] < self.context_span[1]
@@ -346,20 +341,15 @@ def _prompt_from_template(
     tokenizer: Any, template: PromptTemplate, question: str, passages: Sequence[Passage]
 ) -> PromptTokens:
     prompt = build_prompt(tokenizer, template, question, passages)
-    texts = [("the question", question)]
+    texts = {"the question": question}
+    for i, passage in enumerate(passages, start=1):
+        texts[f"passage {i}"] = f"{passage.title} {passage.text}".strip()
     plain = {"add_special_tokens": False}
-    texts += [
-        (f"passage {i}", f"{passage.title} {passage.text}".strip())
-        for i, passage in enumerate(passages, start=1)
+    parts = [
+        TextPart(what, text, encode_text(tokenizer, f" {text}", **plain).ids)
+        for what, text in texts.items()
     ]
-    return PromptTokens(
-        **vars(prompt),
-        is_templates=True,
-        parts=[
-            TextPart(what, text, encode_text(tokenizer, f" {text}", **plain).ids)
-            for what, text in texts
-        ],
-    )
+    return PromptTokens(**vars(prompt), is_templates=True, parts=parts)
 
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # stands for a character with bytes still to come

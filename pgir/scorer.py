@@ -5,8 +5,8 @@ until they turn out not to, or until the answer has ended before them.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from beatrice.extract.generate.prompts import (
     apply_template,
 )
 from beatrice.extract.records import SETTINGS, Answer, Passage, Setting
-from beatrice.extract.signals.batch import DoesNotFit
 from beatrice.extract.signals.decode import WrittenToken, read_stepwise
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import reading_batches
@@ -39,7 +38,7 @@ from beatrice.pgir.asking import (
     Score,
     StreamedToken,
 )
-from beatrice.pgir.bridge import ProbedBackbone, Reading, emissions
+from beatrice.pgir.bridge import ProbedBackbone, Reading, emissions, run_fitting
 from beatrice.pgir.given import (
     HALF,
     AnswerToScore,
@@ -168,38 +167,36 @@ class Scorer(AnswerScorer):
 
     def answer_batch(self, questions: QuestionBatch) -> list[Score]:
         """Answer questions and return the answers' scores, each with its `text`."""
-        prompts, requests = self._requests(questions)
-        if not requests:
-            return []
-        for i, reason in self._overlong(questions, requests).items():
-            raise ValueError(f"{questions.name_of(i, len(requests))} {reason}")
-        is_alone = len(requests) == 1
+        requests = self._fitting_requests(questions)
+        sampling, is_alone = self._sampling(questions), len(requests) == 1
         scores: list[Score] = []
         for first in range(0, len(requests), _TOGETHER):
-            rows = slice(first, first + _TOGETHER)
-            pairs = list(zip(prompts[rows], requests[rows], strict=True))
-            scores += self._answer_group(pairs, self._sampling(questions), is_alone)
+            group = requests[first : first + _TOGETHER]
+            scores += self._answer_group(group, sampling, is_alone)
         return scores
 
     def _answer_group(
-        self,
-        pairs: Sequence[tuple[PromptTokens, Request]],
-        sampling: SamplingConfig,
-        is_alone: bool,
+        self, requests: Sequence[Request], sampling: SamplingConfig, is_alone: bool
     ) -> list[Score]:
         """Answer questions of one setting, keeping all their signals in memory."""
-        probed, setting = self.probed, pairs[0][1].setting
-        answers, reading = probed.answer_and_read([r for _, r in pairs], sampling)
-        with probed.lock:
-            inputs = [
-                self._written(*pair, answer)
-                for pair, answer in zip(pairs, answers, strict=True)
-            ]
+        answers, reading = self.probed.answer_and_read(requests, sampling)
+        return self._score_written(requests, answers, reading, is_alone)
+
+    def _score_written(
+        self,
+        requests: Sequence[Request],
+        answers: Sequence[Answer],
+        reading: Reading,
+        is_alone: bool,
+    ) -> list[Score]:
+        """Return the scores of answers that were read while they were written."""
+        with self.probed.lock:
+            inputs = list(map(self._written, requests, answers))
         scores: list[Score] = []
-        n = min(BATCH_SIZE, probed.rows_at_once(setting))
+        n = min(BATCH_SIZE, self.probed.rows_at_once(requests[0].setting))
         for first in range(0, len(inputs), n):
             batch, rows = inputs[first : first + n], reading.rows(first, n)
-            scores += self._score_batch(setting, batch, rows, is_alone=is_alone)
+            scores += self._score_batch(batch, rows, is_alone=is_alone)
         return [
             dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
             for score, prepared, answer in zip(scores, inputs, answers, strict=True)
@@ -211,50 +208,42 @@ class Scorer(AnswerScorer):
         reasons: dict[int, str] = {}
         for i, text in enumerate(questions):
             try:
-                batch = QuestionBatch(texts=[text])
-                for why in self._overlong(batch, self._requests(batch)[1]).values():
-                    reasons[i] = f"the question {why}"
+                self._fitting_requests(QuestionBatch(texts=[text]))
             except ValueError as error:
                 reasons[i] = str(error)
         return reasons
 
-    def _overlong(
-        self, questions: QuestionBatch, requests: Sequence[Request]
-    ) -> dict[int, str]:
+    def _fitting_requests(self, questions: QuestionBatch) -> list[Request]:
+        """Return the requests of questions; raise if one does not fit the window."""
+        requests = self._requests(questions)
         n_new = self._sampling(questions).max_new_tokens
-        return why_overlong(self.probed.backbone, requests, n_new)
+        overlong = why_overlong(self.probed.backbone, requests, n_new)
+        for i, reason in overlong.items():
+            raise ValueError(f"{questions.name_of(i, len(requests))} {reason}")
+        return requests
 
     def stream_question(
         self, questions: QuestionBatch, every: int | None
     ) -> Iterator[StreamedToken | Score]:
         """Answer one question token by token; see `stream`."""
-        (prompt,), (request,) = self._requests(questions)
-        for reason in self._overlong(questions, [request]).values():
-            raise ValueError(f"the question {reason}")
+        (request,) = self._fitting_requests(questions)
         if self.probed.why_read_again is not None:
             raise ValueError(
                 f"{self.probed.why_read_again}; use `answer`, which reads the whole "
                 "answer in a second pass"
             )
-        return self._stream(prompt, request, self._sampling(questions), every)
+        return self._stream(request, self._sampling(questions), every)
 
     def _stream(
-        self,
-        prompt: PromptTokens,
-        request: Request,
-        sampling: SamplingConfig,
-        every: int | None,
+        self, request: Request, sampling: SamplingConfig, every: int | None
     ) -> Iterator[StreamedToken | Score]:
         probed, setting = self.probed, request.setting
 
         def p_correct(answer: Answer, signals: AnswerSignals) -> float | None:
-            sequence = probed.sequence(request, answer)
-            prepared = ScoringInput(
-                prompt=prompt, answer=answer, pieces=(), sequence=sequence
-            )
+            prepared = self._written(request, answer, pieces=())
             if why_unreadable(probed.backbone, prepared) is not None:
                 return None
-            reading = probed.reading([signals], [sequence])
+            reading = probed.reading([signals], [prepared.sequence])
             scores = self._detect(setting, reading.features(setting))
             p = float(scores.p_correct[0])
             return p if np.isfinite(p) else None
@@ -262,11 +251,8 @@ class Scorer(AnswerScorer):
         answer, signals = yield from stream_tokens(
             probed, request, sampling, every, p_correct
         )
-        with probed.lock:
-            prepared = self._written(prompt, request, answer)
-            reading = probed.reading([signals], [prepared.sequence])
-            (score,) = self._score_batch(setting, [prepared], reading, is_alone=True)
-        yield dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
+        reading = probed.reading([signals], [probed.sequence(request, answer)])
+        yield from self._score_written([request], [answer], reading, is_alone=True)
 
     def _sampling(self, questions: QuestionBatch) -> SamplingConfig:
         """Return how tokens are chosen; what is not given is as in training."""
@@ -278,9 +264,7 @@ class Scorer(AnswerScorer):
             seed=questions.seed,
         )
 
-    def _requests(
-        self, questions: QuestionBatch
-    ) -> tuple[list[PromptTokens], list[Request]]:
+    def _requests(self, questions: QuestionBatch) -> list[Request]:
         probed = self.probed
         probed.backbone.require_unchanged()
         tokenizer = probed.backbone.tokenizer
@@ -304,20 +288,22 @@ class Scorer(AnswerScorer):
                 prompts.append(prompt)
         for prompt in prompts[:1]:
             self.require_head(prompt.setting)
-        return prompts, [
+        return [
             Request(str(i), prompt.setting, "original", prompt)
             for i, prompt in enumerate(prompts)
         ]
 
     def _written(
-        self, prompt: PromptTokens, request: Request, answer: Answer
+        self, request: Request, answer: Answer, pieces: tuple[str, ...] | None = None
     ) -> ScoringInput:
         """Return an answer that the model has just written, prepared for scoring."""
+        prompt, tokenizer = request.prompt, self.probed.backbone.tokenizer
+        assert isinstance(prompt, PromptTokens)  # of `_requests`
+        if pieces is None:
+            pieces = token_texts(tokenizer, answer.token_ids)
+        sequence = self.probed.sequence(request, answer)
         return ScoringInput(
-            prompt=prompt,
-            answer=answer,
-            pieces=token_texts(self.probed.backbone.tokenizer, answer.token_ids),
-            sequence=self.probed.sequence(request, answer),
+            prompt=prompt, answer=answer, pieces=pieces, sequence=sequence
         )
 
     def why_unreadable(
@@ -327,21 +313,18 @@ class Scorer(AnswerScorer):
         questions = QuestionBatch(
             texts=[question], contexts=[context] if context else None
         )
-        (prompt,), (request,) = self._requests(questions)
-        with self.probed.lock:
-            prepared = self._written(prompt, request, answer)
+        (request,) = self._requests(questions)
+        prepared = self._written(request, answer, pieces=())
         return why_unreadable(self.probed.backbone, prepared)
 
     def _unreadable(self, prepared: ScoringInput) -> Score | None:
         """Return a score without P if the answer cannot be scored, else None."""
         reason = why_unreadable(self.probed.backbone, prepared)
-        if reason is None:
-            return None
-        return _unknown(prepared, reason, self._warn_before(prepared))
+        return None if reason is None else self._unknown(prepared, reason)
 
-    def _warn_before(self, prepared: ScoringInput) -> Iterator[str]:
-        probed = self.probed
-        return warn_before(probed.detector, probed.trained, probed.backbone, prepared)
+    def _unknown(self, prepared: ScoringInput, reason: str) -> Score:
+        warnings = tuple(warn_before(self.probed, prepared))
+        return Score(reason=reason, warnings=warnings, tokens=prepared.pieces)
 
     def score_given(self, given: AnswerToScore) -> Score:
         """Return the score of an answer."""
@@ -395,6 +378,7 @@ class Scorer(AnswerScorer):
             for i, prepared in enumerate(inputs)
             if (unknown := self._unreadable(prepared)) is not None
         }
+        score = functools.partial(self._score_batch, is_alone=is_alone)
         for setting in OWN_PASS_HEADS:
             rows = [
                 i
@@ -406,26 +390,13 @@ class Scorer(AnswerScorer):
             for batch in reading_batches(sequences, probed.config.tokens_per_batch):
                 for first in range(0, len(batch), at_once):
                     chosen = [rows[j] for j in batch[first : first + at_once]]
-                    batch_inputs = [inputs[i] for i in chosen]
-                    done = self._score_fitting(setting, batch_inputs, is_alone)
+                    of_batch = [inputs[i] for i in chosen]
+                    done = run_fitting(score, of_batch, self._unknown)
                     scores |= zip(chosen, done, strict=True)
         return [scores[i] for i in range(len(inputs))]
 
-    def _score_fitting(
-        self, setting: Setting, inputs: Sequence[ScoringInput], is_alone: bool
-    ) -> list[Score]:
-        """Score a batch; an answer that does not fit in memory gets no P."""
-        try:
-            return [*self._score_batch(setting, inputs, is_alone=is_alone)]
-        except DoesNotFit as error:
-            if len(inputs) == 1:
-                return [_unknown(inputs[0], str(error), self._warn_before(inputs[0]))]
-        singles = [self._score_fitting(setting, [x], is_alone) for x in inputs]
-        return list(itertools.chain.from_iterable(singles))
-
     def _score_batch(
         self,
-        setting: Setting,
         inputs: Sequence[ScoringInput],
         reading: Reading | None = None,
         *,
@@ -436,9 +407,9 @@ class Scorer(AnswerScorer):
         An answer that the caller scores on its own keeps its signals, for `effects`.
         """
         probed, detector = self.probed, self.probed.detector
+        setting = inputs[0].prompt.setting
         if reading is None:
-            sequences = [prepared.sequence for prepared in inputs]
-            reading = probed.read_sequences(sequences)
+            reading = probed.read_sequences([prepared.sequence for prepared in inputs])
         features, name = reading.features(setting), OWN_PASS_HEADS[setting]
         scores = self._detect(setting, features)
         outside = warn_after(detector, features, setting)
@@ -447,9 +418,10 @@ class Scorer(AnswerScorer):
         for i, prepared in enumerate(inputs):
             path = reading.signals[i].path
             mixed = warn_of_path(probed.trained, setting, dtype, path)
-            warnings = [*self._warn_before(prepared), *mixed, *outside[i]]
+            warnings = [*warn_before(probed, prepared), *mixed, *outside[i]]
             if not np.isfinite(scores.raw[i]):
-                yield _unknown(prepared, REASONS["not_finite"], warnings)
+                reason, pieces = REASONS["not_finite"], prepared.pieces
+                yield Score(reason=reason, warnings=tuple(warnings), tokens=pieces)
                 continue
             p_correct = float(scores.p_correct[i])
             decision, reason = self._thresholds[name].decide(p_correct)
@@ -530,10 +502,6 @@ def _dtype(dtype: Any) -> Any:
     if isinstance(dtype, torch.dtype):
         return str(dtype).removeprefix("torch.")
     return dtype
-
-
-def _unknown(prepared: ScoringInput, reason: str, warnings: Iterable[str]) -> Score:
-    return Score(reason=reason, warnings=tuple(warnings), tokens=prepared.pieces)
 
 
 def stream_tokens(

@@ -23,6 +23,7 @@ from beatrice.pgir.given import ScoringInput
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
+    from beatrice.pgir.bridge import ProbedBackbone
 
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
 MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
@@ -195,11 +196,10 @@ def _other_prompt(trained: Provenance) -> str:
     return _warning("other_prompt", template=template, chat=chat)
 
 
-def warn_before(
-    detector: Detector, trained: Provenance, model: "Backbone", prepared: ScoringInput
-) -> Iterator[str]:
+def warn_before(probed: "ProbedBackbone", prepared: ScoringInput) -> Iterator[str]:
     """Yield the warnings for an answer that need no forward pass."""
-    prompt, tokenizer = prepared.prompt, model.tokenizer
+    trained, model, prompt = probed.trained, probed.backbone, prepared.prompt
+    tokenizer = model.tokenizer
     yield from differences(trained, model)
     if not prompt.is_templates:
         yield _other_prompt(trained)
@@ -212,7 +212,7 @@ def warn_before(
         for token in dict.fromkeys(specials.findall(text)):
             names = {"what": what, "token": repr(token), "model": model.name}
             yield _warning("special_token", **names)
-    longest = detector.banks[prompt.setting].lengths
+    longest = probed.detector.banks[prompt.setting].lengths
     lengths = np.diff(prepared.sequence.spans)[:, 0]
     for span, most in zip(SPANS[prompt.setting], longest, strict=True):
         if lengths[span] > most:
@@ -220,7 +220,7 @@ def warn_before(
     if prepared.answer.stop_id is None:
         yield _warning("cut", n=len(prepared.pieces))
     known = trained.scripts
-    counts = count_scripts(f"{prompt.words} {prepared.answer.text}")
+    counts = count_scripts(" ".join(part.text for part in prepared.parts))
     foreign = {script: n for script, n in counts.items() if script not in known}
     n_foreign = sum(foreign.values())
     if known and n_foreign > MOST_FOREIGN * counts.total():

@@ -23,11 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from beatrice.extract.generate.generator import (
-    Generated,
-    GeneratorPrompt,
-    SamplingConfig,
-)
+from beatrice.extract.generate.generator import Generated, GeneratorPrompt
 from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.generate.prompts import (
     Request,
@@ -43,7 +39,13 @@ from beatrice.extract.signals.decode import ReadingGenerator
 from beatrice.extract.signals.reader import AnswerSignals, SignalReader
 from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.arguments import argument_error
-from beatrice.pgir.bridge import MOST_ROWS, ProbedBackbone, Reading, emissions
+from beatrice.pgir.bridge import (
+    MOST_ROWS,
+    ProbedBackbone,
+    Reading,
+    emissions,
+    run_fitting,
+)
 from beatrice.pgir.controllers.loop import (
     VALUES,
     Call,
@@ -118,18 +120,9 @@ class BatchedService(Service):
             for first in range(0, len(places), size):
                 batch = places[first : first + size]
                 if not all(i in done for i in batch):
-                    values = self._in_halves([calls[i] for i in batch])
+                    served = [calls[i] for i in batch]
+                    values = run_fitting(self.values, served, lambda _, x: Failed(x))
                     yield list(zip(batch, values, strict=True))
-
-    def _in_halves(self, calls: Sequence[Call]) -> list[Any]:
-        """Return the values of a batch; a call that does not fit in memory fails."""
-        try:
-            return [*self.values(calls)]
-        except DoesNotFit as error:
-            if len(calls) == 1:
-                return [Failed(str(error))]
-        middle = len(calls) // 2
-        return self._in_halves(calls[:middle]) + self._in_halves(calls[middle:])
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -378,9 +371,7 @@ class AnswerService(Service):
         self._states: dict[tuple[int, ...], np.ndarray] = {}
         self._lasting: set[tuple[int, ...]] = set()  # prompts whose states are kept
         self._is_probing = False  # whether the states of all answers are kept
-        self._sampling = SamplingConfig(
-            max_new_tokens=probed.config.max_new_tokens, stop=probed.config.stop
-        )
+        self._sampling = probed.config.greedy
         self.generator = TransformersGenerator(
             backbone=probed.backbone, tokens_per_batch=probed.config.tokens_per_batch
         )
@@ -390,13 +381,11 @@ class AnswerService(Service):
 
         The last passages are left out until it fits the model's window; one is kept.
         """
-        setting = "with_context" if call.passages else "closed_book"
-        shown = call.passages
-        while True:
-            request = self._request(setting, call.text, shown)
-            if len(shown) <= 1 or self._why_too_long(request) is None:
-                return request, len(shown)
-            shown = shown[:-1]
+        request, n_shown = self._request(call.text, call.passages), len(call.passages)
+        while n_shown > 1 and self._why_too_long(request) is not None:
+            n_shown -= 1
+            request = self._request(call.text, call.passages[:n_shown])
+        return request, n_shown
 
     @property
     def _window(self) -> float:
@@ -440,10 +429,9 @@ class AnswerService(Service):
             f"has a window of {window}; give shorter passages, or use {other}"
         )
 
-    def _request(
-        self, setting: Setting, question: str, places: Sequence[int]
-    ) -> Request:
+    def _request(self, question: str, places: Sequence[int]) -> Request:
         """Return the prompt of a question with passages, escaped if necessary."""
+        setting: Setting = "with_context" if places else "closed_book"
         context = [self.passages[index] for index in places]
         try:
             return self.probed.requests(setting, [question], [context])[0]
@@ -484,18 +472,18 @@ class AnswerService(Service):
         failed: dict[int, Failed] = {}
         for i, call in enumerate(calls):
             try:
-                requests[i] = self.request(call)
-                reason = self._why_too_long(requests[i][0])
-            except ValueError as error:  # no prompt can hold the question
-                reason = str(error)
-            if reason is not None:
-                failed[i] = Failed(reason)
+                request, n_shown = self.request(call)
+                if (reason := self._why_too_long(request)) is not None:
+                    raise ValueError(reason)
+                requests[i] = request, n_shown
+            except ValueError as error:  # or no prompt can hold the question
+                failed[i] = Failed(str(error))
         if failed:
             yield list(failed.items())
         self._lasting = {
             r.prompt.ids for i, (r, _) in requests.items() if self._is_first(calls[i])
         }
-        places = [i for i in requests if i not in failed]
+        places = list(requests)
         finished = {at for at, i in enumerate(places) if i in done}
         generator = self.generator
         if self.is_read_at_once:
@@ -541,9 +529,8 @@ class AnswerService(Service):
         Probing-RAG needs the states of these, and of others that only it asks for.
         """
         search = Call("search", call.text, n=ControllerConfig().depth)
-        entry = self.journal.find(search) if call.passages else None
-        first = () if entry is None else entry.value[: len(call.passages)]
-        return call.passages == tuple(first)
+        ranking = entry.value if (entry := self.journal.find(search)) else ()
+        return call.passages == tuple(ranking[: len(call.passages)])
 
     @functools.cached_property
     def _reader(self) -> SignalReader:

@@ -129,8 +129,10 @@ def test_every_wrong_argument_is_refused_in_a_sentence_that_names_it(
      (QUESTION, 3), {"question": QUESTION}],
 )  # fmt: skip
 def test_a_wrong_row_has_an_error_in_its_place(scorer, row):
-    (score,) = scorer.score_many([row])
+    before, score, after = scorer.score_many([ROW, row, ROW])
     assert score.decision == "unknown" and str(score) == f"error: {score.error}"
+    assert score.error == score.reason and score.p_correct is None
+    assert before == after and before.error is None
 
 
 @pytest.mark.parametrize(

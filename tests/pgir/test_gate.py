@@ -23,7 +23,7 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.stages import change_settings
-from beatrice.jaxprobe.scope import Evidence, Validation, certified
+from beatrice.jaxprobe.scope import Validation, certified
 from beatrice.pgir.controllers.loop import Call
 from beatrice.pgir.controllers.waves import (
     AnswerService,
@@ -49,8 +49,15 @@ from beatrice.pgir.scorer import Scorer
 from beatrice.pgir.stages import CONTROL, JUDGES, ControlConfig, record_retrieval
 from tests.extract.signals.test_full_device import room_for
 from tests.extract.small_run import beatrice, make_run
-from tests.pgir.small import PASSAGE, QUESTION, make_detector, reply
-from tests.pgir.test_scorer import CHAT
+from tests.pgir.small import (
+    PASSAGE,
+    QUESTION,
+    answering_of,
+    input_shapes,
+    make_detector,
+    reply,
+)
+from tests.pgir.test_scorer import CHAT, FEW, scorer_with_head
 from tests.process import ROOT, forked
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -73,61 +80,54 @@ def test_a_draft_is_the_models_answer_and_stands_at_or_above_the_threshold(score
     expected = [scorer.score(d.question, d.answer).p_correct for d in drafts]
     assert [d.p_correct for d in drafts] == pytest.approx(expected, abs=1e-5)
     assert strict(scorer).draft([]) == []
-    p_correct = drafts[0].p_correct
+    p_correct = scorer.answer(QUESTION).p_correct
     assert not Gate(scorer, p_correct).should_retrieve(QUESTION)
     assert Gate(scorer, p_correct + 1e-4).should_retrieve(QUESTION)
 
 
 def test_an_empty_draft_is_never_trusted(probed, scorer):
-    (score,) = scorer.answer([QUESTION])
-    config = dataclasses.replace(probed.config, stop=(score.text[0],))
-    gate = lenient(Scorer(probed.backbone, probed.detector, config))
-    (empty,) = gate.draft([QUESTION])
-    assert (empty.answer, empty.decision) == ("", "distrust") and empty.p_correct > 0
-    assert gate.keep(empty, ANSWER, [PASSAGE]).answer == ANSWER
-
-
-def test_pgir_accepts_no_empty_draft(probed, scorer):
-    closed_book = scorer.answer(QUESTION).text
-    config = dataclasses.replace(probed.config, stop=(closed_book[0],))
+    config = dataclasses.replace(probed.config, stop=(scorer.answer(QUESTION).text[0],))
     cut = Scorer(probed.backbone, probed.detector, config)
-    assert cut.answer(QUESTION).text == "" != cut.answer(QUESTION, [PASSAGE]).text
+    (empty,) = lenient(cut).draft([QUESTION])
+    assert (empty.answer, empty.decision) == ("", "distrust") and empty.p_correct > 0
+    assert lenient(cut).keep(empty, ANSWER, [PASSAGE]).answer == ANSWER
     (grounded,) = run_pgir(cut, [QUESTION], finding(), threshold=1e-6)
-    assert grounded.is_trusted and (grounded.n_generations, grounded.reason) == (
-        2,
-        None,
-    )
-    assert grounded.answer == cut.answer(QUESTION, [PASSAGE]).text
+    assert grounded.answer == cut.answer(QUESTION, [PASSAGE]).text != ""
+    assert grounded.is_trusted and grounded.n_generations == 2
     (empty,) = run_pgir(cut, [QUESTION], Fixed(lambda q, n: [[]]), threshold=1e-6)
     assert (empty.answer, empty.p_correct, empty.is_trusted) == ("", None, False)
-    assert empty.reason == "the model's answer is empty"
+    assert (empty.reason, grounded.reason) == ("the model's answer is empty", None)
 
 
-def test_an_overlong_question_goes_to_retrieval_and_affects_no_other(scorer):
-    gate, long = lenient(scorer), "who is " * 600
-    short, overlong = gate.draft([QUESTION, long])
-    assert [short] == gate.draft([QUESTION]) and not short.retrieve
-    assert overlong.retrieve and (overlong.answer, overlong.p_correct) == ("", None)
-    assert "has a window of 512; give a shorter question" in overlong.reason
-    assert gate.keep(overlong, ANSWER, [PASSAGE]).answer == ANSWER
-    with pytest.raises(ValueError, match="^question 2 of 2 needs .* shorter question$"):
-        scorer.answer([QUESTION, long])
+BAD = {
+    "": "is empty",
+    "what is <s>?": "the text holds '<s>'.* take it out",
+    "who is " * 600: "has a window of 512; give a shorter question",
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_question_no_prompt_can_hold_goes_to_retrieval_and_affects_no_other(
+    scorer, bad
+):
+    gate, questions = lenient(scorer), [QUESTION, bad, OTHER]
+    first, wrong, last = gate.draft(questions)
+    assert [first, last] == gate.draft([QUESTION, OTHER]) and not first.retrieve
+    assert wrong.retrieve and (wrong.answer, wrong.p_correct) == ("", None)
+    assert re.search(BAD[bad], wrong.reason)
+    assert gate.keep(wrong, ANSWER, [PASSAGE]).answer == ANSWER
+    with pytest.raises(ValueError, match=f"^question 2 of 3.* {BAD[bad]}"):
+        scorer.answer(questions)
+    first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
+    expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
+    assert [first, last] == expected and first.error is None
+    assert (wrong.question, wrong.answer, wrong.n_generations) == (bad, None, 0)
+    assert re.search(BAD[bad].partition(";")[0], wrong.error)
+
+
+def test_a_question_whose_passages_do_not_fit_is_refused_in_a_sentence(scorer):
     with pytest.raises(ValueError, match="^the question needs .* shorter passages$"):
         scorer.answer(QUESTION, [PASSAGE * 90])
-
-
-def test_a_question_no_prompt_can_hold_goes_to_retrieval_and_affects_no_other(scorer):
-    gate, control = (
-        lenient(scorer),
-        f"what is {scorer.probed.backbone.tokenizer.bos_token}?",
-    )
-    first, empty, spelled, last = gate.draft([QUESTION, "", control, OTHER])
-    assert [first, last] == gate.draft([QUESTION, OTHER])
-    for draft, reason in ((empty, "is empty"), (spelled, "take it out")):
-        assert draft.retrieve and (draft.answer, draft.p_correct) == ("", None)
-        assert reason in draft.reason
-    with pytest.raises(ValueError, match="^question 2 of 2: the text holds '<s>'"):
-        scorer.answer([QUESTION, control])
 
 
 def test_a_missing_chat_template_is_one_error_and_not_a_reason_per_draft(probed):
@@ -138,16 +138,6 @@ def test_a_missing_chat_template_is_one_error_and_not_a_reason_per_draft(probed)
         lenient(scorer).draft([QUESTION])
     with pytest.raises(ValueError, match="chat template"):
         run_pgir(scorer, [QUESTION], finding(), threshold=0.5)
-
-
-@pytest.mark.parametrize("bad", ["", "what is <s>?", "who is " * 600])
-def test_a_question_that_no_prompt_can_hold_has_an_error_in_its_place(scorer, bad):
-    questions = [QUESTION, bad, OTHER]
-    first, wrong, last = run_pgir(scorer, questions, finding(), threshold=0.5)
-    expected = run_pgir(scorer, [QUESTION, OTHER], finding(), threshold=0.5)
-    assert [first, last] == expected and first.error is None
-    assert (wrong.question, wrong.answer, wrong.n_generations) == (bad, None, 0)
-    assert re.search("is empty|take it out|has a window", wrong.error)
 
 
 def test_an_answer_too_long_to_be_read_again_fails_only_its_question(probed):
@@ -175,23 +165,19 @@ def test_an_answer_too_long_to_be_read_again_fails_only_its_question(probed):
     ],
 )
 def test_a_prompt_too_large_for_the_device_fails_only_its_question(scorer, ask, why):
-    questions, sizes = [f"where is Guzolt {i}?" for i in range(40)], []
+    questions = [f"where is Guzolt {i}?" for i in range(40)]
     expected = [result.answer for result in ask(scorer, questions)]
     questions[7] = "who is " * 30
-    decoder = scorer.probed.backbone.layout.decoder
     with (
         room_for(scorer.probed.backbone, n_tokens=60),
-        decoder.register_forward_pre_hook(
-            lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])),
-            with_kwargs=True,
-        ),
+        input_shapes(scorer.probed.backbone) as shapes,
     ):
         results = ask(scorer, questions)
     failed = results.pop(7)
     assert not failed.answer and getattr(failed, "retrieve", True)
     assert "does not fit in the device" in getattr(failed, why)
     assert [result.answer for result in results] == expected[:7] + expected[8:]
-    assert max(sizes) >= 20  # others are still answered together
+    assert max(shapes)[0] >= 20  # others are still answered together
 
 
 def test_a_gate_decides_alike_after_copying_or_pickling():
@@ -256,13 +242,6 @@ def test_the_first_answer_that_stands_is_kept_or_else_the_better_one(
     assert best.is_trusted == (best.decision == "trust") and best.reason is None
 
 
-@pytest.mark.parametrize("p_correct", [0.1, None])
-def test_a_blank_grounded_answer_is_never_kept(scorer, p_correct):
-    best = strict(scorer).keep(draft(p_correct), " \n", [PASSAGE])
-    assert (best.answer, best.p_correct, best.is_grounded) == ("own", p_correct, False)
-    assert "the grounded answer is empty" in best.reason
-
-
 def test_only_a_grounded_answer_that_could_not_be_read_gives_a_reason(scorer):
     gate = strict(scorer)
     long, worse = (
@@ -276,14 +255,19 @@ def test_only_a_grounded_answer_that_could_not_be_read_gives_a_reason(scorer):
 
 
 @pytest.mark.parametrize(
-    ("grounded", "reason"),
-    [(f"{ANSWER}</s>", "'</s>'"), (f"{ANSWER}\ud800", "lone surrogate")],
+    ("p_correct", "grounded", "reason"),
+    [
+        (0.1, " \n", "the grounded answer is empty"),
+        (None, " \n", "the grounded answer is empty"),
+        (0.1, f"{ANSWER}</s>", "'</s>'"),
+        (0.1, f"{ANSWER}\ud800", "lone surrogate"),
+    ],
 )
 def test_a_grounded_answer_that_cannot_be_scored_leaves_the_draft(
-    scorer, grounded, reason
+    scorer, p_correct, grounded, reason
 ):
-    kept = strict(scorer).keep(draft(0.1), grounded, [PASSAGE])
-    assert (kept.answer, kept.p_correct, kept.is_grounded) == ("own", 0.1, False)
+    kept = strict(scorer).keep(draft(p_correct), grounded, [PASSAGE])
+    assert (kept.answer, kept.p_correct, kept.is_grounded) == ("own", p_correct, False)
     assert reason in kept.reason
 
 
@@ -312,16 +296,10 @@ def test_without_a_threshold_the_probes_own_decisions_hold():
 
 
 def test_a_probe_fitted_on_too_few_answers_needs_a_threshold_and_warns(probed):
-    few = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
     p = np.linspace(0, 1, 100)
-    head = dataclasses.replace(
-        probed.detector.heads["closed_book"],
-        evidence=few,
-        validation=Validation(p, p > 0.5),  # enough to certify a threshold, by luck
-    )
-    detector = dataclasses.replace(probed.detector, heads={"closed_book": head})
-    doubtful = Scorer(probed.backbone, detector)
-    assert certified(head.validation, 0.9).trust.p_correct is not None
+    validation = Validation(p, p > 0.5)  # enough to certify a threshold, by luck
+    doubtful = scorer_with_head(probed, evidence=FEW, validation=validation)
+    assert certified(validation, 0.9).trust.p_correct is not None
     assert doubtful.thresholds("closed_book").trust.p_correct is None
     with pytest.raises(ValueError, match="too few to trust.* fit it on more answers"):
         Gate(doubtful)
@@ -505,8 +483,7 @@ def test_the_tokenizer_is_used_only_under_its_models_lock(scorer):
     assert result.n_generations > 1 and result.error is None
     chat = [{"role": "user", "content": QUESTION}]
     assert list(alone.stream(messages=chat, every=1))
-    passages = [Passage(title="", text=text) for text in (PASSAGE, PASSAGE * 90)]
-    answering = AnswerService(alone.probed, passages, CallJournal(None, ""))
+    answering = answering_of(alone.probed, PASSAGE, PASSAGE * 90)
     assert answering.fitting(QUESTION, [0, 1]) == (0,)
     model = LanguageModel("embedded")
     model.backbone = guarded(model.backbone)
@@ -725,8 +702,7 @@ def judging_of(probed):
     """Return judges of an answer whose prompt held only one of its two passages."""
     journal, call = CallJournal(None, ""), Call("answer", QUESTION, (0, 1))
     journal.add("one", [call], [reply("a", n_shown=1)], 0.0)
-    passages = [Passage(title="", text=text) for text in ("shown", "dropped")]
-    return JudgeService(AnswerService(probed, passages, journal))
+    return JudgeService(answering_of(probed, "shown", "dropped", journal=journal))
 
 
 def test_verdicts_of_two_judges_are_separate_and_finished_calls_are_skipped(probed):

@@ -29,7 +29,7 @@ from beatrice.pgir.warnings import REASONS, WARNINGS
 from tests.extract.generate.test_local import byte_fallback
 from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import KNOWN, wide_scope
-from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector
+from tests.pgir.small import LAYER, PASSAGE, QUESTION, make_detector, retrained
 from tests.process import ROOT
 
 ANSWER = "Guzolt Falls"
@@ -58,13 +58,12 @@ def chatting(probed):
     tokenizer = copy.deepcopy(probed.backbone.tokenizer)
     tokenizer.chat_template = CHAT
     backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
-    trained = dataclasses.replace(probed.trained, prompt=PromptConfig(chat=True))
-    detector = dataclasses.replace(probed.detector, provenance=trained)
-    return ProbedBackbone(backbone, detector)
+    return ProbedBackbone(
+        backbone, retrained(probed.detector, prompt=PromptConfig(chat=True))
+    )
 
 
-def test_a_score_has_a_one_line_repr_and_html_that_shows_tokens_effects_on_p():
-    scorer = beatrice.load("embedded").scorer
+def test_a_score_has_a_one_line_repr_and_html_that_shows_tokens_effects_on_p(scorer):
     score = scorer.score(QUESTION, ANSWER)
     words = f"{ANSWER!r}: P(correct) {score.p_correct:.3f}, {score.decision}"
     assert repr(score) == f"Score({words})"
@@ -85,10 +84,8 @@ def test_a_score_has_a_one_line_repr_and_html_that_shows_tokens_effects_on_p():
 @pytest.mark.parametrize("span", ["emitting", "literal"])
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
 def test_an_effect_is_how_much_p_falls_without_the_signals_of_a_token(passages, span):
-    probed = beatrice.load("embedded").scorer.probed  # the fixture's P has 2 steps
-    trained = dataclasses.replace(probed.trained, answer_span=span)
-    detector = dataclasses.replace(probed.detector, provenance=trained)
-    scorer = Scorer(probed.backbone, detector)
+    probed = beatrice.load("embedded").scorer.probed  # linear: no token has neighbours
+    scorer = Scorer(probed.backbone, retrained(probed.detector, answer_span=span))
     probed, score = scorer.probed, scorer.score(QUESTION, ANSWER, passages)
     setting, head = "closed_book", "closed_book"
     if passages:
@@ -434,7 +431,7 @@ def test_many_scores_equal_those_computed_one_by_one(scorer):
     rows = list(mixed_rows(40))
     for score, row in zip(scorer.score_many(rows), rows, strict=True):
         alone = scorer.score(**row)
-        # Sums of float32 in another order; no isotonic step of this detector is close.
+        # Sums of float32 in another order.
         assert score.raw == pytest.approx(alone.raw, abs=1e-5)
         assert score.p_correct == pytest.approx(alone.p_correct, abs=1e-5)
         assert score.tokens == alone.tokens
@@ -447,9 +444,7 @@ def test_many_scores_equal_those_computed_one_by_one(scorer):
 def test_log_probabilities_are_those_of_the_untouched_model(probed, prompt):
     import torch
 
-    trained = dataclasses.replace(probed.trained, prompt=prompt)
-    detector = dataclasses.replace(probed.detector, provenance=trained)
-    scorer = Scorer(probed.backbone, detector)
+    scorer = Scorer(probed.backbone, retrained(probed.detector, prompt=prompt))
     score = scorer.score(QUESTION, ANSWER)
     sequence = prepared_of(scorer.probed, question=QUESTION, answer=ANSWER).sequence
     with torch.no_grad():
@@ -459,16 +454,6 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, prompt):
     expected = rows[torch.arange(n), torch.from_numpy(sequence.ids)[-n:]]
     np.testing.assert_allclose(score.log_probs, expected.numpy(), atol=1e-4)
     assert "".join(score.tokens) == f" {ANSWER}"
-
-
-def test_a_bad_row_among_many_has_an_error_in_its_place(scorer):
-    bad = {"question": QUESTION, "answer": " "}
-    scores = scorer.score_many([*mixed_rows(2), bad, *mixed_rows(1)])
-    assert [score.error is None for score in scores] == [True, True, False, True]
-    assert scores[2].p_correct is None and scores[2].decision == "unknown"
-    assert scores[2].error == scores[2].reason and "is empty" in scores[2].error
-    assert scores[3].raw == pytest.approx(scores[0].raw, abs=1e-5)
-    assert "error" in scores[2].as_json() and "error" not in scores[0].as_json()
 
 
 def test_a_row_too_large_for_the_device_costs_no_other_row_its_score(probed, scorer):
@@ -515,6 +500,9 @@ def test_eight_threads_get_the_same_scores_as_one(scorer):
     )
 
 
+FEW = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
+
+
 def scorer_with_head(probed, precision=None, **changes):
     """Return a scorer with the same backbone and another closed-book head."""
     head = dataclasses.replace(probed.detector.heads["closed_book"], **changes)
@@ -529,9 +517,8 @@ def scoped(probed, **changes):
     scope = wide_scope(bank.dims.total)._replace(limits=np.zeros(4), **changes)
     bank = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
     banks = {**probed.detector.banks, "with_context": bank}
-    trained = dataclasses.replace(probed.trained, scripts=("LATIN",))
-    detector = dataclasses.replace(probed.detector, banks=banks, provenance=trained)
-    return Scorer(probed.backbone, detector)
+    detector = dataclasses.replace(probed.detector, banks=banks)
+    return Scorer(probed.backbone, retrained(detector, scripts=("LATIN",)))
 
 
 def test_only_signals_outside_the_range_of_training_get_a_warning(probed):
@@ -559,13 +546,6 @@ def test_words_in_a_new_script_get_a_warning_and_a_single_letter_does_not(probed
     assert warnings[0] == [] and "are CYRILLIC" in warnings[1][0]
 
 
-def test_a_cut_answer_gets_a_warning_and_a_whole_one_does_not():
-    probe = beatrice.load("embedded")
-    cut, whole = (probe.answer(QUESTION, max_new_tokens=n) for n in (1, 32))
-    assert any("cut answer: it has 1 tokens" in warning for warning in cut.warnings)
-    assert not any("cut answer" in warning for warning in whole.warnings)
-
-
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])
 def test_reading_in_a_second_pass_gets_a_warning_if_the_dtype_rounds(dtype, n):
     probe = beatrice.load("embedded", dtype=dtype, strict=False)
@@ -591,10 +571,8 @@ def test_of_answers_written_together_only_those_read_again_get_a_warning():
 def test_an_answer_whose_states_overflow_has_no_p_and_affects_no_other(probed):
     model = copy.deepcopy(probed.backbone.model)
     backbone = Backbone.from_model(model, probed.backbone.tokenizer)
-    detector = make_detector(backbone)
     stored_as = ("bfloat16", *["float32"] * 3)  # as `fit` stores them
-    trained = dataclasses.replace(detector.provenance, stored_as=stored_as)
-    scorer = Scorer(backbone, dataclasses.replace(detector, provenance=trained))
+    scorer = Scorer(backbone, retrained(make_detector(backbone), stored_as=stored_as))
     rows = [(QUESTION, ANSWER)] * 2
     _, expected = scorer.score_many(rows)
 
@@ -639,8 +617,7 @@ def test_decisions_follow_the_precision_that_the_caller_asks_for(probed):
 
 
 def test_a_detector_trained_on_two_right_answers_trusts_nothing_and_warns(probed):
-    evidence = Evidence(train=(2, 60), validation=(1, 30), auroc=(0.4, 0.99))
-    score = score_with_p(probed, 0.9, evidence)
+    score = score_with_p(probed, 0.9, FEW)
     assert score.decision == "unknown" and score.p_correct == 0.9
     assert score.reason == score.warnings[0]
     assert "too few to trust: 2 right and 60 wrong training answers" in score.reason
@@ -648,17 +625,13 @@ def test_a_detector_trained_on_two_right_answers_trusts_nothing_and_warns(probed
     assert score.decision == "trust" and not any("few" in w for w in score.warnings)
 
 
-def test_the_page_of_warnings_lists_exactly_the_warnings_of_the_code():
+def test_the_page_of_warnings_lists_exactly_the_warnings_and_doubts_of_the_code():
     text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^### (\w+)\n\n> (.*)$", text, re.MULTILINE))
     assert listed == WARNINGS | REASONS
     for section in text.split("### ")[1:]:
         for words in ("**Meaning.**", "**Cause.**", "**What to do.**"):
             assert words in section
-
-
-def test_the_page_of_warnings_quotes_both_doubts_about_a_probe():
-    text = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
     few = Evidence(train=(2, 60), validation=(20, 30), auroc=(0.6, 0.9))
     chance = Evidence(train=(20, 60), validation=(20, 30), auroc=(0.4, 0.8))
     for evidence in (few, chance):
@@ -682,9 +655,6 @@ def test_a_score_without_its_signals_loses_only_its_effects(scorer):
     light = dataclasses.replace(score, masked=None)
     assert light == score and light.as_json() == score.as_json()
     assert score.effects and light.effects == ()
-
-
-def test_scores_of_many_rows_keep_no_signals_even_from_batches_of_one(scorer):
-    row = {"question": QUESTION, "answer": ANSWER}
+    row = {"question": QUESTION, "answer": ANSWER}  # among many rows, even if alone
     many = [*scorer.score_many(list(mixed_rows(3)), 1), *scorer.score_many([row])]
     assert [score.masked for score in many] == [None] * 4
