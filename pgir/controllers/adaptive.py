@@ -139,27 +139,35 @@ def neighbours_of(
     )
 
 
+def _tune_router(
+    session: Session,
+    name: str,
+    grid: Sequence[Any],
+    route: Callable[[Any, QuestionVectors], Sequence[Strategy]],
+) -> None:
+    """Tune a rival whose setting gives every question, by its vector, a strategy."""
+    ids = [example.id for example in session.examples]
+    vectors = session.encoder()([example.question for example in session.examples])
+    routes = {x: dict(zip(ids, route(x, vectors), strict=True)) for x in grid}
+
+    def plan(setting: Any, example: Example) -> Plan[str]:
+        strategy = routes[setting][example.id]
+        return adaptive_rag(example.question, strategy, session.config)
+
+    session.tune(name, grid, plan)
+
+
 @rival("skr")
 def run_skr(session: Session) -> None:
     """Learn from training questions, choose k on validation, and run."""
-    without, with_passages = (
-        right_of(session.training, done) for done in session.outcomes
-    )
+    without, once = (right_of(session.training, done) for done in session.outcomes)
     questions = [example.question for example in session.training]
-    encoder = session.encoder()
-    index = neighbours_of(questions, without, with_passages, encoder)
-    ids = [example.id for example in session.examples]
-    new = encoder([example.question for example in session.examples])
-    votes = {
-        k: dict(zip(ids, index.retrieves(new, k).tolist(), strict=True))
-        for k in NEIGHBOURS
-    }
+    index = neighbours_of(questions, without, once, session.encoder())
 
-    def plan(k: int, example: Example) -> Plan[str]:
-        strategy = "B" if votes[k][example.id] else "A"
-        return adaptive_rag(example.question, strategy, session.config)
+    def route(k: int, vectors: QuestionVectors) -> list[Strategy]:
+        return ["B" if votes else "A" for votes in index.retrieves(vectors, k)]
 
-    session.tune("skr", NEIGHBOURS, plan)
+    _tune_router(session, "skr", NEIGHBOURS, route)
 
 
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's comes first
@@ -257,20 +265,13 @@ def run_adaptive(session: Session) -> None:
     labelled += bias_labels(session.unanswered)
     if not labelled:  # no answer was ever right: retrieve once, which is cheap
         labelled = [(example, SINGLE_HOP) for example in training]
-    encoder = session.encoder()
-    vectors = encoder([example.question for example, _ in labelled])
+    vectors = session.encoder()([example.question for example, _ in labelled])
     labels = [label for _, label in labelled]
-    ids = [example.id for example in session.examples]
-    new = encoder([example.question for example in session.examples])
-    chosen: dict[float, dict[str, Strategy]] = {}
-    for strength in STRENGTHS:
-        strategies = fit_router(vectors, labels, strength).predict(new).tolist()
-        chosen[strength] = dict(zip(ids, strategies, strict=True))
 
-    def plan(strength: float, example: Example) -> Plan[str]:
-        return adaptive_rag(example.question, chosen[strength][example.id], shared)
+    def route(strength: float, new: QuestionVectors) -> list[Strategy]:
+        return fit_router(vectors, labels, strength).predict(new).tolist()
 
-    session.tune("adaptive_rag", STRENGTHS, plan)
+    _tune_router(session, "adaptive_rag", STRENGTHS, route)
 
 
 Map = Callable[[np.ndarray], np.ndarray]

@@ -246,8 +246,4 @@ def run_dragin(session: Session) -> None:
     results = session.run("dragin:draft", session.validation, strongest)
     values = np.array([done.value for done in results])
     grid = [THETA, -1.0, *np.quantile(values, _SHARES).tolist()]
-
-    def plan(theta: float, example: Example) -> Plan[str]:
-        return dragin(example.question, theta, shared)
-
-    session.tune("dragin", grid, plan)
+    session.tune("dragin", grid, lambda theta, e: dragin(e.question, theta, shared))

@@ -204,7 +204,6 @@ class TracedDraft:
     # with-context detector afterwards.
     p_correct: float
     raw: float  # the score before calibration
-    log_prob: float  # mean log-probability of its tokens, in nats
     # Indices into the corpus of the passages shown, in that order; empty in round 0.
     passages: tuple[int, ...] = ()
 
@@ -353,7 +352,6 @@ def drafts(
             answer=reply.text,
             p_correct=p_correct,
             raw=raw,
-            log_prob=reply.log_prob,
             passages=passages[: reply.n_shown],
         )
         trace.append(draft)

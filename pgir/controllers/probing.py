@@ -31,14 +31,12 @@ _CALLS_PER_BATCH = 256
 _SHARES = tuple(round(0.1 * i, 1) for i in range(11))
 
 
-def probed_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the 0-based layers whose outputs are read, at the published depths."""
-    return tuple(sorted({min(n_layers - 1, round(n_layers * d)) for d in _DEPTHS}))
-
-
 def state_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the same layers' outputs as indices of the resid axis `[n_layers + 1]`."""
-    return tuple(layer + 1 for layer in probed_layers(n_layers))
+    """Return the layers whose outputs are read, at the published depths.
+
+    They are indices of the resid axis `[n_layers + 1]`, so 1 is the first layer's.
+    """
+    return tuple(sorted({min(n_layers, 1 + round(n_layers * d)) for d in _DEPTHS}))
 
 
 def make_probe(d_model: int) -> torch.nn.Module:
@@ -72,7 +70,7 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
     Args:
       states: `[n, d_model]` float32.
       labels: `[n]` bool, True for right answers.
-      seed: seed of weights and order; the original uses the layer.
+      seed: seed of weights and order; the original uses the layer, counted from 0.
     """
     rows = balanced(labels)
     inputs = torch.from_numpy(states[rows])
@@ -117,28 +115,24 @@ class ProbeService(BatchedService):
                 f"{n_right} of {len(training)} training answers are right, and a "
                 "single class teaches nothing; take more questions (--n-train)"
             )
-        self._layers = probed_layers(answering.probed.backbone.n_layers)
         self._probes: list[torch.nn.Module] = []
 
     @torch.no_grad()
-    def _sums(self, calls: Sequence[Call]) -> np.ndarray:
-        states = torch.from_numpy(self._answering.states_of([c.answer for c in calls]))
-        parts = [
-            probe(states[:, index]).softmax(-1)
-            for index, probe in enumerate(self._probes)
-        ]
-        return torch.stack(parts).sum(0).numpy()
-
     def values(self, calls: Sequence[Call]) -> list[tuple[float, float]]:
         """Return the summed probabilities (wrong, right) of each answer."""
         with self._answering.probed.lock:
             if not self._probes:
-                states = self._answering.states_of(self._calls)
+                training = self._answering.states_of(self._calls)
+                layers = state_layers(self._answering.probed.backbone.n_layers)
                 self._probes = [
-                    fit_probe(states[:, index], self._labels, layer)
-                    for index, layer in enumerate(self._layers)
+                    fit_probe(training[:, index], self._labels, layer - 1)
+                    for index, layer in enumerate(layers)
                 ]
-            return [(wrong, right) for wrong, right in self._sums(calls).tolist()]
+            states = self._answering.states_of([call.answer for call in calls])
+        inputs = torch.from_numpy(states).unbind(1)
+        pairs = zip(self._probes, inputs, strict=True)
+        sums = torch.stack([probe(x).softmax(-1) for probe, x in pairs]).sum(0)
+        return [(wrong, right) for wrong, right in sums.tolist()]
 
     def cost(self, call: Call, value: tuple[float, float]) -> Cost:
         """Return the cost: one pass if the answer has to be read again."""

@@ -58,11 +58,7 @@ class SpreadService(BatchedService):
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
         """Return the uncertainty of each call's samples, and their number of tokens."""
-        with self._answering.probed.lock:
-            return self._spreads(calls)
-
-    def _spreads(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
-        answering = self._answering
+        answering, lock = self._answering, self._answering.probed.lock
         prompts = [answering.request(call)[0].prompt.ids for call in calls]
         owners = [index for index, call in enumerate(calls) for _ in range(call.n)]
         draws = [
@@ -70,7 +66,8 @@ class SpreadService(BatchedService):
             for ids, call in zip(prompts, calls, strict=True)
             for k in range(call.n)
         ]
-        texts = dict(answering.generator.stream(draws, self._sampling))
+        with lock:
+            texts = dict(answering.generator.stream(draws, self._sampling))
         stop = stop_ids(answering.probed.backbone)[0]
         n_new = [0] * len(calls)
         sequences: list[list[tuple[int, ...]]] = [[] for _ in calls]
@@ -82,7 +79,8 @@ class SpreadService(BatchedService):
             if text.text:  # empty answers are left out
                 read_ids = (*prompts[owners[i]], *before_stop, stop)
                 sequences[owners[i]].append(read_ids)
-        spreads = (uncertainty(self._states(of_call)) for of_call in sequences)
+        with lock:
+            spreads = [uncertainty(self._states(of_call)) for of_call in sequences]
         return list(zip(spreads, n_new, strict=True))
 
     def _states(self, sequences: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -142,8 +140,4 @@ def run_seakr(session: Session) -> None:
 
     results = session.run("seakr:direct", session.validation, direct)
     grid = deltas([done.value for done in results])
-
-    def plan(delta: float, example: Example) -> Plan[str]:
-        return seakr(example.question, delta, n_draws, shared)
-
-    session.tune("seakr", grid, plan)
+    session.tune("seakr", grid, lambda x, e: seakr(e.question, x, n_draws, shared))

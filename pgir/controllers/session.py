@@ -8,6 +8,7 @@ learn from this backbone's outcomes on training questions. Nothing is fitted on 
 import dataclasses
 import functools
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -234,21 +235,17 @@ class Session:
         ]
 
     def run_pgir(
-        self,
-        name: str,
-        traced: Sequence[TracedSet],
-        config: ControllerConfig,
-        judge: Judge = detector_judge,
+        self, name: str, traced: Sequence[TracedSet], judge: Judge = detector_judge
     ) -> Policy:
         """Choose threshold and budget on validation traces, and run the loop."""
-        policy, _ = choose_policy(traced, config)
-        self._run_policy(name, policy, config, judge)
+        policy, _ = choose_policy(traced, self.config)
+        self._run_policy(name, policy, self.config, judge)
         return policy
 
     def run_loop(self, name: str, judge: Judge) -> None:
         """Choose PGIR's threshold and budget under another judge, and run the loop."""
         traced = self.trace(f"trace:{name}", self.config, self.validation_sets, judge)
-        self.run_pgir(name, traced, self.config, judge)
+        self.run_pgir(name, traced, judge)
 
     def run_pgir_query(
         self, name: str, judge: Judge, *, show_all: bool
@@ -309,10 +306,9 @@ def _fitting(plan: Plan[Any], question: str, answering: AnswerService) -> Plan[A
 
 
 def _split(values: Sequence[Any], sets: Sequence[QuestionSet]) -> Iterator[list[Any]]:
-    start = 0
+    rest = iter(values)
     for each in sets:
-        yield list(values[start : start + len(each.examples)])
-        start += len(each.examples)
+        yield [*itertools.islice(rest, len(each.examples))]
 
 
 def right_of(examples: Sequence[Example], done: Sequence[Outcome]) -> np.ndarray:

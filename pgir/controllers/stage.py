@@ -481,9 +481,9 @@ def _run_pgir(
     session.answer("no_rag", lambda e: no_rag(e.question))
     session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller))
     session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
-    policy = session.run_pgir("pgir", traced, controller)
+    policy = session.run_pgir("pgir", traced)
     if config.cross_fit:
-        session.run_pgir(CROSS_FIT, _cross_fitted(run, traced), controller)
+        session.run_pgir(CROSS_FIT, _cross_fitted(run, traced))
     for name, oracle in ORACLES.items():
 
         def bound(example: Example, oracle: Oracle = oracle) -> Plan[str]:

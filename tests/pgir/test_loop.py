@@ -52,16 +52,12 @@ from beatrice.pgir.controllers.stage import (
     frontier,
 )
 from beatrice.pgir.stages import CONTROL, CONTROL_PRESETS, ControlConfig
-from tests.pgir.small import played, reply
+from tests.pgir.small import CORPUS, played, reply
 from tests.records import an_example
-
-CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
 
 def trace(*drafts):
-    return tuple(
-        TracedDraft(answer=a, p_correct=p, raw=p, log_prob=-1.0) for a, p in drafts
-    )
+    return tuple(TracedDraft(answer=a, p_correct=p, raw=p) for a, p in drafts)
 
 
 def trace_of(*scores):
@@ -290,8 +286,8 @@ def test_the_cap_is_a_setting_of_the_run(tmp_path):
         assert CONTROL.resolve_section(run) == settled
 
 
-def test_bm25_ranks_the_passage_with_the_rare_word_first():
-    result = Bm25Retriever(CORPUS).search(["where is word7", "word3"], 3)
+def test_bm25_ranks_the_passage_with_the_rare_word_first_and_needs_a_word():
+    result = Bm25Retriever(CORPUS).search(["shared word7", "text word3"], 3)
     assert [ranking[0] for ranking in result] == [7, 3]
     for passages in ([], [Passage(title="", text="?!")]):
         with pytest.raises(ValueError, match="at least one passage with a word"):

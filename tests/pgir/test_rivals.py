@@ -21,7 +21,14 @@ from beatrice.extract.records import Passage
 from beatrice.extract.signals.batch import BatchSplitter
 from beatrice.extract.store.spec import Family
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers import CONTROLLERS, adaptive, dragin, probing, seakr
+from beatrice.pgir.controllers import (
+    CONTROLLERS,
+    RIVALS,
+    adaptive,
+    dragin,
+    probing,
+    seakr,
+)
 from beatrice.pgir.controllers.loop import (
     AttentionToWords,
     Call,
@@ -44,7 +51,14 @@ from beatrice.pgir.controllers.waves import (
 from beatrice.pgir.index import TextEncoder, read_encoder_config
 from tests.extract.signals.test_full_device import room_for
 from tests.jaxprobe.samples import rows_of, store_like
-from tests.pgir.small import PASSAGE, QUESTION, played, reply, save_encoder
+from tests.pgir.small import (
+    PASSAGE,
+    QUESTION,
+    input_shapes,
+    played,
+    reply,
+    save_encoder,
+)
 from tests.pretended_gpu import PretendedGpu
 from tests.records import an_example
 
@@ -259,16 +273,6 @@ def test_dragin_answers_again_only_if_a_word_triggers():
 # SeaKR
 
 
-def test_the_uncertainty_is_the_log_determinant_of_the_centred_products():
-    states = np.random.default_rng(0).normal(size=(4, 9))
-    d = states.shape[1]
-    centring = np.eye(d) - np.ones((d, d)) / d
-    gram = states @ centring @ states.T + 1e-3 * np.eye(4)
-    expected = math.log(np.linalg.det(gram)) / 4
-    assert seakr.uncertainty(states) == pytest.approx(expected)
-    assert seakr.uncertainty(states[:0]) == math.inf  # retrieve, whatever delta is
-
-
 def seakr_serve(call):
     if call.kind == "search":
         return (5, 6, 7, 8)
@@ -290,15 +294,16 @@ def test_seakr_keeps_a_certain_answer_or_the_surest_from_a_single_passage():
 def test_deltas_are_quantiles_of_the_spreads_and_one_that_never_retrieves():
     grid = seakr.deltas([3.0, -1.0, 1.0, math.inf])
     assert (grid[0], min(grid), grid[-1]) == (1.0, -1.0, 4.0)
-    assert seakr.deltas([math.inf])[-1] == 1.0  # without any draws
+    none = seakr.uncertainty(np.zeros((0, 9)))  # of no draws: retrieve, whatever delta
+    assert none == math.inf and seakr.deltas([none])[-1] == 1.0
 
 
 # Probing-RAG
 
 
 def test_probes_have_the_published_depths_and_parts():
-    assert probing.probed_layers(18) == (6, 8, 10, 12, 14, 16)
-    assert probing.probed_layers(6) == (2, 3, 4, 5)
+    assert probing.state_layers(18) == (7, 9, 11, 13, 15, 17)
+    assert probing.state_layers(6) == (3, 4, 5, 6)
     names = [type(layer).__name__ for layer in probing.make_probe(12)]
     block = ["Linear", "SiLU", "LayerNorm", "Dropout"]
     assert names == ["LayerNorm", *block, *block, "Linear"]
@@ -447,12 +452,20 @@ class TextsInTurn:
             yield index, Generated(log_probs=(-1.0,) * (len(ids) + 1), **fields)
 
 
+def drawing_of(answering, *texts):
+    """Return a service that measures the spread of given draws, see `TextsInTurn`."""
+    drawing = copy.copy(answering)
+    drawing.generator = TextsInTurn(*texts)
+    return seakr.SpreadService(drawing)
+
+
+DRAWS = [((40 + i, 41), str(i)) for i in range(12)]
+
+
 def test_draws_without_a_text_do_not_count_in_the_spread_of_answers(answering, answers):
     def spread_of(*texts):
-        drawing = copy.copy(answering)
-        drawing.generator = TextsInTurn(*texts)
         call = as_kind(answers[0], "spread", len(texts))
-        ((spread, n_new),) = values_of(seakr.SpreadService(drawing), [call])
+        ((spread, n_new),) = values_of(drawing_of(answering, *texts), [call])
         assert n_new == sum(len(ids) + 1 for ids, _ in texts)
         return spread
 
@@ -462,20 +475,14 @@ def test_draws_without_a_text_do_not_count_in_the_spread_of_answers(answering, a
 
 
 def test_the_prompt_before_the_draws_is_computed_only_once(answering, answers):
-    draws = [((40 + i, 41), str(i)) for i in range(12)]
-    drawing, call, sizes = copy.copy(answering), as_kind(answers[1], "spread", 12), []
-    drawing.generator = TextsInTurn(*draws)
-    hook = drawing.probed.backbone.layout.decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()),
-        with_kwargs=True,
-    )
-    with hook:
-        ((spread, _),) = values_of(seakr.SpreadService(drawing), [call])
-    prompt = answering.request(call)[0].prompt.ids
-    stop = stop_ids(drawing.probed.backbone)[0]
-    assert sum(sizes) <= len(prompt) + 12 * 3  # two ids and the stop token
-    sequences = [(*prompt, *ids, stop) for ids, _ in draws]
-    reading = seakr.SpreadService(drawing)
+    backbone, call = answering.probed.backbone, as_kind(answers[1], "spread", 12)
+    reading = drawing_of(answering, *DRAWS)
+    with input_shapes(backbone) as shapes:
+        ((spread, _),) = values_of(reading, [call])
+    prompt, stop = answering.request(call)[0].prompt.ids, stop_ids(backbone)[0]
+    n_tokens = sum(map(math.prod, shapes))
+    assert n_tokens <= len(prompt) + 12 * 3  # two ids and the stop token
+    sequences = [(*prompt, *ids, stop) for ids, _ in DRAWS]
     states = np.concatenate([reading._states([ids]) for ids in sequences])
     assert spread == pytest.approx(seakr.uncertainty(states), abs=1e-3)
 
@@ -485,16 +492,13 @@ def test_draws_are_read_in_halves_if_they_do_not_fit_in_the_device(answering, an
     drawing.probed = copy.copy(drawing.probed)
     backbone = drawing.probed.backbone
     drawing.probed.backbone = dataclasses.replace(backbone, splitter=BatchSplitter())
-    drawing.generator = TextsInTurn(*(((40 + i, 41), str(i)) for i in range(12)))
-    ((expected, _),) = values_of(seakr.SpreadService(drawing), [call])
+    ((expected, _),) = values_of(drawing_of(drawing, *DRAWS), [call])
     with room_for(backbone, 4) as refused:
-        ((spread, _),) = values_of(seakr.SpreadService(drawing), [call])
+        ((spread, _),) = values_of(drawing_of(drawing, *DRAWS), [call])
     assert refused and spread == pytest.approx(expected, abs=1e-3)
-    drawing.generator = TextsInTurn(((40, 41), "0"))
+    single = as_kind(call, "spread", 1)
     with room_for(backbone, 0):
-        (failed,) = values_of(
-            seakr.SpreadService(drawing), [as_kind(call, "spread", 1)]
-        )
+        (failed,) = values_of(drawing_of(drawing, DRAWS[0]), [single])
     assert isinstance(failed, Failed) and "does not fit" in failed.reason
 
 
@@ -533,24 +537,20 @@ def test_words_of_an_answer_have_attention_and_entropy(answering, answers):
         assert not any(row[n_before:])  # only earlier words are attended to
 
 
-def test_an_answer_whose_stop_token_holds_its_whole_text_has_no_words(answering):
-    call = Call("answer", "is it?")
-    full_stop = msgspec.structs.replace(reply("."), token_ids=(), log_probs=(-0.5,))
-    other = copy.copy(answering)
-    other.journal = CallJournal(None, "")
-    other.journal.add("first", [call], [full_stop], 0.0)
-    words = values_of(dragin.WordService(other), [as_kind(call, "words")])
-    assert words == [WordReading((), (), ())]
-
-
 def test_a_word_in_the_stop_token_is_not_one_of_the_answers_words(answering):
     call = Call("answer", "is it?")
-    ids = answering.probed.backbone.tokenizer("Guzolt Falls")["input_ids"]
-    cut = msgspec.structs.replace(reply("Guzolt Falls :"), token_ids=tuple(ids))
-    other = copy.copy(answering)
-    other.journal = CallJournal(None, "")
-    other.journal.add("first", [call], [cut], 0.0)
-    (attended,) = values_of(dragin.WordService(other), [as_kind(call, "attended")])
+
+    def read(kind, reply, **fields):
+        other = copy.copy(answering)
+        other.journal = CallJournal(None, "")
+        value = msgspec.structs.replace(reply, **fields)
+        other.journal.add("first", [call], [value], 0.0)
+        return values_of(dragin.WordService(other), [as_kind(call, kind)])
+
+    full_stop = read("words", reply("."), token_ids=(), log_probs=(-0.5,))
+    assert full_stop == [WordReading((), (), ())]
+    ids = tuple(answering.probed.backbone.tokenizer("Guzolt Falls")["input_ids"])
+    (attended,) = read("attended", reply("Guzolt Falls :"), token_ids=ids)
     assert attended.words == ("is", "it?", "Guzolt", "Falls")
 
 
@@ -560,7 +560,7 @@ def test_probes_learn_from_labelled_answers_and_refuse_one_class(answering, answ
     probe = probing.ProbeService(answering, training * 8)
     sums = values_of(probe, [as_kind(c, "probe", 16) for c in answers])
     for wrong, right in sums:
-        assert wrong + right == pytest.approx(len(probing.probed_layers(6)), abs=1e-4)
+        assert wrong + right == pytest.approx(len(probing.state_layers(6)), abs=1e-4)
     assert sums[1][1] > sums[0][1]  # the second was labelled right
     with pytest.raises(ValueError, match="8 of 8 training answers are right, and a s"):
         probing.ProbeService(answering, training[1:] * 8)
@@ -601,36 +601,25 @@ def test_drafts_are_scored_by_the_passes_that_wrote_them_even_when_resumed(
         np.testing.assert_allclose(reply.entropies, entropies, atol=1e-4)
 
 
-def test_an_answer_too_long_to_be_written_again_fails_only_its_question(answering):
-    questions = [QUESTION, "who is " * 30, "who was it?"]
-    calls = [Call("answer", question) for question in questions]
-    parts = answering.probed, answering.passages, CallJournal(None, "")
-    first, resumed = AnswerService(*parts), AnswerService(*parts)
-    first.journal.add("first", calls, values_of(first, calls), 0.0)
-    scores = [as_kind(call, "score") for call in calls]
-    expected = values_of(ScoreService(first), scores)
-    with room_for(answering.probed.backbone, n_tokens=60):
-        known, wrong, last = values_of(ScoreService(resumed), scores)
-    assert "does not fit in the device" in wrong.reason
-    raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
-    assert [known.raw, last.raw] == raw
-
-
-def test_a_first_answer_too_long_to_be_written_again_fails_only_its_question(answering):
+@pytest.mark.parametrize("places", [(), (0,)])
+def test_an_answer_too_long_to_be_written_again_fails_only_its_question(
+    answering, places
+):
+    """With a passage, the first answer is read again too, and does not fit either."""
     questions = [QUESTION, "who is " * 60, "who was it?"]
     drafts = [Call("answer", question) for question in questions]
-    shown = [Call("answer", question, (0,)) for question in questions]
+    shown = [Call("answer", question, places) for question in questions]
     parts = answering.probed, answering.passages, CallJournal(None, "")
     first, resumed = AnswerService(*parts), AnswerService(*parts)
-    for wave in (drafts, shown):
-        first.journal.add(str(wave), wave, values_of(first, wave), 0.0)
-    scores, grounded = ([as_kind(c, "score") for c in w] for w in (drafts, shown))
     scoring = ScoreService(first)
-    first.journal.add("scores", scores, values_of(scoring, scores), 0.0)
-    expected = values_of(scoring, grounded)
+    for wave in (drafts, shown)[: 1 + len(places)]:
+        first.journal.add(str(wave), wave, values_of(first, wave), 0.0)
+        scores = [as_kind(call, "score") for call in wave]
+        expected = values_of(scoring, scores)
+        first.journal.add(f"scores of {wave}", scores, expected, 0.0)
     lengths = [len(first.request(call)[0].prompt.ids) for call in (*shown, drafts[1])]
     with room_for(answering.probed.backbone, n_tokens=lengths[-1] - 1):
-        known, wrong, last = values_of(ScoreService(resumed), grounded)
+        known, wrong, last = values_of(ScoreService(resumed), scores)
     assert max(lengths[0], lengths[2]) + 8 < lengths[-1]
     assert "does not fit in the device" in wrong.reason
     raw = pytest.approx([expected[0].raw, expected[2].raw], abs=1e-5)
@@ -684,14 +673,6 @@ def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
         np.testing.assert_allclose(words.entropy, others.entropy, atol=1e-3)
 
 
-def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
-    passages = [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
-    many = AnswerService(answering.probed, passages, answering.journal)
-    request, n_shown = many.request(Call("answer", QUESTION, tuple(range(30))))
-    assert 1 < n_shown < 30
-    assert len(request.prompt.ids) + 8 <= backbone.max_length
-
-
 def test_a_reply_has_one_log_probability_per_written_token(answering, answers):
     journal = answering.journal
     for call in answers:
@@ -705,7 +686,7 @@ def test_a_reply_has_one_log_probability_per_written_token(answering, answers):
 
 
 def test_a_rival_has_a_name_of_the_list_and_not_that_of_another():
-    assert "skr" in all_rivals()
+    assert (*all_rivals(),) == RIVALS
     with pytest.raises(ValueError, match="'mine' has no place .* RIVALS"):
         rival("mine")(lambda session: None)
     with pytest.raises(ValueError, match="'skr' is already defined in .*adaptive"):

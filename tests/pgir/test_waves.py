@@ -34,7 +34,16 @@ from beatrice.pgir.controllers.waves import (
     written_tokens,
 )
 from beatrice.pgir.stages import ControlConfig
-from tests.pgir.small import PASSAGE, QUESTION, Ranked, make_detector, played, reply
+from tests.pgir.small import (
+    PASSAGE,
+    QUESTION,
+    Ranked,
+    answering_of,
+    make_detector,
+    played,
+    reply,
+    retrained,
+)
 from tests.process import run_python, start
 from tests.records import an_answer, an_example
 
@@ -235,10 +244,10 @@ def answer_all(folder):
     journal = CallJournal(folder / "calls.jsonl", "one")
     answering = AnswerService(probed, passages, journal)
     services = open_services(answering, Bm25Retriever(passages))
-    given = a_session(journal, services, sets, answering=answering)
+    given = a_session(services, sets, answering=answering)
     traced = given.trace("trace", CONFIG)
     given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, CONFIG))
-    given.run_pgir("pgir", traced, CONFIG)
+    given.run_pgir("pgir", traced)
     rows = control_rows(sets, given.answers, BootstrapConfig(n_resamples=50))
     (folder / "rows.jsonl").write_text(write_rows(rows))
     (folder / "traces.txt").write_text(repr(traced))
@@ -311,14 +320,18 @@ def example(i, split="validation", dataset="world", **fields):
 class Roomy:
     """Answering with room for every passage in a prompt."""
 
+    def __init__(self, path):
+        self.journal = CallJournal(path, "one")
+
     def fitting(self, question, ranking):
         return tuple(ranking)
 
 
-def a_session(journal, services, sets, **fields):
+def a_session(services, sets, *, answering, **fields):
     """Return a session that has nothing for rivals to learn from."""
     usual = dict(training=(), config=CONFIG, encoder=lambda: None, stores=lambda: {})
-    return Session(waves=Waves(services, journal), sets=sets, **usual | fields)
+    waves = Waves(services, answering.journal)
+    return Session(waves=waves, sets=sets, answering=answering, **usual | fields)
 
 
 def sets_of(n, test_golds=("yes",)):
@@ -336,19 +349,18 @@ def sets_of(n, test_golds=("yes",)):
 def session(tmp_path, test_golds=("yes",), **config):
     services = {kind: Served(kind, serve, n_batch=99) for kind in PRICES}
     return a_session(
-        CallJournal(tmp_path / "calls.jsonl", "one"),
         services,
         sets_of(4, test_golds),
         training=tuple(example(i, "train") for i in range(3)),
         config=loop.ControllerConfig(max_budget=2, **config),
-        answering=Roomy(),
+        answering=Roomy(tmp_path / "calls.jsonl"),
     )
 
 
 def tune_everything(session):
     """Tune everything on the session's questions; return the chosen settings."""
     traced = session.trace("trace", session.config)
-    session.run_pgir("pgir", traced, session.config)
+    session.run_pgir("pgir", traced)
     session.run_pgir_query("pgir", loop.detector_judge, show_all=True)
     shared = session.config
     plans = {"none": loop.no_rag, "once": lambda q: loop.vanilla_rag(q, shared)}
@@ -383,14 +395,13 @@ def test_training_outcomes_come_from_training_questions(tmp_path):
     assert [done.value for done in once] == ["yes"] * 3
 
 
-def answers_of_ranking(probed, passages, ranking):
+def answers_of_ranking(probed, texts, ranking):
     """Return a controller's answers and costs, and the passages too long for it."""
-    journal = CallJournal(None, "")
-    answering = AnswerService(probed, passages, journal)
+    answering = answering_of(probed, *texts)
     services = open_services(answering, Ranked(*ranking))
     examples = (example(0), example(1))
     sets = [loop.QuestionSet(dataset="world", split="test", examples=examples)]
-    given = a_session(journal, services, sets, answering=answering)
+    given = a_session(services, sets, answering=answering)
     (traced,) = given.trace("trace", loop.ControllerConfig(n_passages=1, max_budget=2))
     given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, CONFIG))
     return (traced.traces, counted(given.answers[0]["vanilla_rag"])), answering.overlong
@@ -398,44 +409,35 @@ def answers_of_ranking(probed, passages, ranking):
 
 def test_a_passage_that_fits_no_window_is_left_out_and_changes_no_answer(probed):
     texts = (PASSAGE, PASSAGE * 90, "Wegrur Trapolt is a man.")
-    passages = [Passage(title="", text=text) for text in texts]
-    others, none = answers_of_ranking(probed, passages, (0, 2))
+    others, none = answers_of_ranking(probed, texts, (0, 2))
     for ranking in ((1, 0, 2), (0, 1, 2)):
-        values, overlong = answers_of_ranking(probed, passages, ranking)
+        values, overlong = answers_of_ranking(probed, texts, ranking)
         assert values == others
         assert (overlong, none) == ({1}, set())
 
 
 def test_probes_learn_from_answers_to_passages_that_fit(probed):
-    passages = [Passage(title="", text=text) for text in (PASSAGE * 90, PASSAGE)]
-    answering = AnswerService(probed, passages, journal := CallJournal(None, ""))
+    answering = answering_of(probed, PASSAGE * 90, PASSAGE)
     services, training = open_services(answering, Ranked(0, 1)), [example(0, "train")]
-    given = a_session(journal, services, [], answering=answering, training=training)
+    given = a_session(services, [], answering=answering, training=training)
     all_rivals()["probing_rag"](given)
     assert "0 of 2 training answers are right" in given.left_out["probing_rag"]
 
 
-def test_the_window_of_training_limits_prompts_even_if_the_models_is_longer(probed):
-    trained = probed.trained
-    prompt = dataclasses.replace(trained.prompt, window=64)
-    detector = dataclasses.replace(
-        probed.detector, provenance=dataclasses.replace(trained, prompt=prompt)
-    )
+def test_a_prompt_is_cut_to_the_shorter_window_by_whole_passages(probed):
+    prompt = dataclasses.replace(probed.trained.prompt, window=64)
+    detector = retrained(probed.detector, prompt=prompt)
     narrow = ProbedBackbone(probed.backbone, detector, probed.config)
-    passages = [Passage(title="", text=PASSAGE)] * 30
-    call = loop.Call("answer", QUESTION, tuple(range(30)))
+    call = loop.Call("answer", QUESTION, tuple(range(90)))
     lengths = []
     for each in (narrow, probed):
-        request, n_shown = AnswerService(each, passages, CallJournal(None, "")).request(
-            call
-        )
+        request, n_shown = answering_of(each, *[PASSAGE] * 90).request(call)
         lengths.append(len(request.prompt.ids))
-        assert n_shown > 1
-    long = Passage(title="", text=PASSAGE * 10)
-    answering = AnswerService(narrow, [long], CallJournal(None, ""))
+        assert 1 < n_shown < 90
+    answering = answering_of(narrow, PASSAGE * 10)
     ((_, failed),) = next(answering.batches([loop.Call("answer", QUESTION, (0,))], ()))
     assert "the probe's prompt has a window of 64" in failed.reason
-    assert lengths[0] + 8 <= 64 < lengths[1]
+    assert lengths[0] + 8 <= 64 < lengths[1] <= probed.backbone.max_length - 8
 
 
 def test_a_search_that_fails_for_all_questions_ends_the_stage(tmp_path):
@@ -444,11 +446,6 @@ def test_a_search_that_fails_for_all_questions_ends_the_stage(tmp_path):
     shared = given.config
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
         given.answer("vanilla_rag", lambda e: loop.vanilla_rag(e.question, shared))
-
-
-def test_rivals_are_found_in_the_order_of_their_publication():
-    names = ["perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"]
-    assert [name for name in all_rivals() if name in names] == names
 
 
 def test_deferred_work_runs_even_without_rivals(tmp_path):
