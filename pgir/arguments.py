@@ -6,7 +6,6 @@ numbers. Each function raises a ValueError of one sentence that names the argume
 was expected and what was found.
 """
 
-import functools
 import math
 import numbers
 import os
@@ -24,6 +23,7 @@ _PASSAGE = (
     "a text (str), a mapping with a text under 'text', 'contents' or 'page_content', "
     "or a document with 'page_content'"
 )
+_OF_DOCUMENT = ("page_content", "metadata")
 # The methods that return a table's rows, in polars, pyarrow, datasets and pandas.
 _TABLES = (
     ("to_dicts", ()),
@@ -175,9 +175,7 @@ def as_place(value: Any, name: str) -> str | Path:
 
 def as_ids(value: Any, name: str) -> tuple[int, ...]:
     """Return whole numbers, such as token ids, from a list, an array or a tensor."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)):
-        raise argument_error(name, "a list of whole numbers", value)
+    values = as_list(value, name, "a list of whole numbers")
     for i, n in enumerate(values):
         if not isinstance(n, numbers.Integral) or isinstance(n, bool):
             raise argument_error(f"{name}[{i}]", "a whole number", n)
@@ -200,11 +198,10 @@ def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
     A content may also be a list of a single text part, as servers accept it. Several
     parts are refused, since every server joins them in another way.
     """
-    # A frame read from Parquet holds lists as arrays.
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or not values:
-        raise argument_error(name, "a list of at least one message", value)
-    messages = [_with_text(message) for message in values]
+    expected = "a list of at least one message"
+    messages = [_with_text(message) for message in as_list(value, name, expected)]
+    if not messages:
+        raise argument_error(name, expected, value)
     for i, message in enumerate(messages):
         is_message = isinstance(message, Mapping) and all(
             isinstance(message.get(field), str) for field in ("role", "content")
@@ -242,24 +239,20 @@ def as_passage(value: Any, name: str) -> Passage:
     """
     if isinstance(value, str):
         return Passage(title="", text=str(value))
-    is_mapping = isinstance(value, Mapping)
-    get = value.get if is_mapping else functools.partial(getattr, value)
-    title: Any = ""
-    if isinstance(value, Passage):
-        title, text = value.title, value.text
-    elif is_mapping and "text" in value:
-        title, text = value.get("title"), value["text"]
-    elif is_mapping and isinstance(value.get("contents"), str):
-        return from_document(value["contents"])
-    else:
-        text, metadata = get("page_content", None), get("metadata", None)
-        title = value.get("title") if is_mapping else None
+    fields = value
+    if not isinstance(value, Mapping):
+        names = ("title", "text") if isinstance(value, Passage) else _OF_DOCUMENT
+        fields = {field: getattr(value, field, None) for field in names}
+    title, text = fields.get("title"), fields.get("text")
+    if "text" not in fields:
+        if isinstance(contents := fields.get("contents"), str):
+            return from_document(contents)
+        text, metadata = fields.get("page_content"), fields.get("metadata")
         if (is_missing(title) or title == "") and isinstance(metadata, Mapping):
             title = metadata.get("title")
     if not isinstance(text, str):
         raise argument_error(name, _PASSAGE, value)
-    if is_missing(title):
-        title = ""
+    title = "" if is_missing(title) else title
     if not isinstance(title, (str, numbers.Real)):
         raise argument_error(f"the title of {name}", "a text (str)", title)
     return Passage(title=str(title), text=text)

@@ -279,7 +279,7 @@ def _recall(
     from beatrice.pgir.bm25 import open_bm25
     from beatrice.pgir.corpus import DEPTHS, agreement, measure, recall_table
     from beatrice.pgir.index import DenseRetriever
-    from beatrice.pgir.retrievers import LEAST_DEPTH, fuse_all
+    from beatrice.pgir.retrievers import LEAST_DEPTH, fuse
 
     golds = corpus.golds()
     if not golds:
@@ -294,7 +294,7 @@ def _recall(
         queries = encoder.encode(questions, "query")
         dense = DenseRetriever(corpus, encoder, form)
         hits = dense.search_vectors(queries, LEAST_DEPTH)
-        fused = fuse_all([rankings["BM25"], hits], max(DEPTHS))
+        fused = [*map(fuse, zip(rankings["BM25"], hits, strict=True))]
         rankings |= {encoder.config.path.name: hits, "fused": fused}
         if form != "flat":
             flat = DenseRetriever(corpus, encoder)

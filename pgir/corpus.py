@@ -102,12 +102,7 @@ class Corpus(Sequence[Passage]):
         self.folder = folder
         self.facts = read_facts(folder)
         for name, sha256 in self.facts["files"].items():
-            path = folder / name
-            if not path.is_file() or sha256_once(path) != sha256:
-                raise ValueError(
-                    f"{path} is damaged: it does not match its SHA-256; restore it, or "
-                    f"{_AGAIN}"
-                )
+            check_file(folder / name, sha256, f"restore it, or {_AGAIN}")
         self.identity: str = self.facts["files"]["passages.jsonl"]
         self._lines = np.load(folder / "lines.npy", mmap_mode="r")
         with (folder / "passages.jsonl").open("rb") as stream:
@@ -134,6 +129,14 @@ class Corpus(Sequence[Passage]):
     def golds(self) -> list[Gold]:
         """Return the questions with known gold passages."""
         return list(read_records(self.folder / "gold.jsonl", Gold))
+
+
+def check_file(path: Path, sha256: str, what_to_do: str) -> None:
+    """Check that a file is there and has this SHA-256."""
+    if not path.is_file() or sha256_once(path) != sha256:
+        raise ValueError(
+            f"{path} is damaged: it does not match its SHA-256; {what_to_do}"
+        )
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -189,8 +192,8 @@ def read_source(
     """Yield the passages of a file, or its questions with their passages."""
     try:
         questions = open_dataset(path)
-    except FileRefused as error:
-        if not _has_passages(path, error):
+    except ValueError as error:
+        if not (isinstance(error, FileRefused) and _has_passages(path, error)):
             note(f"{path.name}: {_NO_SOURCE}")
             return
         for raw in read_raw(path, error.type):
@@ -199,9 +202,6 @@ def read_source(
             passage = as_passage(raw.value, f"{path}, {raw.at}")
             title, text = passage.title.strip(), passage.text.strip()
             yield None, [Passage(title=title, text=text)]
-        return
-    except ValueError:
-        note(f"{path.name}: {_NO_SOURCE}")
         return
     refused: list[Refusal] = []
     for row in questions.read():

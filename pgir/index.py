@@ -28,12 +28,11 @@ from beatrice.extract.run.files import (
     seal,
     sha256_file,
     sha256_json,
-    sha256_once,
     write_json_atomic,
     write_stream_atomic,
 )
 from beatrice.extract.signals.sequence import batches_of
-from beatrice.pgir.corpus import Corpus, as_document, exclusive_folder
+from beatrice.pgir.corpus import Corpus, as_document, check_file, exclusive_folder
 
 Pooling = Literal["mean", "cls"]
 Form = Literal["flat", "sq8", "ivf_pq"]
@@ -50,6 +49,7 @@ _N_TRAIN = 500_000  # vectors that quantisers are trained on, spread over the co
 _PER_LIST = 39  # training vectors per centroid; faiss: fewer give poor centroids
 _CODES = 256  # values of a product-quantised byte
 _AGAIN = "delete the folder and build it again"
+_DELETE = "delete it and {}, and run the same `beatrice corpus` again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,16 +71,15 @@ class PassageEncoderConfig:
 _COPY = "copy the encoder again"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, dict[str, Any], _COPY) if path.is_file() else {}
+def _read_json(path: Path, kind: Any = dict[str, Any]) -> Any:
+    return read_json(path, kind, _COPY) if path.is_file() else kind()
 
 
 def _check_modules(path: Path) -> None:
     """Check that an encoder has only a Transformer, pooling and normalisation."""
     file = path / "modules.json"
-    modules = read_json(file, list[dict[str, Any]], _COPY) if file.is_file() else []
-    for name in (str(module.get("type")) for module in modules):
-        if not _MODULES.fullmatch(name):
+    for module in _read_json(file, list[dict[str, Any]]):
+        if not _MODULES.fullmatch(name := str(module.get("type"))):
             raise ValueError(
                 f"{file}: expected Transformer, Pooling and Normalize of "
                 f"sentence-transformers, found {name!r}, which is not supported; use "
@@ -257,7 +256,7 @@ class Vectors:
         self.folder = folder
         self.facts = read_sealed(folder / "vectors.json", _AGAIN)
         for name, sha256 in self.facts["shards"].items():
-            _check_file(folder / name, sha256, "vectors.json")
+            check_file(folder / name, sha256, _DELETE.format("vectors.json"))
         names = sorted(self.facts["shards"])
         self._paths = [folder / name for name in names]
         shapes = [self._shard(number).shape for number in range(len(names))]
@@ -290,14 +289,6 @@ class Vectors:
             rows = places[where] - self._starts[number]
             vectors[where] = self._shard(number)[rows]
         return vectors
-
-
-def _check_file(path: Path, sha256: str, about: str) -> None:
-    if not path.is_file() or sha256_once(path) != sha256:
-        raise ValueError(
-            f"{path} is damaged: it does not match its SHA-256; delete it and "
-            f"{about}, and run the same `beatrice corpus` again"
-        )
 
 
 def index_folder(corpus: Corpus, encoder_name: str) -> Path:
@@ -439,7 +430,7 @@ def open_index(vectors: Vectors, form: Form) -> Any:
     facts = read_sealed(folder / f"{form}.json", _AGAIN)
     if facts["vectors"] != sha256_file(folder / "vectors.json"):
         raise ValueError(f"{path} was built from other vectors; build it again")
-    _check_file(path, facts["file"], f"{form}.json")
+    check_file(path, facts["file"], _DELETE.format(f"{form}.json"))
     index = faiss.read_index(str(path))
     if form == "ivf_pq":
         index.nprobe = max(1, math.ceil(_LISTS_PROBED * index.nlist))

@@ -28,12 +28,8 @@ _ADDRESS = re.compile(r"([\d.]+|\[[^]]*\]|(.+\.)?localhost)(:\d*)?", re.IGNORECA
 _PATHS = "use POST /retrieve, /batch_search or /search, or GET /health"
 
 
-class _SearchFailed(Exception):
-    """The retriever has raised an error, which the message names."""
-
-
-class _Closed(Exception):
-    """The server is being closed and searches no more."""
+class _NotServed(Exception):
+    """The server cannot answer a request; has the status and the reason."""
 
 
 class RetrievalServer(ThreadingHTTPServer):
@@ -118,14 +114,14 @@ class RetrievalServer(ThreadingHTTPServer):
         written = [query for query in queries if query.strip()]
         with self._lock:
             if self._is_closed:
-                raise _Closed("the server is shutting down; ask another one")
+                raise _NotServed(503, "the server is shutting down; ask another one")
             try:
                 rankings = self._retriever.search(written, depth) if written else []
                 ranked = dict(zip(written, rankings, strict=True))
                 return [[*map(self._document, ranked.get(q, ()))] for q in queries]
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
-                raise _SearchFailed(f"the search failed: {what}") from error
+                raise _NotServed(500, f"the search failed: {what}") from error
 
     def _document(self, index: Any) -> dict[str, str]:
         contents = as_served(self.passages[int(index)])
@@ -136,7 +132,7 @@ class RetrievalServer(ThreadingHTTPServer):
 
         Scores are reciprocal ranks, since the retrievers' own scores differ in meaning.
         A KeyError means an unknown path, a ValueError a request that breaks the
-        protocol; `_Closed` and `_SearchFailed` may be raised too.
+        protocol; `_NotServed` may be raised too.
         """
         path = path.rstrip("/")
         if path == "/retrieve":
@@ -226,11 +222,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, f"nothing is served at {self.path}")
         except (ValueError, RecursionError) as error:  # RecursionError: deep JSON
             self._refuse(400, str(error))
-        except _Closed as error:
-            self._refuse(503, str(error))
-        except _SearchFailed as error:
-            self._refuse(500, str(error))
-            raise  # show the traceback on the server
+        except _NotServed as error:
+            self._refuse(*error.args)
+            if error.__cause__ is not None:
+                raise  # show the traceback on the server
 
     def _drop(self) -> None:
         """Read and drop a body, since a client that still sends reads no reply.

@@ -45,7 +45,7 @@ from beatrice.pgir.arguments import (
     is_passage,
 )
 from beatrice.pgir.bm25 import WORDS, Bm25Retriever, open_bm25
-from beatrice.pgir.corpus import Corpus, as_served, read_facts
+from beatrice.pgir.corpus import Corpus, Note, as_served, read_facts
 from beatrice.pgir.index import (
     DenseRetriever,
     Form,
@@ -72,7 +72,6 @@ _BATCH = 32  # questions in a request
 _N_TRIED = 3  # questions of a batch that failed; if these fail too, no more are asked
 _MOST_REPLY_BYTES = 64 << 20
 _named: set[str] = set()  # URLs that the user gave in this process
-Note = Callable[[str], None]
 
 
 def _no_note(text: str) -> None: ...
@@ -102,19 +101,7 @@ class FusedRetriever:
         """Return at most `depth` indices per query, best first."""
         deeper = max(LEAST_DEPTH, 2 * depth)
         rankings = [each.search(queries, deeper) for each in self._retrievers]
-        return fuse_all(rankings, depth)
-
-
-def fuse_all(
-    rankings: Sequence[Sequence[Sequence[int] | np.ndarray] | np.ndarray], depth: int
-) -> list[np.ndarray]:
-    """Return the fused ranking of each query, at most `depth` indices long.
-
-    Args:
-      rankings: for each retriever, for each query, `[n]` indices, best first.
-      depth: most passages per query.
-    """
-    return [fuse(of_query)[:depth] for of_query in zip(*rankings, strict=True)]
+        return [fuse(of_query)[:depth] for of_query in zip(*rankings, strict=True)]
 
 
 def fuse(rankings: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:

@@ -20,7 +20,6 @@ from beatrice.extract.records import Passage, write_lines
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import InUse, RunDir
 from beatrice.extract.run.stages import run_stage
-from beatrice.pgir.arguments import from_document
 from beatrice.pgir.bm25 import Bm25Retriever
 from beatrice.pgir.commands import (
     ControlOptions,
@@ -35,7 +34,6 @@ from beatrice.pgir.corpus import (
     Corpus,
     Gold,
     agreement,
-    as_document,
     build_corpus,
     exclusive_folder,
     gold_recall,
@@ -202,38 +200,32 @@ def test_a_server_that_works_may_find_nothing_for_a_question(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mood", "reason"),
+    ("mood", "before", "reason"),
     [
-        ("broken", "status 500"),
-        ("babble", "its reply is no ranking"),
-        ("nothing", "expected documents for a question, found none"),
+        ("broken", [], "status 500"),
+        ("broken", ["fine"], "status 500"),  # it stops working
+        ("babble", [], "its reply is no ranking"),
+        ("nothing", [], "expected documents for a question, found none"),
     ],
 )
-def test_a_server_that_always_fails_is_soon_asked_no_more(tmp_path, mood, reason):
+def test_a_server_that_always_fails_is_soon_asked_no_more(
+    tmp_path, mood, before, reason
+):
     queries = [f"q{i}" for i in range(100)]
     server = Moody(dict.fromkeys(queries, mood))
     with serving(server) as url:
         asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl")
-        with pytest.raises(RetrievalFailed, match="100 of 100") as failed:
-            asking.search(queries, 2)
+        assert asking.search(before, 2) == [(0, 1)] * len(before)
+        words = f"100 of {100 + len(before)} questions"
+        with pytest.raises(RetrievalFailed, match=words) as failed:
+            asking.search([*before, *queries], 2)
         assert all(reason in text for text in failed.value.reasons.values())
-        assert "no more are sent" in failed.value.reasons[99]
-        assert len(server.queries) == 2 * (1 + 3)  # a batch, then 3 single questions
+        assert "4 requests in a row" in (last := [*failed.value.reasons.values()][-1])
+        assert "no more are sent" in last
+        n_sent = len(before) + 2 * (1 + 3)  # a batch, then 3 single questions, twice
+        assert len(server.queries) == n_sent
         server.moods.clear()  # it recovers
         assert asking.search(queries, 2)[99] == (0, 1)
-
-
-def test_a_server_that_stops_working_is_soon_asked_no_more(tmp_path):
-    queries = [f"q{i}" for i in range(100)]
-    server = Moody(dict.fromkeys(queries, "broken"))
-    with serving(server) as url:
-        asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl")
-        assert asking.search(["fine"], 2) == [(0, 1)]
-        with pytest.raises(RetrievalFailed, match="101 questions") as failed:
-            asking.search(["fine", *queries], 2)
-        assert len(failed.value.reasons) == 100
-        assert "4 requests in a row" in failed.value.reasons[100]
-        assert len(server.queries) == 1 + 2 * (1 + 3)
 
 
 @pytest.mark.parametrize("bad", [range(1, 9), range(36)])
@@ -463,22 +455,17 @@ def test_a_users_retriever_is_constructed_once_per_run(run, working_folder):
     assert sys.modules.pop("counted").Notes.n_made == 1
 
 
-def test_an_incomplete_choice_of_retriever_is_refused_in_a_sentence(run, tmp_path):
-    with pytest.raises(ValueError, match="needs a corpus and the encoder"):
-        RetrievalOptions(retriever="fused").write(run.path)
-    with pytest.raises(ValueError, match="the served retriever needs a URL"):
-        RetrievalConfig(retriever="served")
-    assert retrieval_config(run) == RetrievalConfig()
-
-
 URLS = "http://127.0.0.1:9/find", "ftp://x/retrieve", "x"  # none belongs to a protocol
 
 
-def test_a_wrong_corpus_encoder_or_url_is_not_recorded_in_the_run(run, tmp_path):
+def test_a_wrong_choice_of_retriever_is_not_recorded_in_the_run(run, tmp_path):
     (tmp_path / "empty").mkdir()
     empty, before = tmp_path / "empty", run.manifest.read_bytes()
     dense = {"corpus": make_corpus(tmp_path, 20).folder, "retriever": "dense"}
+    with pytest.raises(ValueError, match="the served retriever needs a URL"):
+        RetrievalConfig(retriever="served")
     for options, error, named in (
+        ({"retriever": "fused"}, ValueError, "needs a corpus and the encoder"),
         ({"corpus": empty}, ValueError, "no finished corpus"),
         (dense | {"retriever_encoder": empty}, ValueError, "is no encoder"),
         *(({"url": url}, click.UsageError, "that ends in /retrieve") for url in URLS),
@@ -723,13 +710,6 @@ def test_contexts_of_questions_become_passages_and_gold_ones_are_known(tmp_path)
     assert [p.title for p in corpus] == ["Aaron", "Zoe", "Yan"]
     (gold,) = corpus.golds()
     assert (gold.question, gold.passages) == ("Who is new?", (1,))
-
-
-def test_passages_survive_conversion_to_wiki18_documents_and_back(tmp_path):
-    corpus = make_corpus(tmp_path, 3)
-    assert corpus[2].title == "Title 2" and corpus[2].text.endswith("n2")
-    for passage in (*corpus, Passage(title="", text="No title.")):
-        assert from_document(as_document(passage)) == passage
 
 
 def test_overlong_and_empty_passages_are_left_out_and_counted(tmp_path):
