@@ -83,9 +83,8 @@ def test_a_score_has_a_one_line_repr_and_html_that_shows_tokens_effects_on_p(sco
 
 @pytest.mark.parametrize("span", ["emitting", "literal"])
 @pytest.mark.parametrize("passages", [(), (PASSAGE,)])
-def test_an_effect_is_how_much_p_falls_without_the_signals_of_a_token(
-    probed, passages, span
-):
+def test_an_effect_is_how_much_p_falls_without_the_signals_of_a_token(passages, span):
+    probed = beatrice.load("embedded").scorer.probed  # linear: no token has neighbours
     scorer = Scorer(probed.backbone, retrained(probed.detector, answer_span=span))
     probed, score = scorer.probed, scorer.score(QUESTION, ANSWER, passages)
     setting, head = "closed_book", "closed_book"
