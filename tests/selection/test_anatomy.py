@@ -17,7 +17,7 @@ from beatrice.jaxprobe.encoder import COLLECTION, Encoder
 from beatrice.jaxprobe.families import SUBSETS, paper_dims, subset_index
 from beatrice.jaxprobe.grid import apply_member, member_logits
 from beatrice.jaxprobe.metrics import BootstrapConfig, wilson_interval
-from beatrice.jaxprobe.tokens import FamilyTokens
+from beatrice.jaxprobe.tokens import split_families
 from beatrice.selection.analysis import (
     TOLERANCE,
     Ratio,
@@ -52,7 +52,7 @@ from beatrice.selection.reach import (
     teachers_of,
     train_valid_split,
 )
-from tests.jaxprobe.samples import rows_like
+from tests.jaxprobe.samples import identity_of, ragged_features, rows_like
 from tests.records import an_answer, an_example
 from tests.selection.test_analyses import WHOLE, values_in
 
@@ -348,23 +348,14 @@ def test_an_unknown_analysis_is_refused_by_name():
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=16)
 ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)
-LENGTHS = (7, 5, 4)
 N = 24
 
 
-def signals(n_spans, seed=0):
+def signals(n_spans):
     """Signals with ragged spans, zero on padding."""
-    rng = np.random.default_rng(seed)
-    lengths = LENGTHS[-n_spans:]
-    real = [
-        np.arange(width)[:, None] < rng.integers(1, width + 1, N) for width in lengths
-    ]
-    mask = np.concatenate(real)[..., None]
-    tokens = tuple(
-        jnp.asarray(rng.normal(size=(sum(lengths), N, size)) * mask, jnp.float32)
-        for size in DIMS.sizes
-    )
-    return FamilyTokens(tokens, tuple(map(jnp.asarray, real)))
+    setting = ("closed_book", "with_context")[n_spans - 2]
+    scale = identity_of(DIMS)._replace(std=np.full(DIMS.total, 3, np.float32))
+    return split_families(ragged_features(setting, DIMS, n=N), DIMS, scale)
 
 
 def means(n_spans, seed=1):

@@ -9,7 +9,7 @@ from beatrice.jaxprobe.calibrate import Pool, pool_of
 from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.families import N_SUBSETS
-from beatrice.jaxprobe.fusion import pool_outputs, train_heads
+from beatrice.jaxprobe.fusion import train_heads
 from beatrice.selection.greedy import (
     HeadTrainer,
     _gap_rows,
@@ -135,22 +135,10 @@ def rows_of(n_questions, variants=("original", "rewritten")):
 
 def pool_of_noise(rows, signal):
     """A pool of encoders of noise, to which `signal` times the label is added."""
-    rng = np.random.default_rng(1)
     n = len(rows.ids)
-    logits = rng.normal(size=(N_SUBSETS, n)) + signal * rows.labels
-    pooled = np.zeros((N_SUBSETS, n, 2))
-
-    def take(where):
-        outputs = MemberOutputs(logits[:, where], pooled[:, where])
-        return pool_outputs((outputs,), 1, rows.labels[where], rows.ids[where])
-
-    return Pool(
-        train=take(rows.where("train")),
-        valid=take(rows.where("validation")),
-        all_rows=take(np.arange(n)),
-        rows=rows,
-        n_subsets=N_SUBSETS,
-    )
+    noise = np.random.default_rng(1).normal(size=(N_SUBSETS, n))
+    outputs = MemberOutputs(noise + signal * rows.labels, np.zeros((N_SUBSETS, n, 2)))
+    return pool_of({"closed_book": outputs}, {"closed_book": rows}, "closed_book", 1)
 
 
 def test_halves_split_every_set_evenly_and_keep_wordings_together():
