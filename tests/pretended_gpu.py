@@ -140,6 +140,7 @@ class PretendedGpu(TorchDispatchMode):
         self.n_queued = 0  # copies for which the host did not wait at once
         self.seed = 0  # of the GPUs' generators
         self.n_forked = 0  # how often their state was asked for
+        self.n_emptied = 0  # how often memory that Torch kept for later was returned
 
     def __enter__(self):
         self._patches = contextlib.ExitStack()
@@ -154,7 +155,7 @@ class PretendedGpu(TorchDispatchMode):
                 total_memory=80 << 30, major=self._capability(device)[0]
             ),
             "mem_get_info": lambda device=None: (70 << 30, 80 << 30),
-            "empty_cache": lambda: None,
+            "empty_cache": self._empty,
             "manual_seed": self._seed,
             "manual_seed_all": self._seed,
             "get_rng_state": self._fork,
@@ -192,6 +193,9 @@ class PretendedGpu(TorchDispatchMode):
 
     def _seed(self, seed):
         self.seed = seed
+
+    def _empty(self):
+        self.n_emptied += 1
 
     def _fork(self, device=None):
         self.n_forked += 1
