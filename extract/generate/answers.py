@@ -208,7 +208,10 @@ def append_answers(
     update: Update,
     share: Share,
 ) -> None:
-    """Answer the requests of a share that have no row yet, batch by batch."""
+    """Answer the requests of a share that have no row yet, batch by batch.
+
+    If the share is the whole work, all answers are then put in the generator's order.
+    """
     prompts = prompts_of(requests)
     batches = plan_of(generator, prompts, sampling)
     batch_of = {i: batch for batch in share.mine(batches) for i in batch}

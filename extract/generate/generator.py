@@ -69,10 +69,13 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorPrompt:
-    """One text to be continued, or one message to be replied to."""
+    """One text to be continued, or one message to be replied to.
+
+    If a text's exact token ids matter, `ids` holds them, special tokens included.
+    """
 
     text: str  # for a chat, the user's message
-    ids: tuple[int, ...] | None = None  # if the exact ones matter; special ones too
+    ids: tuple[int, ...] | None = None
     is_chat: bool = False  # wrap the text in the model's chat template
     sample: int = 0  # number of the draw, if one prompt is sampled several times
     # How many leading tokens may be computed once for several prompts, at most; None
