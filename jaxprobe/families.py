@@ -141,12 +141,11 @@ class FamilyDims:
 FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
 N_FAMILIES = len(FAMILIES)
 _PAPER = FamilyDims(names=FAMILIES, sizes=(1,) * N_FAMILIES)
-LETTERS, SUBSETS, SUBSET_NAMES = (
-    _PAPER.letters,
-    _PAPER.subset_masks,
-    _PAPER.subset_names,
-)
-N_SUBSETS, subset_index = len(SUBSETS), _PAPER.subset_index
+LETTERS = _PAPER.letters
+SUBSETS = _PAPER.subset_masks
+SUBSET_NAMES = _PAPER.subset_names
+N_SUBSETS = len(SUBSETS)
+subset_index = _PAPER.subset_index
 FLOATS: tuple[Dtype, ...] = ("float32",) * N_FAMILIES  # types if held in float32
 
 

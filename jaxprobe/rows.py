@@ -243,19 +243,22 @@ class TrainingSet:
         """Return a copy with a span's signals set to zero, but only in training."""
         return self._changed(partial(zero_span, span=span), lambda tokens: tokens)
 
-    def _changed(self, *changes: Callable[[FamilyTokens], FamilyTokens]) -> Any:
-        """Return a copy with other tokens of training rows, and of all other rows."""
-
-        def changed(read: ReadRows, change: Callable[..., Any]) -> ReadRows:
-            return lambda *where: change(read(*where))
-
-        read_train, read = map(changed, (self.read_train, self.read), changes)
+    def _changed(
+        self,
+        in_training: Callable[[FamilyTokens], FamilyTokens],
+        elsewhere: Callable[[FamilyTokens], FamilyTokens],
+    ) -> "TrainingSet":
+        """Return a copy whose training rows, and all other rows, have other tokens."""
+        changes = in_training, elsewhere
         in_memory = self.in_memory and tuple(
             tuple(Bucket(i, change(tokens)) for i, tokens in split)
             for split, change in zip(self.in_memory, changes, strict=True)
         )
         return dataclasses.replace(
-            self, read=read, read_train=read_train, in_memory=in_memory
+            self,
+            read=lambda *where: elsewhere(self.read(*where)),
+            read_train=lambda *where: in_training(self.read_train(*where)),
+            in_memory=in_memory,
         )
 
 

@@ -383,6 +383,12 @@ def _auroc_rows(
     return result
 
 
+def _test_answers(deployed: Deployed) -> Ranked:
+    rows = deployed.rows
+    where = rows.where("test")
+    return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
+
+
 def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     """Compare the encoders of two runs on test answers, and add the other's pairs."""
     shared: list[Setting] = [s for s in inputs.settings if s in inputs.other]
@@ -396,10 +402,7 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
     for setting in shared:
         both = inputs.settings[setting], inputs.other[setting]
         config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
-        ranked = [
-            Ranked(x.rows.ids[at], x.rows.labels[at], x.logits[:, :, at])
-            for x, at in ((x, x.rows.where("test")) for x in both)
-        ]
+        ranked = [_test_answers(deployed) for deployed in both]
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):

@@ -228,8 +228,13 @@ def places_of(results: pandas.DataFrame, splits: Sequence[str]) -> list[Place]:
     several = [
         p for p in places if p.dataset != IN_DOMAIN or n_sets[p.setting, p.split] != 2
     ]
-    several.sort(key=lambda p: (splits.index(p.split), p.dataset != IN_DOMAIN))
-    return sorted(several, key=lambda p: [*names.SETTING_LABELS].index(p.setting))
+    settings = list(names.SETTING_LABELS)
+
+    def order(p: Place) -> tuple[int, int, bool]:
+        is_single_set = p.dataset != IN_DOMAIN
+        return settings.index(p.setting), splits.index(p.split), is_single_set
+
+    return sorted(several, key=order)
 
 
 def of_rival(subject: Subject) -> Key:
