@@ -6,6 +6,7 @@ contributions and logits of every row's last position are kept until that token 
 chosen. What a token sends to other spans comes from its step's queries and the cached
 keys; what it receives is summed as later steps attend to it. Both are read a few steps
 at a time, except for float32 on a CPU, where the model attends with these weights.
+Probabilities are read for many tokens at a time, except for those of float32 logits.
 
 Tokens are addressed by column: column 0 is the longest prompt's first token, shorter
 prompts are padded on the left, and a layer with a sliding window passes only the last
@@ -15,7 +16,7 @@ columns. What all prompts begin with, outside all spans, may be cached and is no
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +58,15 @@ _N_CHECKED = 3  # tokens: the first of a decode step, one after it, and the last
 # calls of Torch and, on a GPU, kernels.
 _N_TOGETHER = 8
 _N_ROOM = 8  # new tokens to make room for at first; most answers are shorter
+
+
+class _Emitting(NamedTuple):
+    """Tokens of a step that emitted the tokens of the next one."""
+
+    rows: torch.Tensor  # `[n]` rows of the batch
+    columns: torch.Tensor  # `[n]` columns, among those read
+    states: torch.Tensor  # `[n, d_model]` after the final norm
+    targets: torch.Tensor  # `[n]` the emitted tokens
 
 
 class DecodeReading(AttentionReading):
@@ -108,6 +118,9 @@ class DecodeReading(AttentionReading):
         # By layer, `span_sums` over rows and keys, [2, n_rows, n_heads, 2, n_read].
         self._sums: dict[int, tuple[torch.Tensor, ...]] = {}
         self._steps: dict[int, StepCalls] = {}  # by layer, all of the same steps
+        # Tokens whose distributions are read together: those of one step have fewer
+        # products with the vocabulary's matrix than it takes to read that matrix.
+        self._emitting: list[_Emitting] = []
         self._n_written = [0] * n_rows  # tokens of each answer that were run
 
     def _members_of(self, prompts: Sequence[Prompt], n_columns: int) -> torch.Tensor:
@@ -320,8 +333,11 @@ class DecodeReading(AttentionReading):
         targets = ids[:, -2 if is_last else -1]
         self._parts = torch.stack(self._last_parts, dim=2).float()
         at = column - self.n_unread
-        prob, resid = self._emission(targets)
-        self._prob[self._index, at], self._resid[self._index, at] = prob, resid
+        self._resid[self._index, at] = self._last_resid(targets)
+        if self._has_exact_logits:
+            self._prob[self._index, at] = self._last_prob(targets)
+        else:
+            self._wait_to_emit(at, targets)
         if column >= self._width:
             for row in self._live:
                 self._n_written[row] += 1
@@ -335,24 +351,48 @@ class DecodeReading(AttentionReading):
             self._make_room()
         self._begin_step(column + 1)
 
-    def _emission(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the last position of every row, which emits the ids `[n_run_rows]`.
+    def _wait_to_emit(self, at: int, targets: torch.Tensor) -> None:
+        """Keep the last states of the unfinished rows until enough are waiting."""
+        rows = torch.tensor(self._live, device=targets.device)
+        live = torch.isin(torch.tensor(self.run_rows, device=targets.device), rows)
+        columns, states = torch.full_like(rows, at), self._last_states[live]
+        self._emitting.append(_Emitting(rows, columns, states, targets[live]))
+        n_waiting = sum(len(step.rows) for step in self._emitting)
+        if n_waiting >= self.reader.budget.n_tokens_per_chunk:
+            self._read_emissions()
 
-        Returns `[n_run_rows, 5]` and `[n_run_rows, 4 * n_layers]`, see `AnswerSignals`.
-        """
+    @exact_products()
+    @torch.inference_mode()
+    def _read_emissions(self) -> None:
+        """Read the distributions that are waiting."""
+        if self._emitting:
+            rows, columns, *states_and_targets = map(
+                torch.cat, zip(*self._emitting, strict=True)
+            )
+            prob = self.reader.probabilities(*states_and_targets)
+            self._prob[rows, columns], self._emitting = prob, []
+
+    @property
+    def _has_exact_logits(self) -> bool:
+        """Whether the model's logits are not rounded to half precision by its head."""
+        return self.reader.head.weight.dtype == self._logits.dtype == torch.float32
+
+    def _last_prob(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return `[n_run_rows, 5]` of the last position of every row."""
+        if self._has_exact_logits:
+            return probability.scalars_of_logits(self._logits, targets)
+        return self.reader.probabilities(self._last_states, targets)
+
+    def _last_resid(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return `[n_run_rows, 4 * n_layers]` of the last position of every row."""
         h_in, att, ffn = self._parts  # each [n_run_rows, n_layers, d_model]
         lens = self.reader.lens(targets[:, None].expand(-1, h_in.shape[1]))
         layers = LayerPass(0, h_in, att, ffn, h_in)
-        scalars = residual.contribution_scalars(layers, lens)
-        # Float32 logits of half-precision weights were rounded by the model's head.
-        if self.reader.head.weight.dtype == self._logits.dtype == torch.float32:
-            prob = probability.scalars_of_logits(self._logits, targets)
-        else:
-            prob = self.reader.probabilities(self._last_states, targets)
-        return prob, scalars.flatten(1)
+        return residual.contribution_scalars(layers, lens).flatten(1)
 
     def last_prob(self) -> np.ndarray:
         """Return the scalars `[5]` of the distribution of the first row's newest id."""
+        self._read_emissions()
         return self._prob[0, self._n_before - 1 - self.n_unread].cpu().numpy().copy()
 
     def signals(self, answers: Sequence[Answer]) -> list[AnswerSignals | None]:
@@ -363,6 +403,7 @@ class DecodeReading(AttentionReading):
         tokens than were run, because its stop string began before the last token.
         """
         self._read_steps()
+        self._read_emissions()
         members = self._members[..., self.n_unread : self._n_room]
         per_layer = [
             entropies_and_masses(by_row, by_key, members)
@@ -412,8 +453,9 @@ class DecodeReading(AttentionReading):
         """
         signals = self.signals(answers)
         stops = [answers[row].stop_id or 0 for row in self.run_rows]
-        last = self._emission(torch.tensor(stops, device=self._prob.device))
-        prob, resid = (values.cpu().numpy() for values in last)
+        targets = torch.tensor(stops, device=self._prob.device)
+        prob = self._last_prob(targets).cpu().numpy()
+        resid = self._last_resid(targets).cpu().numpy()
         for index, row in enumerate(self.run_rows):
             read, n_written = signals[row], self._n_written[row]
             is_before = n_written != self._n_before - self._width

@@ -21,6 +21,7 @@ from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.local import TransformersGenerator, generate
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.signals.attention import CACHE
+from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.decode import (
     DecodeReading,
     ReadingGenerator,
@@ -107,10 +108,12 @@ READ = representatives([family for family in FAMILIES if family not in WITHOUT])
 
 
 class KernelAttends(DecodeReading):
-    """Leave attention to the model's kernel, as in half precision and on a GPU.
+    """Read as in half precision: the model's kernel attends, and its logits are rounded.
 
-    Then the attention of eight steps is read at once.
+    Then the attention of eight steps is read at once, and many tokens' probabilities.
     """
+
+    _has_exact_logits = False
 
     def reduce(self, layer, call, value):
         return super().reduce(layer, call, None)
@@ -122,7 +125,8 @@ def test_reading_while_writing_equals_a_second_pass(family, kind):
     """Padded prompts of five lengths beyond the window; answers leave at a stop."""
     requests, n_new = requests_of(), 11  # eight steps and a remainder
     stop = stop_of(family, requests, 2)
-    reader = SignalReader(backbone_of(family, stop=stop))
+    few = ReadingBudget(n_tokens_per_chunk=7)  # of two steps, with rows that left
+    reader = SignalReader(backbone_of(family, stop=stop), budget=few)
     watch, answers = write(kind, reader, requests, n_new)
     lengths = {len(answer.token_ids) for answer in answers}
     assert min(lengths) < n_new and max(lengths) > 1  # a row left early
