@@ -108,7 +108,7 @@ READ = representatives([family for family in FAMILIES if family not in WITHOUT])
 
 
 class KernelAttends(DecodeReading):
-    """Read as in half precision: the model's kernel attends, and its logits are rounded.
+    """Read as in half precision: the kernel attends, and logits are rounded.
 
     Then the attention of eight steps is read at once, and many tokens' probabilities.
     """
