@@ -216,7 +216,13 @@ def append_answers(
     batches = plan_of(generator, prompts, sampling)
     batch_of = {i: batch for batch in share.mine(batches) for i in batch}
     todo = {i for i in batch_of if requests[i].key not in journal}
-    update(len(batch_of) - len(todo), len(batch_of))
+    # Progress counts tokens, since the longest prompts come first.
+    costs = [
+        len(request.prompt.ids) - (prompt.n_common or 0) + sampling.max_new_tokens
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
+    total = sum(costs[i] for i in batch_of)
+    update(total - sum(costs[i] for i in todo), total)
     unwritten: dict[int, Answer] = {}
     for i, reply in generator.stream(prompts, sampling, {*range(len(prompts))} - todo):
         if i in todo:
@@ -226,7 +232,7 @@ def append_answers(
         if todo.isdisjoint(batch):
             answers = [unwritten.pop(k) for k in batch if k in unwritten]
             journal.append({answer.key: to_json(answer) for answer in answers})
-            update(len(batch_of) - len(todo), len(batch_of))
+            update(total - sum(costs[i] for i in todo), total)
     if share.is_whole:
         journal.arrange([requests[i].key for batch in batches for i in batch])
 

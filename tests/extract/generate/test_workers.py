@@ -1,14 +1,20 @@
 """Workers that answer, rewrite, judge or sample together write what one would."""
 
+import contextlib
 import json
 import shutil
 import sys
 
 import msgspec
+import numpy as np
 import pytest
 
 from beatrice.extract.backbone.names import torch_device
+from beatrice.extract.generate.answers import answer_stage, open_local
+from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.stages import run_stage
+from beatrice.extract.signals.sequence import first_read_token
 from tests.extract.signals.test_written import SMALL_BATCHES
 from tests.extract.small_run import beatrice, make_run, questions
 from tests.process import run_line
@@ -104,6 +110,32 @@ def run(begun, verb, tmp_path):
 @pytest.fixture
 def run_path(begun, tmp_path):
     return shutil.copytree(begun["answer"], tmp_path / "asked")
+
+
+class Shares(Progress):
+    """Keep the shares of the work that were reported as done."""
+
+    def __init__(self):
+        self.shares = []
+
+    @contextlib.contextmanager
+    def stage(self, name):
+        yield lambda done, total: self.shares.append(done / total)
+
+
+def test_progress_counts_tokens_since_the_longest_prompts_come_first(run_path):
+    run, progress = RunDir(run_path), Shares()
+    run_stage(answer_stage(open_local), run, progress)
+    n_new = SMALL_BATCHES.generation.max_new_tokens
+    lines = (run_path / WRITTEN["answer"][0]).read_text().splitlines()
+    n_tokens = [
+        len(row["prompt_ids"]) - first_read_token(row["context_span"][0]) + n_new
+        for row in map(json.loads, lines)
+    ]
+    reached = np.cumsum(n_tokens) / np.sum(n_tokens)
+    shares = progress.shares
+    assert len(shares) > 3 and shares[0] == 0 and np.isin(shares[1:], reached).all()
+    assert shares[1] > 1.1 * (np.argmax(reached == shares[1]) + 1) / len(reached)
 
 
 @pytest.mark.parametrize("by", ["torchrun", "--shard"])
