@@ -234,7 +234,8 @@ class Batch:
         Yields:
           Rows, and float32 logs `[n_chunk, vocab_size]` that the next chunk overwrites.
         """
-        n_words, width = self.head.weight.shape[0], self.budget.n_words_per_block
+        n_words = self.head.weight.shape[0]
+        width = self.head.n_words_at_once(self.budget)
         size = max(2, _LOGITS_PER_CHUNK // n_words // 2 * 2)  # pairs stay together
         # Reused by every chunk: on a CPU, fresh pages cost more than the sums.
         shape = (min(size, len(states)), n_words)

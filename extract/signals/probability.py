@@ -15,6 +15,9 @@ from beatrice.extract.signals.precision import products_of_bfloat16
 
 # Exponentials alive at once on a CPU: a quarter of the level-2 cache of two cores.
 _N_CACHED = 2**18
+# Numbers of the vocabulary's matrix that are widened to float32 at once on a CPU. The
+# memory of larger copies comes anew from the system, which takes three times as long.
+_N_WIDENED = 2**22
 # This far from the shift, logits lose two millionths of a nat, and none overflows.
 _FARTHEST = 30.0
 
@@ -36,6 +39,14 @@ class Head:
         logit of the emitted token (section 3.2), and the model's logits are scaled.
         """
         return self.weight[words].float() * self.scale
+
+    def n_words_at_once(self, budget: ReadingBudget) -> int:
+        """Return how many entries of the vocabulary to multiply at once."""
+        vocab_size, d_model = self.weight.shape
+        n_words = min(budget.n_words_per_block, vocab_size)
+        if self.weight.is_cuda or self.weight.dtype == torch.float32:
+            return n_words
+        return min(n_words, _N_WIDENED // d_model)
 
     def logits(
         self,
@@ -189,7 +200,7 @@ def token_probabilities(
     """
     vocab_size = head.weight.shape[0]
     n_tokens = min(budget.n_tokens_per_chunk, len(states))
-    n_words = min(budget.n_words_per_block, vocab_size)
+    n_words = head.n_words_at_once(budget)
     n_block = n_tokens * n_words
     n_cached = n_block if states.is_cuda else max(n_words, _N_CACHED)
     # Reused by every block: on a CPU, fresh pages cost more than the sums.

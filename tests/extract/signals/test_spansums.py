@@ -174,6 +174,17 @@ def probabilities(logits, targets, n_words_per_block):
     return token_probabilities(torch.eye(len(logits)), targets, head, budget)
 
 
+def test_wide_half_precision_weights_are_widened_fewer_words_at_a_time():
+    budget, sizes = ReadingBudget(), ((5000, 640), (5000, 4096), (7, 4096))
+    for dtype, expected in (
+        (torch.float32, [2048, 2048, 7]),
+        (torch.bfloat16, [2048, 1024, 7]),
+    ):
+        weights = (torch.empty(size, dtype=dtype) for size in sizes)
+        heads = [Head(weight=weight, bias=None, softcap=None) for weight in weights]
+        assert [head.n_words_at_once(budget) for head in heads] == expected
+
+
 def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
     logits = torch.tensor([[900.0, 0, -900, 0], [0, 0, 0, 0]])
     result = probabilities(logits, torch.tensor([0, 3]), 3)
