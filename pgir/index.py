@@ -2,7 +2,8 @@
 
 Encoders are run like E5 and the sentence transformers: mean (or first-token) pooling
 of the last hidden states, then L2 normalisation, so that an inner product is a cosine.
-E5 was trained with "query: " and "passage: " before every text.
+E5 was trained with "query: " and "passage: " before every text, its instruction-tuned
+version with a task before questions only.
 
 Encoding takes hours for Wikipedia. It is done in shards, each of which is written whole
 or not at all, so a killed build continues with the first missing shard and ends with
@@ -40,6 +41,11 @@ ROWS_PER_SHARD = 16_384  # passages in a file of vectors
 # Modules of sentence-transformers that are supported here.
 _MODULES = re.compile(r"sentence_transformers\.(\w+\.)*(Transformer|Pooling|Normalize)")
 _E5 = re.compile(r"(?<![a-z0-9])e5(?![a-z0-9])", re.IGNORECASE)
+# What instruction-tuned E5 reads before a question, with the task of its model card.
+_INSTRUCTION = (
+    "Instruct: Given a web search query, retrieve relevant passages that answer the "
+    "query\nQuery: "
+)
 _TOKENS_PER_BATCH = 8192  # padding included
 # What an encoder's vectors depend on, besides its weights.
 _ENCODER_FILES = ("config.json", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
@@ -119,12 +125,15 @@ def read_encoder_config(path: Path, **chosen: Any) -> PassageEncoderConfig:
     # In the Hub's cache the folder is named after the commit, a parent after the model.
     of_hub = (part for part in path.parts if part.startswith("models--"))
     names = (given.name, path.name, *of_hub, str(model.get("_name_or_path", "")))
-    is_e5 = any(_E5.search(name) for name in names)
+    prefixes = "", ""
+    if e5_names := [name.lower() for name in names if _E5.search(name)]:
+        is_instructed = any("instruct" in name for name in e5_names)
+        prefixes = (_INSTRUCTION, "") if is_instructed else ("query: ", "passage: ")
     # Sentence-transformers 5 writes empty prompts for models without known ones.
     of_passages = prompts.get("passage") or prompts.get("document")
     fields = {
-        "query_prefix": prompts.get("query") or ("query: " if is_e5 else ""),
-        "passage_prefix": of_passages or ("passage: " if is_e5 else ""),
+        "query_prefix": prompts.get("query") or prefixes[0],
+        "passage_prefix": of_passages or prefixes[1],
         "pooling": _read_pooling(path),
     }
     fields |= {name: value for name, value in chosen.items() if value is not None}

@@ -17,8 +17,9 @@ kinds, so sets of only one kind favour its strategy). Departures: the classifier
 logistic regression on the question's vector (theirs: T5-large), whose strength is
 chosen on validation questions (theirs chooses epochs on test labels). A step of C is an
 answer under the run's template, which forbids the sentences of a chain of thought used
-by theirs. C ends when an answer comes twice, where theirs looks for "the answer is", or
-after `max_budget` = 4 retrievals (theirs: ten sentences, up to 15 paragraphs).
+by theirs. C pages deeper where the first k passages are known, as PGIR does; theirs
+adds none then. C ends when an answer comes twice, where theirs looks for "the answer
+is", or after `max_budget` = 4 retrievals (theirs: ten sentences, up to 15 paragraphs).
 
 **Perplexity** needs no detector: it is the mean log-probability of the answer, which
 generation gives for free. A calibration map for each setting, of the detector's kind

@@ -7,11 +7,12 @@ written. A value above theta triggers retrieval. The query consists of the words
 the triggering ones attend to, and the sentence is written again with the passages.
 
 Departures: under the run's template an answer is one sentence, so there is at most one
-trigger, and no forced answer after it. Words are split at white space, whereas the
-original only knows the marks of Llama 2's tokenizer. Content words are those that are
-not stop words (`content_words`). If all triggering words are function words, the
-original divides by zero; here the query is what they attend to. Theta is chosen on
-validation (published: 0.6 to 1.5, depending on model and set).
+trigger, and no forced answer after it. Question and answer are read without a BOS
+token, which a tokenizer may add in the original. Words are split at white space,
+whereas the original only knows the marks of Llama 2's tokenizer. Content words are
+those that are not stop words (`content_words`). If all triggering words are function
+words, the original divides by zero; here the query is what they attend to. Theta is
+chosen on validation (published: 0.6 to 1.5, depending on model and set).
 """
 
 import re
@@ -227,6 +228,8 @@ def dragin(question: str, theta: float, config: ControllerConfig) -> Plan[str]:
     attended = yield Call("attended", question)
     query = query_words(attended, hits)
     ranking = yield Call("search", query or question, n=config.depth)
+    if not ranking:
+        return draft.text
     reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
     return reply.text
 

@@ -115,7 +115,8 @@ class Cost(NamedTuple):
     # Requests to the model to write; one may write several texts.
     generations: float = 0
     sequences: float = 0  # texts written, including samples
-    tokens: float = 0  # read and written; samples of one prompt read it once
+    # Read and written by these requests; samples of one prompt read it once.
+    tokens: float = 0
     retrievals: float = 0  # searches
     # Passes over existing text. None for an answer whose signals are read in the passes
     # that write it, if the model allows that.

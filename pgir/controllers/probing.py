@@ -160,6 +160,8 @@ def probing_rag(
         if passages:
             query = f"{shown(passages)} {question} {reply.text}"
         ranking = yield Call("search", query, n=config.depth)
+        if not ranking:
+            return reply.text
         passages = tuple(ranking[: config.n_passages])
         reply = yield Call("answer", question, passages)
     return reply.text
