@@ -291,8 +291,8 @@ class StoreSpec:
     first_rows: np.ndarray = dataclasses.field(default_factory=lambda: np.array(0))
     # `[n_examples]` bool, which answers were read while being written.
     is_written: np.ndarray = dataclasses.field(default_factory=lambda: np.array(False))
-    # Examples that always begin a range, such as the first of a second store.
-    range_starts: frozenset[int] = frozenset()
+    # `range_examples` and `range_shards` of stores end to end; else by the lengths.
+    ranges: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
@@ -343,10 +343,11 @@ class StoreSpec:
     @functools.cached_property
     def range_examples(self) -> np.ndarray:
         """`[n_ranges + 1]` int64: range r holds the examples from entry r to r + 1."""
+        if self.ranges:
+            return self.ranges[0]
         edges, used = [0], 0
         for example, length in enumerate(self.n_read.tolist()):
-            is_full = example > edges[-1] and used + length > self.rows_per_shard
-            if is_full or example in self.range_starts:
+            if example > edges[-1] and used + length > self.rows_per_shard:
                 edges.append(example)
                 used = 0
             used += length
@@ -355,6 +356,8 @@ class StoreSpec:
     @functools.cached_property
     def range_shards(self) -> np.ndarray:
         """`[n_ranges + 1]` int64: range r owns the shards from entry r to r + 1."""
+        if self.ranges:
+            return self.ranges[1]
         rows = np.add.reduceat(self.n_read, self.range_examples[:-1])
         return np.concatenate([[0], np.cumsum(-(-rows // self.rows_per_shard))])
 

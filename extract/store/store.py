@@ -229,12 +229,17 @@ def end_to_end(
     It has the fingerprint of the first; `keys` names the examples of both.
     """
     specs = first.spec, second.spec
-    here, there = ((dict(x.families), x.hidden_layers, x.rows_per_shard) for x in specs)
+    here, there = ((dict(x.families), x.hidden_layers) for x in specs)
     if here != there:
         raise ValueError(
             f"{second.url} does not match {first.url}: expected the same families, "
-            "layers, dtypes and rows per shard; extract it again like the first"
+            "layers and dtypes; extract it again like the first"
         )
+    # A store of more answers may have larger shards: all are counted in the smaller.
+    rows = min(spec.rows_per_shard for spec in specs)
+    examples = [spec.range_examples for spec in specs]
+    shards = [x.range_shards * (x.rows_per_shard // rows) for x in specs]
+    edges = (np.concatenate([x[:-1], x[-1] + y]) for x, y in (examples, shards))
     fields: dict[str, Any] = {
         name: np.concatenate([getattr(spec, name) for spec in specs])
         for name in ("lengths", "spans", "first_rows", "is_written")
@@ -242,7 +247,8 @@ def end_to_end(
     spec = dataclasses.replace(
         first.spec,
         keys=tuple(keys),
-        range_starts=frozenset([len(first.spec.keys)]),
+        rows_per_shard=rows,
+        ranges=tuple(edges),
         **fields,
     )
     arrays = {

@@ -188,6 +188,13 @@ def test_rows_without_a_score_are_left_out_and_counted_also_in_pairs():
     gone = select(table, metric="auroc", against="nowhere")["row"]
     assert [(row.value, row.n) for row in gone] == [(None, 0)] * 4
     assert all("no score" in row.reason for row in gone)
+    (weights,) = resamples(rows.ids[where], BOOTSTRAP)
+    answers = rows.labels[rest], weights[np.isin(where, rest)]
+    draws = [weighted_metrics(x[rest], *answers)["auroc"] for x in half.scores]
+    fields |= {"experiment": "detection", "seed": "mean", "metric": "auroc"}
+    row = find(measured(rows, half, strata=np.zeros(len(rows.ids))), **fields)
+    ends = interval_of(np.mean(draws, axis=0))  # strata have no other interval
+    assert (row.ci_low, row.ci_high) == pytest.approx(ends, abs=1e-6)
 
 
 def test_permuted_labels_do_not_tell_in_domain_sets_apart():

@@ -264,10 +264,11 @@ def test_families_of_any_names_and_number_are_read_in_order():
     spans, lengths = spans_and_lengths()
     names, kinds = ("Zeta", "beta"), ("all", "answer")
     families = {
-        "Zeta": Family(shape=(3,)),
+        "Zeta": Family(shape=(len(LAYERS), 3), by_layer=True),
         "beta": Family(shape=(2, 2), spans="answer"),
     }
-    store = store_like("memory://reading-any", families, spans, lengths=lengths)
+    fields = {"lengths": lengths, "hidden_layers": LAYERS}
+    store = store_like("memory://reading-any", families, spans, **fields)
     values = {name: read_family(store, name).values for name in names}
     dims = family_dims(store)
     assert dims == FamilyDims(names=names, sizes=(3, 4), spans=kinds)
@@ -279,11 +280,11 @@ def test_families_of_any_names_and_number_are_read_in_order():
     ):
         sizes = (1,) * len(named)
         assert FamilyDims(names=named, sizes=sizes).letters == letters
-    features = read_features(store, None)
+    features = read_features(store, LAYERS[-1])
     read = zip(features.tokens, features.masks, strict=True)
     for span, (tokens, mask) in enumerate(read):
         where = slice(*(store.spec.offsets[3] + spans[3, span]))
-        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][where])
+        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][where, -1])
         n_answer = int(spans[:3, 2, 1].sum() - spans[:3, 2, 0].sum())
         answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
         other = answers if span == 2 else np.zeros((mask[3].sum(), 4))

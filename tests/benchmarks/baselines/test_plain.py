@@ -322,6 +322,8 @@ def test_at_equal_length_only_skill_beyond_length_remains():
     gain = find(table, against="answer_length", **where)
     assert gain.value == pytest.approx(ours.value - 0.5)
     assert gain.experiment == "at_equal_length_paired"
+    ends = ours.ci_low - 0.5, ours.ci_high - 0.5  # as length has one half in each draw
+    assert (gain.ci_low, gain.ci_high) == pytest.approx(ends)
 
 
 def test_answers_without_a_counterpart_of_their_length_are_counted():

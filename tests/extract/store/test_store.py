@@ -105,12 +105,12 @@ def test_any_examples_equal_the_same_slice_of_everything(tmp_path):
         assert len(read.values) == sum(read.lengths)
 
 
-def test_two_stores_end_to_end_are_read_like_each_by_itself(tmp_path):
+@pytest.mark.parametrize("rows_per_shard", [16, 64, 256])  # of the second
+def test_two_stores_end_to_end_are_read_like_each_by_itself(tmp_path, rows_per_shard):
     lengths = np.array([11, 70, 9, 3, 40], dtype=np.int64)
+    other = {"lengths": lengths, "rows_per_shard": rows_per_shard}
     stores, signals = zip(
-        filled_store(tmp_path / "a"),
-        filled_store(tmp_path / "b", lengths=lengths),
-        strict=True,
+        filled_store(tmp_path / "a"), filled_store(tmp_path / "b", **other), strict=True
     )
     keys = tuple((str(i),) for i in range(16))
     both = end_to_end(*stores, keys)
@@ -127,7 +127,7 @@ def test_two_stores_end_to_end_are_read_like_each_by_itself(tmp_path):
     states = read_family(both, "hidden", [12, 0], layer=7, span=2)
     alone = read_family(stores[1], "hidden", [1], layer=7, span=2)
     np.testing.assert_array_equal(states.example(0), alone.values)
-    other = create_store(tmp_path / "c", spec_of(rows_per_shard=32))
+    other = create_store(tmp_path / "c", spec_of(hidden_layers=(0, 4, 8)))
     with pytest.raises(ValueError, match="does not match .* expected the same"):
         end_to_end(stores[0], other, keys)
     shutil.rmtree(tmp_path / "b" / "prob")
