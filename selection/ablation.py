@@ -26,6 +26,7 @@ from beatrice.jaxprobe import families
 from beatrice.jaxprobe.calibrate import Pool, pool_of, run_bootstrap, run_selection
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
+    INTERVAL_FORMAT,
     SELECT_PRESETS,
     GridConfig,
     SelectConfig,
@@ -349,6 +350,7 @@ ABLATE = Stage(
     inputs=_inputs,
     outputs=lambda run: [_folder(run), rows_file(run, "ablate")],
     work=_ablate,
+    identity=lambda config: {"interval format": str(INTERVAL_FORMAT)},
     presets=SELECT_PRESETS,
     section="select",
 )

@@ -31,7 +31,7 @@ from beatrice.jaxprobe.stages import TRAIN as TRAINED
 from beatrice.pgir import bm25, given
 from beatrice.pgir import stages as control
 from beatrice.pgir.controllers import dragin
-from beatrice.selection import anatomy
+from beatrice.selection import ablation, anatomy
 from tests.extract.generate.test_local import byte_fallback
 from tests.jaxprobe.test_grid import BLOCK, ENCODER, TRAIN, planted_parts
 from tests.pgir.test_scorer import REPLY, TURNS, prepending
@@ -158,6 +158,7 @@ IN_RECORDS = [
         (done, "interval format", INTERVAL_FORMAT)
         for done in (
             measured.EVALUATE,
+            ablation.ABLATE,
             measured.BASELINES,
             control.CONTROL,
             transfer.TRANSFER,

@@ -463,6 +463,8 @@ GAINS = ("significance", "champion-vs-hidden")
 OTHERWISE = {  # words for what our rows measure differently, and in which lines
     "every wording": lambda c: c.setting == "with_context" and c.table in GAINS,
     "placements": lambda c: c.metric in OF_AN_INTERVAL and c.table in GAINS,
+    "Wilson's": lambda c: c.metric in OF_AN_INTERVAL and "flip" in c.table,
+    "five splits": lambda c: "gains" in (c.ours or "") or c.ours == "median_gain",
     "`sequences`": lambda c: (c.detector, c.metric) == ("seakr", "generations"),
     "answer only": lambda c: c.experiment == "anatomy_spans" or c.ours == "loss",
     "one half": lambda c: c.ours in ("share_of_top_heads", "moved_more_by_top_heads"),
