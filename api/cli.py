@@ -369,7 +369,8 @@ def score(source: str | None, as_json: bool, how: ScoreOptions) -> None:
     if how.html is not None:
         shown = [(question, how.context, result.as_json())]
         title = f"{Path(name).name}: one answer"
-        write_text_atomic(how.html, page(title, "", shown))
+        html = page(title, "", shown, _thresholds_in_words(probe))
+        write_text_atomic(how.html, html)
     if as_json:
         click.echo(json.dumps(result.as_json()))
         return
@@ -428,6 +429,14 @@ def _locked_results(out: Path | None) -> Iterator[None]:
         yield
 
 
+def _thresholds_in_words(probe: "Probe") -> list[str]:
+    return [
+        f"{setting}: {threshold.in_words()}"
+        for setting in SETTINGS
+        for threshold in probe.thresholds(setting) or ()
+    ]
+
+
 def _score_file(
     probe: "Probe",
     name: str,
@@ -470,15 +479,15 @@ def _score_file(
             each,
             how.batch_size,
         )
-    for setting in SETTINGS:
-        for threshold in probe.thresholds(setting) or ():
-            progress.note(f"{setting}: {threshold.in_words()}")
-    progress.note(tally.in_words())
+    thresholds = _thresholds_in_words(probe)
+    for note in (*thresholds, tally.in_words()):
+        progress.note(note)
     if as_json and how.out is not None:  # else results went to stdout
         click.echo(json.dumps({"out": str(how.out), **tally.as_json()}))
     if how.html is not None:
         title = f"{answers.name}, scored by {name}"
-        write_text_atomic(how.html, page(title, tally.in_words(), shown))
+        html = page(title, tally.in_words(), shown, thresholds)
+        write_text_atomic(how.html, html)
     if tally.bad:
         raise click.ClickException(
             f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "

@@ -441,8 +441,16 @@ class PageRows:
             self.shown.append(row)
 
 
-def page(title: str, summary: str, results: Iterable[Shown] | PageRows) -> str:
-    """Return the page of scored answers; those after `MOST_SHOWN` are only counted."""
+def page(
+    title: str,
+    summary: str,
+    results: Iterable[Shown] | PageRows,
+    thresholds: Sequence[str] = (),
+) -> str:
+    """Return the page of scored answers; those after `MOST_SHOWN` are only counted.
+
+    `thresholds` say, one in a phrase, from which P on decisions are made.
+    """
     rows = results if isinstance(results, PageRows) else PageRows(results)
     kinds = rows.kinds
     entries = [_entry(each) for each in rows.shown]
@@ -460,6 +468,7 @@ def page(title: str, summary: str, results: Iterable[Shown] | PageRows) -> str:
     return environment.get_template("score.html.j2").render(
         title=title,
         summary=summary,
+        thresholds=thresholds,
         rows=entries,
         shared=shared,
         n_left_out=kinds.total() - len(entries),

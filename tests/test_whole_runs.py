@@ -60,6 +60,7 @@ def assert_page_shows(run, *sections):
     call("report", run)
     page = (run / "report.html").read_text()
     assert re.search(r">[\d,]+ training, [\d,]+ validation, .* held out<", page)
+    assert "<title>Is the answer right? embedded</title>" in page
     for section in sections:
         text = re.search(rf'id="{section}">.*?</section>', page, re.DOTALL)
         assert 'class="empty"' not in text.group()

@@ -184,7 +184,8 @@ def layer_sweep(sweep: Mapping[Setting, LayerCurve]) -> Figure:
     for setting, curve in sweep.items():
         strong, soft = STRONG[setting], SOFT[setting]
         for layer, seeds in zip(curve.layers, curve.auroc, strict=True):
-            axes.plot([layer] * len(seeds), seeds, "o", color=soft, markersize=3.5)
+            pale = {"color": soft, "markeredgecolor": strong, "markeredgewidth": 0.5}
+            axes.plot([layer] * len(seeds), seeds, "o", markersize=3.5, **pale)
         means = np.mean(curve.auroc, axis=1)
         axes.plot(
             curve.layers,
@@ -258,7 +259,8 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
         for pool, bracket, shift, marker in kinds:
             scores = [x for k, x in search["candidates"].items() if k[0] == bracket]
             at = [n + shift] * len(scores)
-            axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5)
+            rim: Any = {"markeredgecolor": STRONG[pool], "markeredgewidth": 0.5}
+            axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5, **rim)
     added = [(n, r) for n, r in enumerate(rounds, start=1) if r["added"]]
     heights = [r["auroc"] for _, r in added]
     axes.plot([n for n, _ in added], heights, color=STRONG[setting], zorder=3)
@@ -357,15 +359,23 @@ def _short(value: float, undefined: str = "") -> str:
     return undefined if np.isnan(value) else f"{value:.2f}".replace("0.", ".", 1)
 
 
+def _alpha(tint: float) -> float:
+    """Return the opacity of a tint in [0, 1], on which ink has a contrast of 4.5.
+
+    That holds for the colours of both schemes of the page.
+    """
+    return 0.5 * max(0.04, tint)
+
+
 def _heat(
     axes: Axes, tints: np.ndarray, colour: str, texts: np.ndarray | None = None
 ) -> None:
     """Draw a matrix as tinted cells, empty for NaN, with optional texts in them."""
     for (i, j), tint in np.ndenumerate(tints):
         if not np.isnan(tint):
-            alpha = min(1.0, max(0.04, tint)) * 0.75
             cell = (j - 0.5, i - 0.5), 1, 1
-            axes.add_patch(Rectangle(*cell, facecolor=colour, alpha=alpha, lw=0))
+            style = {"facecolor": colour, "alpha": _alpha(tint), "lw": 0}
+            axes.add_patch(Rectangle(*cell, **style))
         if texts is not None and texts[i, j]:
             axes.text(j, i, str(texts[i, j]), ha="center", va="center", fontsize=9.5)
     axes.set(xlim=(-0.5, tints.shape[1] - 0.5), ylim=(tints.shape[0] - 0.5, -0.5))
@@ -457,9 +467,8 @@ def head_map(shares: pandas.DataFrame, setting: str) -> Figure:
     panels[0].set_ylabel("attention layer read, from 0")
     steps = np.linspace(0, most, 21)
     for low, high in itertools.pairwise(steps):
-        tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
         step = Rectangle((0, low), 1, high - low, lw=0)
-        step.set(facecolor=STRONG[setting], alpha=tint)
+        step.set(facecolor=STRONG[setting], alpha=_alpha((low + high) / 2 / most))
         scale.add_patch(step)
     n_heads = shares.groupby("families").size().max()
     scale.axhline(1 / n_heads, color=INK, lw=1.5)
@@ -561,14 +570,14 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
     floor = np.zeros(n_parts + 1)
     figure, axes = _figure(3.2)
     for k, share in enumerate(shares):
-        tint = (0.12, 0.38, 0.64, 0.9)[k]
+        tint = (0.1, 0.3, 0.5, 0.9)[k]
         colour = STRONG["closed_book"]
         style: dict[str, Any] = {"color": colour, "alpha": tint, "lw": 0}
         axes.fill_between(x, floor, floor + share, step="post", **style)
         axes.step(x, floor + share, where="post", color=PAPER, lw=1)
         widest = int(np.argmax(share[:-1]))
         if share[widest] > 0.1:
-            y, ink = floor[widest] + share[widest] / 2, PAPER if k > 1 else INK
+            y, ink = floor[widest] + share[widest] / 2, PAPER if k > 2 else INK
             style = {"ha": "center", "va": "center", "color": ink}
             axes.text(x[widest] + 0.5 / n_parts, y, str(k), **style)
         floor = floor + share

@@ -355,7 +355,8 @@ def folds_in_words(
     em = {row.detector: row for row in macro["row"] if row.value is not None}
     known = [x for x in ("pgir", "vanilla_rag", "no_rag") if x in em]
     shown = ", ".join(f"{CONTROLLERS[x]} {row_value(em[x])}" for x in known)
-    run = [facts[name] for name in ("Backbone", "Questions") if name in facts]
+    nouns = {"Backbone": "", "Questions": " questions"}
+    run = [facts[name] + noun for name, noun in nouns.items() if name in facts]
     return {
         "selection": "; ".join(chosen),
         "controller": f"Exact match: {shown}" if shown else "",

@@ -322,7 +322,8 @@ def test_the_page_tints_tokens_by_their_probability_and_explains_it():
         "warnings": ["a warning"],
     }
     rows = [("where?", ["<p>"], result), (None, (), {"error": "bad"})]
-    text = page("A page", "1 row", rows)
+    text = page("A page", "1 row", rows, ["trust at P >= 0.9"])
+    assert "<li>trust at P &gt;= 0.9</li>" in text
     assert '<span class="t0" title="log p = -4.000">Gu</span>' in text  # p = 0.018
     assert '<span title="log p = -0.100">&lt;zolt</span>' in text  # p = 0.905
     assert '<span class="t2" title="log p = -1.000"> Falls</span>' in text  # 0.368
@@ -463,7 +464,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     failed = "1 of 3 rows could not be scored; the first, line 2: the answer is empty"
     assert failed in beatrice(*line, code=1).stderr
     assert [row["line"] for row in JsonLines(out).rows()] == [1, 2, 3]
-    assert "Guzolt" in html.read_text()
+    assert "Guzolt" in html.read_text() and "<li>closed_book: " in html.read_text()
     before = out.read_bytes()
     beatrice(*line, code=1)
     assert out.read_bytes() == before

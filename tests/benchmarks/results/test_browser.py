@@ -128,7 +128,12 @@ def test_a_link_opens_the_fold_that_it_leads_to(browser, report):
 
 
 def test_a_wide_table_shows_a_hint_and_keeps_its_first_column_in_view(browser, report):
+    page = opened(browser, report)
+    boxes = "[...document.querySelectorAll('section > .scroll, section > .figures *')]"
+    page.evaluate("scrollTo(0, 0)")
+    assert page.evaluate(f"{boxes}.filter(x => x.tabIndex === 0).length") == 0
     page = opened(browser, report, PHONE)
+    assert page.evaluate(f"{boxes}.filter(x => x.tabIndex === 0).length") > 0
     box = page.locator("#detection .scroll").first
     assert page.locator("#detection .hint").first.is_visible()
     name = box.locator("tbody th").first
@@ -187,6 +192,15 @@ def test_scored_answers_are_filtered_sorted_and_found(browser, scores):
     assert page.evaluate(lines) == [i for i in (*by_p, 5) if i % 3]
     page.fill("input[type=search]", "question 4")
     assert page.evaluate(lines) == [4]
+    assert page.text_content("output") == "1 of 9 shown"
+
+
+@pytest.mark.parametrize(("size", "position"), [(WIDE, "sticky"), (PHONE, "static")])
+def test_filters_stay_in_view_only_where_they_leave_room(
+    browser, scores, size, position
+):
+    page = opened(browser, scores, size)
+    assert page.evaluate("getComputedStyle(document.forms[0]).position") == position
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

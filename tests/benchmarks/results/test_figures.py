@@ -1,8 +1,10 @@
 import itertools
+import re
 import xml.etree.ElementTree
 
 import matplotlib
 import msgspec
+import numpy as np
 import pandas
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,7 +13,7 @@ from scipy.stats import binomtest
 from beatrice.benchmarks.results import figures
 from beatrice.jaxprobe.stages import LayerCurve
 from tests.benchmarks.results.sample import PARTS
-from tests.process import loaded_by
+from tests.process import ROOT, loaded_by
 
 RELIABILITY = PARTS["reliability"]["closed_book"]
 SELECTION = PARTS["selection"]["with_context"]
@@ -211,6 +213,37 @@ def test_numbers_of_bars_stand_clear_of_them_without_blanks():
         for text in axes.texts:
             assert text.get_text() == text.get_text().strip()
             assert not any(text.get_window_extent().overlaps(bar) for bar in bars)
+
+
+def brightness(colour):
+    """Return the relative luminance of WCAG 2, in [0, 1]."""
+    colour = np.asarray(colour[:3])
+    linear = ((colour + 0.055) / 1.055) ** 2.4
+    linear = np.where(colour <= 0.04045, colour / 12.92, linear)
+    return linear @ (0.2126, 0.7152, 0.0722)
+
+
+@pytest.mark.parametrize("scheme", [0, 1])  # light and dark
+def test_numbers_on_tints_have_a_contrast_of_4_5_in_either_scheme(scheme):
+    template = ROOT / "benchmarks" / "results" / "page.html.j2"
+    css = template.read_text(encoding="utf-8").split("prefers-color-scheme: dark")
+    of_page = dict(re.findall(r"--([\w-]+): (#\w+)", css[scheme]))
+    rgb = {x: np.array(matplotlib.colors.to_rgb(y)) for x, y in of_page.items()}
+    shown = {x: rgb[name] for x, name in figures.VARIABLES.items()}
+    darkest = pandas.DataFrame([[1.0]], ["a"], ["b"])
+    shares = np.full((4, 2), 0.25)
+    drawn = [figures.matrix(darkest, x).axes[0] for x in figures.STRONG]
+    drawn.append(figures.closed_book_counts(shares).axes[0])
+    contrasts = []
+    for axes in drawn:
+        tinted = [*axes.patches, *axes.collections]
+        for shape, text in zip(tinted, axes.texts, strict=True):
+            *hue, alpha = np.ravel(shape.get_facecolor())
+            under = alpha * shown[matplotlib.colors.to_hex(hue)]
+            under = under + (1 - alpha) * rgb["card"]
+            ends = brightness(under), brightness(shown[text.get_color()])
+            contrasts.append((max(ends) + 0.05) / (min(ends) + 0.05))
+    assert len(contrasts) == 6 and min(contrasts) >= 4.5
 
 
 @pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])

@@ -143,7 +143,7 @@ def test_every_table_has_a_name_and_heads(tags):
     for position, (tag, attributes) in enumerate(tags):
         if tag == "table" and attributes.get("class") != "facts":
             before, after = tags[position - 1][1], tags[position + 1][0]
-            assert before["role"] == "region" and before["aria-label"]
+            assert before["role"] == "group" and before["aria-label"]
             assert after == "thead"
 
 
