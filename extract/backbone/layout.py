@@ -156,7 +156,7 @@ def _layer(module: torch.nn.Module) -> Layer:
         if len(taps) == len(outputs):
             break
     else:
-        names = tuple(kind.ffn[0] for kind in _KINDS if kind.att is None)
+        names = tuple(dict.fromkeys(k.ffn[0] for k in _KINDS if k.att is None))
         return _required_child(module, names, "the feed-forward part")
     return Layer(
         module=module,

@@ -68,6 +68,10 @@ REFUSED = {
         lambda: CTRLLMHeadModel(CTRLConfig(**SIZES, n_embd=32, dff=48)),
         "unknown residual layout.*token mixer of",
     ),
+    "a block without a known feed-forward part": (
+        lambda: without_feed_forward(tiny_model("llama")),
+        "part of LlamaDecoderLayer under mlp or block_sparse_moe or shared_mlp or ",
+    ),
     "a pass of its own that fails": (
         lambda: Broken(LlamaConfig(**_SIZES)),
         "cannot read Broken: .*image_outputs.*5",
@@ -81,6 +85,12 @@ REFUSED = {
         "reads at most 3 tokens.*need 4",
     ),
 }
+
+
+def without_feed_forward(model):
+    for layer in model.model.layers:
+        layer.other = layer._modules.pop("mlp")
+    return model
 
 
 def refused(model, message, start="unknown residual layout: "):
