@@ -100,7 +100,11 @@ class DecodeReading(AttentionReading):
         self._first_hidden = self.n_unread if is_all else self._answer
         ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
-        self._members = self._members_of(prompts, n_columns).to(device)
+        members = self._members_of(prompts, n_columns)
+        later = members[:, 1:].any(dim=(0, 1)).nonzero()
+        # Contexts look back at no span; their rows would take the square of a length.
+        self._first_row = int(later[0]) if len(later) else self._answer
+        self._members = members.to(device)
         n_read, n_layers = self._n_room - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
@@ -199,15 +203,19 @@ class DecodeReading(AttentionReading):
         if layer not in self._sums:
             shape = (2, len(self._pads), n_heads, 2, self._prob.shape[1])
             self._sums[layer] = torch.zeros((2, *shape), device=call.device).unbind()
-        self.rows = (self._first, self._n_step)
+        self.rows = (self._skipped(self._n_before, self._n_step), self._n_step)
         # If the model attends with these weights, it needs them at once.
-        if self._n_step > 1 or self._first or value is not None:
+        if self._n_step > 1 or self.rows[0] or value is not None:
             return None, self._add_sums(layer, call, self._n_before, value)
         if layer in self._steps:
             self._steps[layer].add(call)
         else:
             self._steps[layer] = StepCalls(call)
         return None, None
+
+    def _skipped(self, n_before: int, n_step: int) -> int:
+        """Return how many of a step's first rows look back at no span."""
+        return min(max(0, self._first_row - n_before), n_step)
 
     def _add_sums(
         self, layer: int, call: AttentionCall, n_before: int, value: torch.Tensor | None
@@ -217,7 +225,7 @@ class DecodeReading(AttentionReading):
             self._run_members = self._members[self._index].float()
         stop = n_before + call.shape[2]
         n_keys = call.n_cached + call.shape[2]
-        first = min(max(0, self.n_unread - n_before), call.shape[2])
+        first = self._skipped(n_before, call.shape[2])
         keys = self._run_members[:, :2, stop - n_keys : stop]
         rows = self._run_members[:, 1:, n_before:stop]
         if call.shape[2] == 1 and not first:

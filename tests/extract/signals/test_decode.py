@@ -132,6 +132,21 @@ def test_reading_while_writing_equals_a_second_pass(family, kind):
     assert check_decoding(reader) is None
 
 
+def test_of_a_prompt_only_the_question_is_weighed_and_not_a_long_context():
+    """Its rows look back at no span, and would take the square of its length."""
+    rows = []
+
+    class Watching(DecodeReading):
+        def reduce(self, layer, call, value):
+            reduced = super().reduce(layer, call, value)
+            rows.append(self.rows)
+            return reduced
+
+    requests = requests_of(lengths=(30, 28), context=(2, 26))
+    write(Watching, SignalReader(backbone_of("llama")), requests)
+    assert {stretch for stretch in rows if stretch[1] > 1} == {(26, 30)}
+
+
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_no_step_is_run_that_generation_could_take_back(family):
     """On MPS, Transformers would run one more than it returns, and a watch see it."""
