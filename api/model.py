@@ -44,7 +44,11 @@ from beatrice.extract.generate.templates import (
 from beatrice.extract.records import Answer, Example, Setting, to_json
 from beatrice.extract.run.console import transformers_silenced
 from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
-from beatrice.extract.signals.decode import check_decoding, generate_and_read
+from beatrice.extract.signals.decode import (
+    check_decoding,
+    generate_and_read,
+    groups_in_memory,
+)
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import Reader
 from beatrice.extract.signals.written import WrittenReader, WrittenSignals, save_batch
@@ -66,7 +70,6 @@ if TYPE_CHECKING:  # these need packages for training
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.signals import Signals
 
-_TOGETHER = 256  # questions answered between two saves; a kill loses at most these
 _MOST_KEPT = 4  # cached readers per model
 
 
@@ -531,8 +534,8 @@ def _answer_on_disk(
     ]
     # Sorted by length, so that batches need little padding.
     missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
-    for first in range(0, len(missing), _TOGETHER):
-        some = missing[first : first + _TOGETHER]
+    # Saved group by group, so that a kill loses at most one.
+    for some in groups_in_memory(reader, missing, generation.max_new_tokens):
         answers, signals = generate_and_read(reader, some, generation)
         save_batch(folder, reader, config, answers, signals)
         lines.append(map(to_json, answers))

@@ -14,6 +14,7 @@ columns. What all prompts begin with, outside all spans, may be cached and is no
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -435,6 +436,30 @@ class DecodeReading(AttentionReading):
                     resid=np.concatenate([read.resid[:-1], resid[index, None]]),
                 )
         return signals
+
+
+_MOST_TOGETHER = 256  # requests in a group
+_MOST_BYTES = 4 << 30  # of a group's signals, unless one answer has more
+
+
+def groups_in_memory(
+    reader: SignalReader, requests: Sequence[Request], n_new: int
+) -> Iterator[Sequence[Request]]:
+    """Yield requests in order, in groups whose signals fit into memory together.
+
+    That is 4 GiB, as float32 and with `n_new` tokens in each answer.
+    """
+    n_most = _MOST_BYTES // (4 * sum(map(math.prod, reader.shapes.values())))
+    start = n_tokens = 0
+    for i, request in enumerate(requests):
+        prompt = request.prompt
+        n_read = len(prompt.ids) - first_read_token(prompt.context_span[0]) + n_new
+        n_tokens += n_read
+        if start < i and (n_tokens > n_most or i - start == _MOST_TOGETHER):
+            yield requests[start:i]
+            start, n_tokens = i, n_read
+    if requests:
+        yield requests[start:]
 
 
 def generate_and_read(
