@@ -32,6 +32,7 @@ from beatrice.extract.generate.local import generate, stop_ids
 from beatrice.extract.generate.prompts import (
     GenerationConfig,
     Request,
+    build_prompt,
     make_requests,
     usual_stop_id,
 )
@@ -41,7 +42,7 @@ from beatrice.extract.generate.templates import (
     PromptConfig,
     as_words,
 )
-from beatrice.extract.records import Answer, Example, Setting, to_json
+from beatrice.extract.records import Answer, Example, Passage, Setting, to_json
 from beatrice.extract.run.console import transformers_silenced
 from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
 from beatrice.extract.signals.decode import (
@@ -493,11 +494,12 @@ class LanguageModel:
         """Return how answers were asked and generated, for `Provenance`."""
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         tokenizer = self.backbone.tokenizer
-        texts = [answer.text for answer in answers]
+        texts, words = [answer.text for answer in answers], ""
         if tokenizer is not None:
-            with self.backbone.splitter.lock:
+            with self.backbone.splitter.lock, suppress(ValueError):
                 ids = [answer.prompt_ids for answer in answers]
                 texts += tokenizer.batch_decode(ids)
+                words = tokenizer.decode(self._words_around(answers[0].setting))
         usual: dict[str, Any] = {
             "max_new_tokens": MAX_NEW_TOKENS,
             "stop": self.prompt.usual_stop,
@@ -509,8 +511,14 @@ class LanguageModel:
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,
-            "scripts": scripts_of(texts),
+            "scripts": scripts_of(texts, words, len(answers)),
         }
+
+    def _words_around(self, setting: Setting) -> tuple[int, ...]:
+        """Return the ids of a prompt without letters but those of its template."""
+        passages = [Passage(title="", text="?")] if setting == "with_context" else []
+        template = self.prompt.prompt_template()
+        return build_prompt(self.backbone.tokenizer, template, "?", passages).ids
 
 
 def _answer_on_disk(
