@@ -285,6 +285,8 @@ def test_tokens_join_to_the_answers_text_even_if_several_make_one_character():
     prepared = prepare(tokenizer, template, given)
     assert prepared.answer.text == "".join(prepared.pieces) == text
     assert len(prepared.pieces) == len(ids)
+    same = AnswerToScore(question=QUESTION, answer=text)
+    assert prepare(tokenizer, template, same).pieces == prepared.pieces
     # A tokenizer that drops the space before the first word drops no other.
     spaces = Strip(" ", 1, 0)
     decoder = tokenizer.backend_tokenizer.decoder
