@@ -32,6 +32,7 @@ from beatrice.extract.generate.local import generate, stop_ids
 from beatrice.extract.generate.prompts import (
     GenerationConfig,
     Request,
+    build_prompt,
     make_requests,
     usual_stop_id,
 )
@@ -41,10 +42,14 @@ from beatrice.extract.generate.templates import (
     PromptConfig,
     as_words,
 )
-from beatrice.extract.records import Answer, Example, Setting, to_json
+from beatrice.extract.records import Answer, Example, Passage, Setting, to_json
 from beatrice.extract.run.console import transformers_silenced
 from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
-from beatrice.extract.signals.decode import check_decoding, generate_and_read
+from beatrice.extract.signals.decode import (
+    check_decoding,
+    generate_and_read,
+    groups_in_memory,
+)
 from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.sequence import Reader
 from beatrice.extract.signals.written import WrittenReader, WrittenSignals, save_batch
@@ -66,7 +71,6 @@ if TYPE_CHECKING:  # these need packages for training
     from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.signals import Signals
 
-_TOGETHER = 256  # questions answered between two saves; a kill loses at most these
 _MOST_KEPT = 4  # cached readers per model
 
 
@@ -490,11 +494,12 @@ class LanguageModel:
         """Return how answers were asked and generated, for `Provenance`."""
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         tokenizer = self.backbone.tokenizer
-        texts = [answer.text for answer in answers]
+        texts, words = [answer.text for answer in answers], ""
         if tokenizer is not None:
-            with self.backbone.splitter.lock:
+            with self.backbone.splitter.lock, suppress(ValueError):
                 ids = [answer.prompt_ids for answer in answers]
                 texts += tokenizer.batch_decode(ids)
+                words = tokenizer.decode(self._words_around(answers[0].setting))
         usual: dict[str, Any] = {
             "max_new_tokens": MAX_NEW_TOKENS,
             "stop": self.prompt.usual_stop,
@@ -506,8 +511,14 @@ class LanguageModel:
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,
-            "scripts": scripts_of(texts),
+            "scripts": scripts_of(texts, words, len(answers)),
         }
+
+    def _words_around(self, setting: Setting) -> tuple[int, ...]:
+        """Return the ids of a prompt without letters but those of its template."""
+        passages = [Passage(title="", text="?")] if setting == "with_context" else []
+        template = self.prompt.prompt_template()
+        return build_prompt(self.backbone.tokenizer, template, "?", passages).ids
 
 
 def _answer_on_disk(
@@ -531,8 +542,8 @@ def _answer_on_disk(
     ]
     # Sorted by length, so that batches need little padding.
     missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
-    for first in range(0, len(missing), _TOGETHER):
-        some = missing[first : first + _TOGETHER]
+    # Saved group by group, so that a kill loses at most one.
+    for some in groups_in_memory(reader, missing, generation.max_new_tokens):
         answers, signals = generate_and_read(reader, some, generation)
         save_batch(folder, reader, config, answers, signals)
         lines.append(map(to_json, answers))

@@ -305,14 +305,16 @@ def normalise(text: str) -> str:
     "1979-80" and "1979\u201380" are two answers, delete punctuation of every script, as
     MLQA's does (Lewis et al. 2020). Accents stay, in composed form. Format characters,
     which nobody sees, are deleted: soft hyphens, direction marks. Full-width letters
-    and digits become plain ones, half-width kana full ones, and minus signs and letters
-    that serve as apostrophes ("Hawai\u02bbi") are deleted.
+    and the digits of every script become plain ones, half-width kana full ones, and
+    minus signs and letters that serve as apostrophes ("Hawai\u02bbi") are deleted.
     """
     text = text.lower()
     if not text.isascii():
         text = text.translate(_PLAIN)
         text = "".join(
-            c for c in text if not unicodedata.category(c).startswith(("P", "Cf"))
+            str(unicodedata.decimal(c, c))
+            for c in text
+            if not unicodedata.category(c).startswith(("P", "Cf"))
         )
         text = unicodedata.normalize("NFC", text)
     text = text.translate(_PUNCTUATION)

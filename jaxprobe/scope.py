@@ -122,11 +122,16 @@ def count_scripts(text: str) -> collections.Counter[str]:
     return collections.Counter(_script(letter) for letter in text if letter.isalpha())
 
 
-def scripts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the scripts of at least one letter in a thousand, sorted by name."""
+def scripts_of(texts: Iterable[str], words: str = "", n: int = 0) -> tuple[str, ...]:
+    """Return the scripts of at least one letter in a thousand, sorted by name.
+
+    The letters of `words` do not count `n` times, as for a template of `n` texts.
+    """
     counts = sum(map(count_scripts, texts), collections.Counter())
-    least = _LEAST_SHARE * counts.total()
-    return tuple(sorted(s for s, n in counts.items() if n and n >= least))
+    for script, n_letters in count_scripts(words).items():
+        counts[script] -= n * n_letters
+    least = _LEAST_SHARE * (+counts).total()
+    return tuple(sorted(s for s, n in counts.items() if n > 0 and n >= least))
 
 
 LEAST_ANSWERS = 10  # least right, and least wrong, answers in each split

@@ -61,10 +61,9 @@ class Reading:
     signals: list[AnswerSignals]
     spans: np.ndarray  # [n_examples, 3, 2]
 
-    def rows(self, first: int, n: int) -> "Reading":
-        """Return the rows of at most `n` answers from `first` on."""
-        rows = slice(first, first + n)
-        return Reading(self.signals[rows], self.spans[rows])
+    def rows(self, places: Sequence[int]) -> "Reading":
+        """Return the rows of some answers."""
+        return Reading([self.signals[i] for i in places], self.spans[list(places)])
 
     def features(self, setting: Setting) -> Features:
         """Return the signals in a setting's spans, each padded to its longest."""
@@ -243,8 +242,9 @@ class ProbedBackbone:
         n_all = len(next(iter(readings.values())).signals)
         parts = []
         for first in range(0, n_all, n):
+            rows = range(first, min(first + n, n_all))
             features: dict[Setting, Features] = {
-                setting: reading.rows(first, n).features(setting)
+                setting: reading.rows(rows).features(setting)
                 for setting, reading in readings.items()
             }
             parts.append(self.forward.score(branch, features))

@@ -405,10 +405,11 @@ def _answer_tokens(
             blank = blank_before_answer(tokenizer, prompt, chat=template.chat)
             text = blank + text.strip()
         encoded = encode_after(tokenizer, prompt, text)
-        stops = [stop for _, stop in encoded.offsets]
-        if stops:  # a tokenizer that composes accents leaves the last one outside
-            stops[-1] = len(text)
-        edges = itertools.pairwise([0, *stops])
+        # A character of several tokens comes with the last, as in `token_texts`. A
+        # tokenizer that composes accents leaves the last one outside.
+        starts = [start for start, _ in encoded.offsets[1:]]
+        stops = [*map(min, (stop for _, stop in encoded.offsets), starts), len(text)]
+        edges = itertools.pairwise([0, *stops][: len(encoded.ids) + 1])
         return encoded.ids, tuple(text[a:b] for a, b in edges), stop
     ids = tuple(given.answer_ids)
     _check_ids(tokenizer, ids, "answer_ids")

@@ -24,7 +24,11 @@ from beatrice.extract.generate.prompts import (
     apply_template,
 )
 from beatrice.extract.records import SETTINGS, Answer, Passage, Setting
-from beatrice.extract.signals.decode import WrittenToken, read_stepwise
+from beatrice.extract.signals.decode import (
+    WrittenToken,
+    groups_in_memory,
+    read_stepwise,
+)
 from beatrice.extract.signals.reader import AnswerSignals
 from beatrice.extract.signals.sequence import reading_batches
 from beatrice.jaxprobe.detector import OWN_PASS_HEADS, Detector, Scores
@@ -56,8 +60,6 @@ from beatrice.pgir.warnings import (
     warn_of_path,
     why_unreadable,
 )
-
-_TOGETHER = 256  # questions whose answers have their signals in memory at once
 
 
 class Scorer(AnswerScorer):
@@ -170,8 +172,8 @@ class Scorer(AnswerScorer):
         requests = self._fitting_requests(questions)
         sampling, is_alone = self._sampling(questions), len(requests) == 1
         scores: list[Score] = []
-        for first in range(0, len(requests), _TOGETHER):
-            group = requests[first : first + _TOGETHER]
+        reader, n_new = self.probed.reader, sampling.max_new_tokens
+        for group in groups_in_memory(reader, requests, n_new):
             scores += self._answer_group(group, sampling, is_alone)
         return scores
 
@@ -192,15 +194,27 @@ class Scorer(AnswerScorer):
         """Return the scores of answers that were read while they were written."""
         with self.probed.lock:
             inputs = list(map(self._written, requests, answers))
-        scores: list[Score] = []
-        n = min(BATCH_SIZE, self.probed.rows_at_once(requests[0].setting))
-        for first in range(0, len(inputs), n):
-            batch, rows = inputs[first : first + n], reading.rows(first, n)
-            scores += self._score_batch(batch, rows, is_alone=is_alone)
+        scores: dict[int, Score] = {}
+        for chosen in self._batches(inputs, BATCH_SIZE):
+            of_batch = [inputs[i] for i in chosen]
+            done = self._score_batch(of_batch, reading.rows(chosen), is_alone=is_alone)
+            scores |= zip(chosen, done, strict=True)
         return [
-            dataclasses.replace(self._unreadable(prepared) or score, text=answer.text)
-            for score, prepared, answer in zip(scores, inputs, answers, strict=True)
+            dataclasses.replace(
+                self._unreadable(prepared) or scores[i], text=answers[i].text
+            )
+            for i, prepared in enumerate(inputs)
         ]
+
+    def _batches(
+        self, inputs: Sequence[ScoringInput], batch_size: int
+    ) -> Iterator[list[int]]:
+        """Yield indices of answers of one setting, in batches of similar length."""
+        probed, sequences = self.probed, [prepared.sequence for prepared in inputs]
+        at_once = min(batch_size, probed.rows_at_once(inputs[0].prompt.setting))
+        for batch in reading_batches(sequences, probed.config.tokens_per_batch):
+            for first in range(0, len(batch), at_once):
+                yield batch[first : first + at_once]
 
     def why_unasked(self, questions: Sequence[str]) -> dict[int, str]:
         """Return, by index, why some questions cannot be asked without passages."""
@@ -372,7 +386,6 @@ class Scorer(AnswerScorer):
     def _score_inputs(
         self, inputs: Sequence[ScoringInput], batch_size: int, *, is_alone: bool = False
     ) -> list[Score]:
-        probed = self.probed
         scores = {
             i: unknown
             for i, prepared in enumerate(inputs)
@@ -385,14 +398,11 @@ class Scorer(AnswerScorer):
                 for i, prepared in enumerate(inputs)
                 if prepared.prompt.setting == setting and i not in scores
             ]
-            sequences = [inputs[i].sequence for i in rows]
-            at_once = min(batch_size, probed.rows_at_once(setting))
-            for batch in reading_batches(sequences, probed.config.tokens_per_batch):
-                for first in range(0, len(batch), at_once):
-                    chosen = [rows[j] for j in batch[first : first + at_once]]
-                    of_batch = [inputs[i] for i in chosen]
-                    done = run_fitting(score, of_batch, self._unknown)
-                    scores |= zip(chosen, done, strict=True)
+            of_setting = [inputs[i] for i in rows]
+            for batch in self._batches(of_setting, batch_size) if rows else ():
+                of_batch = [of_setting[i] for i in batch]
+                done = run_fitting(score, of_batch, self._unknown)
+                scores |= zip([rows[i] for i in batch], done, strict=True)
         return [scores[i] for i in range(len(inputs))]
 
     def _score_batch(

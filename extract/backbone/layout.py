@@ -228,9 +228,11 @@ def window_of(config: Any) -> int | None:
     the long one for a whole batch as soon as its longest sequence is longer than
     `original_max_position_embeddings`. Signals of a short example would then depend on
     the rest of its batch, so the window ends where the short set does. Dynamic rotary
-    scaling changes only beyond `max_position_embeddings`, where nothing is read.
+    scaling changes only beyond `max_position_embeddings`, where nothing is read. MPT,
+    whose linear biases end there too, has its own name for that entry.
     """
-    limits = [getattr(config, "max_position_embeddings", None)]
+    names = "max_position_embeddings", "max_seq_len"
+    limits = [getattr(config, name, None) for name in names]
     limits += _switch_lengths(getattr(config, "rope_parameters", None))
     return min((n for n in limits if n is not None), default=None)
 

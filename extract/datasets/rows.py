@@ -149,7 +149,7 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
     lines = start.split(b"\n", 3)[:3]
     header = lines[0].decode("utf-8", "replace").strip("\r")
     allow_long_cells()
-    for delimiter in "\t,":
+    for delimiter in "\t,;":  # the last where a comma is a decimal mark
         cells = next(csv.reader(header.splitlines(), delimiter=delimiter), [])
         if len(cells) > 1 and COLUMNS & set(_names_in(cells)):
             return FileType(container="table", delimiter=delimiter)
@@ -157,7 +157,7 @@ def _kind_of_text(head: bytes, name: str) -> FileType:
         return FileType(container="table")
     raise ValueError(
         f"{name} is plain text: neither JSON nor a table with tabs between columns, or "
-        "commas and a header of known names"
+        "commas or semicolons and a header of known names"
     )
 
 

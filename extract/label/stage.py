@@ -88,8 +88,9 @@ COLUMNS = tuple(
 )
 N_BOOTSTRAP = 10_000  # bootstrap resamples for an interval of kappa
 # Of the comparison with golds. Version 1 deleted only ASCII punctuation; to version 2,
-# an empty answer was right if a gold was only an article or marks.
-_FORMAT = "3"
+# an empty answer was right if a gold was only an article or marks; version 3 took
+# digits of other scripts for letters.
+_FORMAT = "4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ columns. What all prompts begin with, outside all spans, may be cached and is no
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +111,11 @@ class DecodeReading(AttentionReading):
         self._first_hidden = self.n_unread if is_all else self._answer
         ids = [[0] * n + [*p.ids] for n, p in zip(self._pads, prompts, strict=True)]
         self._ids = torch.tensor(ids, device=device)
-        self._members = self._members_of(prompts, n_columns).to(device)
+        members = self._members_of(prompts, n_columns)
+        later = members[:, 1:].any(dim=(0, 1)).nonzero()
+        # Contexts look back at no span; their rows would take the square of a length.
+        self._first_row = int(later[0]) if len(later) else self._answer
+        self._members = members.to(device)
         n_read, n_layers = self._n_room - self.n_unread, len(layout.layers)
         self._prob = torch.zeros((n_rows, n_read, 5), device=device)
         self._resid = torch.zeros((n_rows, n_read, 4 * n_layers), device=device)
@@ -212,15 +217,19 @@ class DecodeReading(AttentionReading):
         if layer not in self._sums:
             shape = (2, len(self._pads), n_heads, 2, self._prob.shape[1])
             self._sums[layer] = torch.zeros((2, *shape), device=call.device).unbind()
-        self.rows = (self._first, self._n_step)
+        self.rows = (self._skipped(self._n_before, self._n_step), self._n_step)
         # If the model attends with these weights, it needs them at once.
-        if self._n_step > 1 or self._first or value is not None:
+        if self._n_step > 1 or self.rows[0] or value is not None:
             return None, self._add_sums(layer, call, self._n_before, value)
         if layer in self._steps:
             self._steps[layer].add(call)
         else:
             self._steps[layer] = StepCalls(call)
         return None, None
+
+    def _skipped(self, n_before: int, n_step: int) -> int:
+        """Return how many of a step's first rows look back at no span."""
+        return min(max(0, self._first_row - n_before), n_step)
 
     def _add_sums(
         self, layer: int, call: AttentionCall, n_before: int, value: torch.Tensor | None
@@ -230,7 +239,7 @@ class DecodeReading(AttentionReading):
             self._run_members = self._members[self._index].float()
         stop = n_before + call.shape[2]
         n_keys = call.n_cached + call.shape[2]
-        first = min(max(0, self.n_unread - n_before), call.shape[2])
+        first = self._skipped(n_before, call.shape[2])
         keys = self._run_members[:, :2, stop - n_keys : stop]
         rows = self._run_members[:, 1:, n_before:stop]
         if call.shape[2] == 1 and not first:
@@ -469,6 +478,30 @@ class DecodeReading(AttentionReading):
                     resid=np.concatenate([read.resid[:-1], resid[index, None]]),
                 )
         return signals
+
+
+_MOST_TOGETHER = 256  # requests in a group
+_MOST_BYTES = 4 << 30  # of a group's signals, unless one answer has more
+
+
+def groups_in_memory(
+    reader: SignalReader, requests: Sequence[Request], n_new: int
+) -> Iterator[Sequence[Request]]:
+    """Yield requests in order, in groups whose signals fit into memory together.
+
+    That is 4 GiB, as float32 and with `n_new` tokens in each answer.
+    """
+    n_most = _MOST_BYTES // (4 * sum(map(math.prod, reader.shapes.values())))
+    start = n_tokens = 0
+    for i, request in enumerate(requests):
+        prompt = request.prompt
+        n_read = len(prompt.ids) - first_read_token(prompt.context_span[0]) + n_new
+        n_tokens += n_read
+        if start < i and (n_tokens > n_most or i - start == _MOST_TOGETHER):
+            yield requests[start:i]
+            start, n_tokens = i, n_read
+    if requests:
+        yield requests[start:]
 
 
 def generate_and_read(

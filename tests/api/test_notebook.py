@@ -21,6 +21,8 @@ from transformers import (
     BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 from transformers.utils import logging
 
@@ -33,6 +35,7 @@ from beatrice.extract.backbone.names import (
     fetch_model,
     locked_folder,
 )
+from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.files import user_cache
@@ -41,6 +44,7 @@ from beatrice.extract.store.store import open_kvstore, open_store, read_family
 from beatrice.jaxprobe.detector import Provenance
 from beatrice.jaxprobe.rows import closed_book_rows
 from beatrice.pgir.warnings import differences
+from tests.extract.generate.test_local import byte_fallback
 from tests.pgir.small import PASSAGE, QUESTION
 from tests.process import ROOT
 from tests.test_house import ROOMS
@@ -214,6 +218,19 @@ def test_a_model_that_needs_a_second_pass_warns_and_is_read_again(model):
     with pytest.warns(UserWarning, match="read again"):
         answers, signals = tiny.answer(["where is he?"], max_new_tokens=2, read=True)
     assert len(answers) == len(signals) == 1
+
+
+@pytest.mark.parametrize("context", [[], ["на столе"]])
+def test_the_words_of_a_template_are_in_no_script_of_training(context):
+    """Else a probe fitted on Russian questions would not warn of an English one."""
+    tokenizer, n = byte_fallback(), {"num_attention_heads": 4, "num_hidden_layers": 1}
+    n |= {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16}
+    tiny = beatrice.LanguageModel(
+        LlamaForCausalLM(LlamaConfig(**n)), tokenizer, prompt=PromptConfig()
+    )
+    rows = [(question, "там", context) for question in ("где книга?", "где он?")]
+    signals = tiny.read(tiny.as_answers(rows))
+    assert signals.store.spec.fingerprint["scripts"] == ["CYRILLIC"]
 
 
 def test_a_probe_answers_and_scores_in_one_pass(run, model):

@@ -97,6 +97,9 @@ def test_scripts_are_those_of_the_letters_without_stray_ones():
     assert scripts_of(["где", "where"]) == ("CYRILLIC", "LATIN")
     assert scripts_of(["a" * 5000, "α"]) == ("LATIN",)
     assert scripts_of(["42"]) == ()
+    asked = ["Question: где?", "Question: когда?"]
+    assert scripts_of(asked, "Question: ?", 2) == ("CYRILLIC",)
+    assert scripts_of([*asked, "Moscow"], "Question: ?", 2) == ("CYRILLIC", "LATIN")
 
 
 def test_the_fewest_decided_answers_match_a_table_of_binomial_bounds():

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import multiprocessing
 import re
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -284,6 +285,8 @@ def test_tokens_join_to_the_answers_text_even_if_several_make_one_character():
     prepared = prepare(tokenizer, template, given)
     assert prepared.answer.text == "".join(prepared.pieces) == text
     assert len(prepared.pieces) == len(ids)
+    same = AnswerToScore(question=QUESTION, answer=text)
+    assert prepare(tokenizer, template, same).pieces == prepared.pieces
     # A tokenizer that drops the space before the first word drops no other.
     spaces = Strip(" ", 1, 0)
     decoder = tokenizer.backend_tokenizer.decoder
@@ -544,6 +547,20 @@ def test_words_in_a_new_script_get_a_warning_and_a_single_letter_does_not(probed
         for score in [scoped(probed).score(f"{QUESTION} {letters}", ANSWER, PASSAGE)]
     ]
     assert warnings[0] == [] and "are CYRILLIC" in warnings[1][0]
+
+
+def test_one_long_passage_does_not_pad_the_signals_of_other_answers(scorer):
+    peaks, long = [], " ".join([PASSAGE] * 50)
+    for contexts in ([PASSAGE] * 32, [PASSAGE] * 31 + [long]):
+        scorer.answer([QUESTION] * 32, contexts)
+        tracemalloc.start()
+        scores = scorer.answer([QUESTION] * 32, contexts)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 3 * peaks[0]
+    (alone,) = scorer.answer([QUESTION], [long])
+    assert scores[-1].p_correct == pytest.approx(alone.p_correct, abs=1e-4)
+    assert scores[0].tokens and len({score.p_correct for score in scores}) > 1
 
 
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 0), ("bfloat16", 1)])

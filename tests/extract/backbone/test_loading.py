@@ -16,6 +16,7 @@ from transformers import (
     BitsAndBytesConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    MptConfig,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -541,6 +542,10 @@ def test_longrope_of_one_layer_type_limits_the_window_and_dynamic_rope_does_not(
     assert window_of(config) == SWITCH
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
     assert window_of(config) == 128
+
+
+def test_mpts_window_ends_with_its_positions():
+    assert window_of(MptConfig(max_seq_len=64)) == 64
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_a_table_gives_the_questions_of_its_rows(tmp_path):
     assert result[0].golds == ("politician", 'so-called "pol"')
     content = table.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
     assert questions(write(tmp_path / "crlf.tsv", content)) == result
+    spreadsheets = b"\xef\xbb\xbf" + content.replace(b"\t", b";")
+    assert questions(write(tmp_path / "popqa.csv", spreadsheets)) == result
 
 
 EXTRA = [x | {"data": [{"a": 1}], "examples": []} for x in RECORDS[:3]]

@@ -155,6 +155,8 @@ def test_golds_of_published_sets_are_compared_as_by_their_scripts(file):
         ("Auli'i Cravalho", ["Auli\u02bbi Cravalho"], True, True, 1),
         ("1964 年", ["１９６４年"], True, True, 1),
         ("ガンダム", ["ｶﾞﾝﾀﾞﾑ"], True, True, 1),
+        ("1947 में", ["१९४७"], False, True, 2 / 3),  # Devanagari's digits
+        ("\u06f3\u06f5", ["\u0663\u0665"], True, True, 1),  # Persian's and Arabic's
         ("", ["x"], False, False, 0),
         ("yes it is", ["yes"], False, True, 0),  # FlashRAG's guard for yes and no
         ("No, they are not", ["no"], False, True, 0),

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from beatrice.extract.signals.decode import (
     ReadingGenerator,
     check_decoding,
     generate_and_read,
+    groups_in_memory,
     read_stepwise,
 )
 from beatrice.extract.signals.reader import SignalReader
@@ -134,6 +136,33 @@ def test_reading_while_writing_equals_a_second_pass(family, kind):
     assert answers == generate(reader.backbone, requests, config)
     assert_same_signals(watch.signals(answers), read_again(reader, answers), 5e-4)
     assert check_decoding(reader) is None
+
+
+def test_of_a_prompt_only_the_question_is_weighed_and_not_a_long_context():
+    """Its rows look back at no span, and would take the square of its length."""
+    rows = []
+
+    class Watching(DecodeReading):
+        def reduce(self, layer, call, value):
+            reduced = super().reduce(layer, call, value)
+            rows.append(self.rows)
+            return reduced
+
+    requests = requests_of(lengths=(30, 28), context=(2, 26))
+    write(Watching, SignalReader(backbone_of("llama")), requests)
+    assert {stretch for stretch in rows if stretch[1] > 1} == {(26, 30)}
+
+
+def test_requests_are_grouped_so_that_their_signals_fit_in_memory():
+    def sizes(n_floats, lengths):
+        reader = SimpleNamespace(shapes={"hidden": (2, n_floats), "prob": (5,)})
+        groups = groups_in_memory(reader, requests_of(lengths=lengths), 4)
+        return [[len(r.prompt.ids) + 4 for r in group] for group in groups]
+
+    assert list(map(len, sizes(1, [9] * 600))) == [256, 256, 88]
+    groups = sizes(1 << 20, [9, 700, 99, 99, 99, 9])  # 8 MiB each, of 4 GiB
+    assert groups == [[13], [704], [103, 103, 103, 13]]
+    assert sizes(1, []) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
