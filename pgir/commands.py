@@ -263,6 +263,12 @@ def _index(
     folder = index_folder(corpus, encoder.config.path.name)
     with progress.stage("encode") as update:
         vectors = build_vectors(folder, corpus, encoder, update)
+    if encoder.n_cut:
+        progress.note(
+            f"encode: {encoder.n_cut} passages have more than "
+            f"{encoder.config.max_tokens} tokens, and only their beginnings are "
+            "encoded; --set max_tokens=N encodes more"
+        )
     for form in forms:
         path = build_index(vectors, form) or folder
         row = {"index": form, "path": str(path)}

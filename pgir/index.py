@@ -172,6 +172,7 @@ class TextEncoder:
         from beatrice.extract.signals.precision import loading_weights
 
         self.config, self.identity = config, encoder_identity(config)
+        self.n_cut = 0  # texts so far of which only the beginning was encoded
         about = _read_json(config.path / "config.json")
         check_weights(str(config.path), config.path, about)
         # If trust_remote_code is not given, Transformers may prompt for it.
@@ -204,12 +205,14 @@ class TextEncoder:
         """
         config = self.config
         prefix = config.query_prefix if kind == "query" else config.passage_prefix
-        ids = self._tokenizer(
+        encoded = self._tokenizer(
             [prefix + text for text in texts],
             truncation=True,
             max_length=config.max_tokens,
             return_attention_mask=False,
-        )["input_ids"]
+        )
+        ids = encoded["input_ids"]
+        self.n_cut += sum(bool(x.overflowing) for x in encoded.encodings or ())
         vectors = np.empty((len(ids), self.d_model), np.float32)
         for batch in batches_of([*map(len, ids)], _TOKENS_PER_BATCH):
             vectors[batch] = self._encode_batch([ids[i] for i in batch])

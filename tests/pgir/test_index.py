@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
 from beatrice.extract.signals.precision import loading_weights
 from beatrice.pgir import index
+from beatrice.pgir.corpus import as_document
 from tests.extract.small_run import assert_error_sentence, beatrice
 from tests.pgir.small import make_corpus, save_encoder, text_of
 from tests.pretended_gpu import DEVICE, PretendedGpu
@@ -229,6 +232,20 @@ def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
     with pytest.raises(ValueError, match="at most 64 tokens, not 256"):
         index.TextEncoder(config)
+
+
+def test_passages_of_which_only_the_beginning_is_encoded_are_counted(tmp_path):
+    pytest.importorskip("faiss")
+    corpus, path = make_corpus(tmp_path / "c", 20), save_encoder(tmp_path / "tiny").path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    lengths = [len(tokenizer(as_document(p))["input_ids"]) for p in corpus]
+    for n in (min(lengths), max(lengths)):
+        words = ("corpus", corpus.folder, "--encoder", path, "--set", f"max_tokens={n}")
+        counts = re.findall(r"encode: (\d+) passages", beatrice(*words).stderr)
+        n_cut = sum(length > n for length in lengths)
+        assert counts == ([str(n_cut)] if n_cut else [])
+        shutil.rmtree(corpus.folder / "index")
+    assert min(lengths) < max(lengths)
 
 
 @pytest.mark.parametrize("form", ["sq8", "ivf_pq"])
