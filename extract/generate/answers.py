@@ -222,17 +222,19 @@ def append_answers(
         for request, prompt in zip(requests, prompts, strict=True)
     ]
     total = sum(costs[i] for i in batch_of)
-    update(total - sum(costs[i] for i in todo), total)
+    done = total - sum(costs[i] for i in todo)
+    update(done, total)
     unwritten: dict[int, Answer] = {}
     for i, reply in generator.stream(prompts, sampling, {*range(len(prompts))} - todo):
         if i in todo:
             unwritten[i] = requests[i].answer(reply)
             todo.discard(i)
+            done += costs[i]
         batch = batch_of.get(i, ())
         if todo.isdisjoint(batch):
             answers = [unwritten.pop(k) for k in batch if k in unwritten]
             journal.append({answer.key: to_json(answer) for answer in answers})
-            update(total - sum(costs[i] for i in todo), total)
+            update(done, total)
     if share.is_whole:
         journal.arrange([requests[i].key for batch in batches for i in batch])
 
