@@ -25,8 +25,9 @@ MatmulDtype = Literal["float32", "bfloat16"]
 PROTOCOL = 2
 # Format of saved detectors. In format 8, answers of equal P are in file order; format 9
 # has no hash of a Hub model's files; format 10 does not count the encoders tried, and
-# has one reading path for all settings; format 11 has no hash of loaded weights.
-DETECTOR_FORMAT = 12
+# has one reading path for all settings; format 11 has no hash of loaded weights; until
+# format 12, the padding token and how a model is run were part of its config's hash.
+DETECTOR_FORMAT = 13
 # Version of the intervals beside measured values. Version 1 had only resamples for an
 # AUPRC, and for exact match and F1 of one set.
 INTERVAL_FORMAT = 2

@@ -223,7 +223,7 @@ class _Format(msgspec.Struct):
 class _Saved(Record, frozen=True, kw_only=True):
     """A detector without its arrays."""
 
-    format: Literal[8, 9, 10, 11, 12]
+    format: Literal[8, 9, 10, 11, 12, 13]
     banks: dict[Setting, dict[str, Any]]
     heads: dict[HeadName, dict[str, Any]]
     provenance: dict[str, Any] | None
@@ -262,11 +262,13 @@ def _names(fields: Mapping[str, Any]) -> set[str]:
     return {name for name, _ in leaves(fields)}
 
 
-def _read_provenance(fields: dict[str, Any] | None) -> Provenance | None:
+def _read_provenance(fields: dict[str, Any] | None, saved_as: int) -> Provenance | None:
     """Return a detector's provenance; missing fields have their defaults."""
     if fields is not None and "path" in fields:  # of formats up to 10
         path = fields.pop("path")
         fields["paths"] = dict.fromkeys(SETTINGS, path)
+    if fields is not None and saved_as < 13:
+        fields.get("hashes", {}).pop("config", None)
     value = msgspec.convert(fields, Provenance | None)
     known = _names(msgspec.to_builtins(value) or {})
     if names := sorted(_names(fields or {}) - known):
@@ -391,7 +393,7 @@ class Detector:
             )
         saved = read_json(folder / CONFIG, _Saved, again)
         try:
-            provenance = _read_provenance(saved.provenance)
+            provenance = _read_provenance(saved.provenance, saved.format)
             tree = _nested(load_file(folder / ARRAYS))
             banks: dict[Setting, EncoderBank] = {
                 setting: _merge_arrays(tree["banks"][setting], fields, EncoderBank)

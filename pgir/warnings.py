@@ -145,8 +145,6 @@ def differences(trained: Provenance, model: "Backbone") -> Iterator[str]:
     for field in dataclasses.fields(ModelHashes):
         if field.name == "chat_template" and not trained.prompt.chat:
             continue  # it is not used
-        if field.name == "config" and trained.model == IN_MEMORY:
-            continue  # the revision covers the config, except for how it was used
         expected, here = (
             getattr(hashes, field.name) for hashes in (trained.hashes, model.hashes)
         )

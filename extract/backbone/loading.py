@@ -395,9 +395,7 @@ class Backbone:
     @functools.cached_property
     def hashes(self) -> ModelHashes:
         """SHA-256 of config, tokenizer and chat template."""
-        # Only entries that differ from the defaults of the config's class.
-        entries = self.model.config.to_diff_dict().items()
-        config = sha256_json({k: v for k, v in entries if k not in _NOT_OF_CONFIG})
+        config = sha256_json(_identifying(self.model.config))
         find = functools.partial(_hash_tokenizer, self.tokenizer)
         with self.splitter.lock:
             # The revision of a directory does not cover the tokenizer.
@@ -570,11 +568,11 @@ def _unwrapped(model: Any) -> Any:
 
 
 # Config entries that do not identify a model: added by Transformers, or how it is run.
-_NOT_OF_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-_HOW_USED = (
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-    "architectures",  # written on saving
-)
+_NOT_OF_CONFIG = {
+    *("transformers_version", "_name_or_path", "architectures"),
+    *("dtype", "torch_dtype", "use_cache", "pad_token_id"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+}
 # Texts that tokenizers split differently: case, spaces, digits, accents, scripts, code.
 _CUT = (
     "Who wrote Dracula? It's  BRAM\tStoker's,\n\npublished 26 May 1897 (3.50 £).",
@@ -602,11 +600,16 @@ def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
     }
 
 
+def _identifying(config: Any) -> dict[str, Any]:
+    """Return a config's entries that identify a model, without defaults of its class."""
+    entries = config.to_diff_dict().items()
+    return {name: x for name, x in entries if name not in _NOT_OF_CONFIG}
+
+
 def _hash_model(model: Any) -> str:
     """Return the SHA-256 of a model in memory: config, adapters and every tensor."""
-    entries = model.config.to_diff_dict().items()
-    config = {k: v for k, v in entries if k not in _NOT_OF_CONFIG + _HOW_USED}
-    digest = hashlib.sha256(sha256_json([config, _adapters_of(model)]).encode())
+    about = [_identifying(model.config), _adapters_of(model)]
+    digest = hashlib.sha256(sha256_json(about).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for part in plain_parts(tensor):

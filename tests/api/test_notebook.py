@@ -513,6 +513,7 @@ def test_a_store_of_other_signals_is_refused_before_anything_is_answered(
 def test_the_identity_of_a_model_in_memory_ignores_how_it_is_used(model):
     backbones, uses = [], {"use_cache": False, "transformers_version": "9"}
     uses |= {"output_hidden_states": True, "architectures": None}  # as if from no file
+    uses |= {"pad_token_id": 7}
     for name, value in {"use_cache": True, **uses}.items():
         ours = copy.deepcopy(model.backbone.model)
         setattr(ours.config, name, value)

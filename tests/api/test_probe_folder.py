@@ -385,6 +385,17 @@ def test_another_model_or_tokenizer_is_refused_or_named_in_a_warning(folder, wha
     assert "ffffffffffff" in score.warnings[0]
 
 
+def test_the_config_of_a_probe_in_format_12_is_not_compared(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["provenance"]["hashes"]["config"] = "f" * 64
+    for saved_as in (12, config["format"]):
+        (folder / "config.json").write_text(json.dumps(config | {"format": saved_as}))
+        write_checksums(folder)
+        probe = beatrice.load(folder, strict=False)
+        warned = any("another config" in w for w in probe.score(**ROWS[0]).warnings)
+        assert warned == (saved_as > 12)
+
+
 @pytest.mark.parametrize(
     ("path", "named"),
     [
