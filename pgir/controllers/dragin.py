@@ -16,7 +16,7 @@ chosen on validation (published: 0.6 to 1.5, depending on model and set).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,16 @@ _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 @torch.no_grad()
 def last_attention(
-    backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
+    backbone: Backbone,
+    sequences: Sequence[Sequence[int]],
+    tokens_per_batch: int,
+    reduce: Callable[[np.ndarray], np.ndarray],
 ) -> list[np.ndarray]:
-    """Return the last attention layer's weights `[n_heads, n_tokens, n_tokens]`."""
-    maps: list[Any] = [None] * len(sequences)
+    """Return `reduce` of the last attention layer's weights for every sequence.
+
+    The weights are `[n_heads, n_tokens, n_tokens]`; those of a batch are alive at once.
+    """
+    reduced: list[Any] = [None] * len(sequences)
     layers = backbone.layout.attention_layers
 
     def last_weights(layer: int, call: AttentionCall | AttentionMap) -> Any:
@@ -70,8 +76,8 @@ def last_attention(
         weights = reading.per_layer()[-1].numpy()
         for row, i in enumerate(batch):
             length = len(sequences[i])
-            maps[i] = weights[row, :, :length, :length]
-    return maps
+            reduced[i] = reduce(weights[row, :, :length, :length])
+    return reduced
 
 
 def content_words(text: str) -> list[str]:
@@ -147,9 +153,13 @@ class WordService(BatchedService):
         with self._answering.probed.lock:
             return read(calls, replies)
 
-    def _attention(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def _attention(
+        self,
+        sequences: Sequence[Sequence[int]],
+        reduce: Callable[[np.ndarray], np.ndarray],
+    ) -> list[np.ndarray]:
         size = self._answering.generator.tokens_per_batch
-        return last_attention(self._backbone, sequences, size)
+        return last_attention(self._backbone, sequences, size, reduce)
 
     def _words(
         self, calls: Sequence[Call], replies: Sequence[Any]
@@ -160,13 +170,14 @@ class WordService(BatchedService):
         written = [i for i, text in enumerate(texts) if text.strip()]
         if not written:
             return words_of
-        maps = self._attention([replies[i].token_ids for i in written])
-        for i, weights in zip(written, maps, strict=True):
+        token_ids = [replies[i].token_ids for i in written]
+        # What each token gets at most, in the mean over heads.
+        received = self._attention(token_ids, lambda x: x.max(axis=1).mean(axis=0))
+        for i, looked_at in zip(written, received, strict=True):
             ids = replies[i].token_ids
             ends = [len(decode_ids(tokenizer, ids[: n + 1])) for n in range(len(ids))]
             words, owners = word_owners(ends, texts[i])
             entropy = np.array(self._entropies(calls[i], replies[i]))
-            looked_at = weights.max(axis=1).mean(axis=0)
             counts = np.bincount(owners, minlength=len(words))
             sums = np.bincount(owners, looked_at, len(words))
             means = np.bincount(owners, entropy, len(words)) / np.maximum(counts, 1)
@@ -197,11 +208,10 @@ class WordService(BatchedService):
             texts, add_special_tokens=False, return_offsets_mapping=True
         )
         attended = []
-        maps = self._attention(encoded["input_ids"])
-        places = zip(calls, texts, encoded["offset_mapping"], maps, strict=True)
-        for call, text, offsets, heads in places:
+        means = self._attention(encoded["input_ids"], lambda x: x.mean(axis=0))
+        places = zip(calls, texts, encoded["offset_mapping"], means, strict=True)
+        for call, text, offsets, weights in places:
             words, owners = word_owners([stop for _, stop in offsets], text)
-            weights = heads.mean(axis=0)
             n_question = len(call.text.split())
             rows = []
             for word in range(n_question, len(words)):

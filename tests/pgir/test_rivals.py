@@ -521,7 +521,7 @@ def as_kind(call, kind, n=0):
 def test_attention_of_the_last_layer_equals_that_of_transformers(backbone):
     ids = backbone.tokenizer(QUESTION)["input_ids"]
     longer = [*ids, *ids]
-    attention = dragin.last_attention(backbone, [ids, longer], 4096)
+    attention = dragin.last_attention(backbone, [ids, longer], 4096, np.array)
     model = backbone.model
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
