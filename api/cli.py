@@ -44,7 +44,7 @@ from beatrice.extract.run.console import (
 from beatrice.extract.run.contents import read_answers, read_examples, settings_of
 from beatrice.extract.run.directory import NotWritten, RunDir
 from beatrice.extract.run.files import JsonLines, lock_file, write_text_atomic
-from beatrice.extract.run.process import find_share
+from beatrice.extract.run.process import end_with_parent, find_share
 from beatrice.extract.run.rows import check_evaluated, read_result_rows
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.run.verbs import (
@@ -732,6 +732,7 @@ def main(context: click.Context) -> None:
     same command to continue where it stopped. `demo` runs them all.
     """
     _exit_when_asked(context)
+    end_with_parent()
     # Imports make hundreds of thousands of objects that last: scanning them after every
     # 700 new ones, as Python does, takes a tenth of a short verb's time.
     context.call_on_close(partial(gc.set_threshold, *gc.get_threshold()))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beatrice.benchmarks import CHAIN
+from beatrice.extract.backbone.names import BackboneConfig, model_path
 from beatrice.extract.commands import StorageOptions
 from beatrice.extract.datasets.commands import (
     NamedValue,
@@ -18,7 +19,7 @@ from beatrice.extract.datasets.commands import (
 )
 from beatrice.extract.datasets.splits import Source
 from beatrice.extract.run.console import Progress, shell_line
-from beatrice.extract.run.directory import Preset, RunDir, read_manifest
+from beatrice.extract.run.directory import MANIFEST, Preset, RunDir, read_manifest
 from beatrice.extract.run.verbs import (
     FOLDER,
     PRESET,
@@ -37,6 +38,7 @@ from beatrice.pgir.commands import RetrievalOptions
 if TYPE_CHECKING:
     from beatrice.benchmarks.stages import BaselinesConfig
     from beatrice.benchmarks.transfer import TransferConfig
+    from beatrice.extract.run.stages import Stage
 
 
 @click.command()
@@ -385,8 +387,20 @@ def real(
         run = dataclasses.replace(run, model=_fetch(run.model, progress))
     progress.note(f"weights are held in {asking.model_dtype}")
     questions = with_defaults(questions, files)
-    make_run(run_dir, files, questions, run, asking, storage)
+    n_threads = _n_threads(run_dir, str(run.model), asking.device)
+    make_run(run_dir, files, questions, run, asking, storage, n_threads=n_threads)
     _do_all(run_dir, progress)
+
+
+def _n_threads(run_dir: Path, model: str, device: str) -> int:
+    """Return the number of Torch's threads of a run, or of the one to be made."""
+    from beatrice.benchmarks.real import n_threads_of
+
+    if (run_dir / MANIFEST).exists():
+        return RunDir(run_dir).section("backbone", BackboneConfig).n_threads
+    if device != "cpu":
+        return BackboneConfig.n_threads
+    return n_threads_of(Path(model_path(model)))
 
 
 def _fetch(name: str, progress: Progress) -> str:
@@ -418,13 +432,42 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
     with RunDir.open(run_dir) as run:
         run.resolve_section("train", {**GRID_PRESETS, "demo": GRID})
         run.resolve_section("select", {**SELECT_PRESETS, "demo": SELECT})
-        for number, stage in enumerate(stages, start=1):
-            progress.note(f"stage {number} of {len(stages)}: {stage.name}")
-            with recorded_cost(run_dir, stage.name, run.stage_record):
+    for number, stage in enumerate(stages, start=1):
+        progress.note(f"stage {number} of {len(stages)}: {stage.name}")
+        with recorded_cost(run_dir, stage.name, RunDir(run_dir).stage_record):
+            if stage.name == "answer" and _share_answering(run_dir, stage, progress):
+                continue
+            with RunDir.open(run_dir) as run:
                 run_stage(stage, run, progress)
-        costs = costs_in_words(read_costs(run_dir / COSTS))
-    progress.note(costs)
+    progress.note(costs_in_words(read_costs(run_dir / COSTS)))
     click.echo(summary(run_dir)["text"])
+
+
+def _share_answering(run_dir: Path, stage: "Stage", progress: Progress) -> bool:
+    """Let several processes answer, if that is faster; return whether they did."""
+    from beatrice.benchmarks.real import n_workers
+    from beatrice.extract.run.process import n_cores, proc_bytes, run_workers
+    from beatrice.extract.run.stages import is_done
+
+    run = RunDir(run_dir)
+    n_asked = run.examples.read_bytes().count(b"\n")
+    n_free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
+    config = run.section("backbone", BackboneConfig)
+    if (n := n_workers(config, n_asked, n_free, n_cores())) == 1 or is_done(
+        run_dir, stage
+    ):
+        return False
+    threads = f"{config.n_threads} thread{'s' * (config.n_threads > 1)}"
+    progress.note(f"{n} processes answer, with {threads} each")
+    code = run_workers([stage.name, str(run_dir)], n)
+    if code > 0:  # the process has said why
+        raise click.exceptions.Exit(code)
+    if code < 0:
+        raise ValueError(
+            f"a process that answered was killed by signal {-code}, perhaps for lack "
+            f"of memory; `{shell_line(stage.name, run_dir)}` continues in a single one"
+        )
+    return is_done(run_dir, stage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

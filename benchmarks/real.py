@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.building import is_usable
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.datasets.splits import Context, Role
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.process import begin_peak, peak_bytes
+from beatrice.extract.run.process import (
+    begin_peak,
+    peak_bytes,
+    peak_bytes_of_children,
+)
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.jaxprobe.config import (
     EncoderConfig,
@@ -137,6 +142,38 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if _BF16 & set(flags.split()) else "float32"
 
 
+# Two threads answer hardly faster than one with weights in a file of at most this size
+# (docs/measurements.md, "Threads that wait"); two processes do it almost twice as fast.
+_SMALL_MODEL = 1 << 30
+_LEAST_ASKED = 1_000  # questions of a worker: it loads the model in the time of 100
+_MOST_WIDENED, _BESIDE = 4, 2 << 30  # bytes per byte of the file, and those of a batch
+
+
+def _n_bytes_of_weights(model: Path) -> int:
+    """Return the size of a model's files on this machine; 0 if it has none here."""
+    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
+
+
+def n_threads_of(model: Path) -> int:
+    """Return with how many of Torch's threads a model should answer on a CPU."""
+    is_small = 0 < _n_bytes_of_weights(model) <= _SMALL_MODEL
+    return 1 if is_small else BackboneConfig.n_threads
+
+
+def n_workers(config: BackboneConfig, n_asked: int, n_free: int, n_cores: int) -> int:
+    """Return how many processes should answer `n_asked` questions with a model.
+
+    On a CPU, as many as there are cores for their threads and memory (`n_free` bytes)
+    for their weights. Their answers are those of a single process.
+    """
+    size = _n_bytes_of_weights(Path(config.path))
+    if config.device != "cpu" or not size:
+        return 1
+    n_that_fit = n_free // (_MOST_WIDENED * size + _BESIDE)
+    return max(1, min(n_cores // config.n_threads, n_asked // _LEAST_ASKED, n_that_fit))
+
+
 class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stage cost."""
 
@@ -145,7 +182,7 @@ class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # the least that two free cores would take.
     cpu_seconds: float = 0.0
     n_starts: int = 0  # more than one if it was interrupted
-    peak_bytes: int = 0  # peak memory of the process during that start
+    peak_bytes: int = 0  # peak memory of its largest process during that start
     disk_bytes: int = 0  # size of the run directory after it
 
 
@@ -159,6 +196,11 @@ def read_costs(path: Path) -> dict[str, StageCost]:
     return read_json(path, dict[str, StageCost], "delete it; nothing depends on it")
 
 
+def _clocks() -> tuple[float, float]:
+    """Return the time, and that of all cores for this process and ended children."""
+    return time.monotonic(), sum(os.times()[:4])
+
+
 @contextlib.contextmanager
 def recorded_cost(
     folder: Path, stage: str, record_of: Callable[[str], object]
@@ -170,16 +212,17 @@ def recorded_cost(
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
     write_json_atomic(path, msgspec.to_builtins(costs))
     begin_peak()
-    began, cpu_began = time.monotonic(), time.process_time()
+    began, cpu_began, children_before = *_clocks(), peak_bytes_of_children()
     yield
     if done_before is not None and record_of(stage) == done_before:
         costs[stage] = before
     else:
+        (ended, cpu_ended), peak = _clocks(), peak_bytes_of_children()
         costs[stage] = StageCost(
-            seconds=round(time.monotonic() - began, 1),
-            cpu_seconds=round(time.process_time() - cpu_began, 1),
+            seconds=round(ended - began, 1),
+            cpu_seconds=round(cpu_ended - cpu_began, 1),
             n_starts=before.n_starts + 1,
-            peak_bytes=peak_bytes(),
+            peak_bytes=max(peak_bytes(), peak if peak > children_before else 0),
             disk_bytes=sum(x.stat().st_size for x in folder.rglob("*") if x.is_file()),
         )
     write_json_atomic(path, msgspec.to_builtins(costs))

@@ -601,7 +601,7 @@ def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
 
 
 def _identifying(config: Any) -> dict[str, Any]:
-    """Return a config's entries that identify a model, without defaults of its class."""
+    """Return a config's entries that identify a model, without its class's defaults."""
     entries = config.to_diff_dict().items()
     return {name: x for name, x in entries if name not in _NOT_OF_CONFIG}
 

@@ -475,6 +475,7 @@ def make_run(
     asking: PromptOptions,
     storage: StorageOptions,
     *,
+    n_threads: int = BackboneConfig.n_threads,
     as_json: bool = False,
 ) -> None:
     """Draw the splits, make the run directory, and print what was drawn."""
@@ -495,6 +496,7 @@ def make_run(
         model=run.model,
         dtype=asking.model_dtype or default_dtype(asking.device),
         device=asking.device,
+        n_threads=n_threads,
         attention_layers=asking.attention_layers
         or ("full" if preset == "paper" else "all"),
     )

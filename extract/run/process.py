@@ -11,8 +11,11 @@ import ctypes
 import dataclasses
 import os
 import resource
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -118,6 +121,48 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+_STARTED_BY = "BEATRICE_STARTED_BY"  # in a worker's environment: its parent's number
+
+
+def run_workers(arguments: Sequence[str], n_workers: int) -> int:
+    """Do a verb in several processes of this machine; return 0, or a failure's code.
+
+    Each does its share of the verb; only the first shows progress. All stop if one
+    fails (its message is on stderr), or if this process ends, even if it is killed.
+    """
+    command = [sys.executable, "-m", "beatrice", *arguments]
+    shared = {**os.environ, "WORLD_SIZE": str(n_workers), _STARTED_BY: str(os.getpid())}
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(n_workers):
+            line = [*command, "--quiet"] if rank else command
+            environ = {**shared, "RANK": str(rank)}
+            # A session of their own: Ctrl-C in a terminal reaches this process alone.
+            start = subprocess.Popen(line, env=environ, start_new_session=True)
+            workers.append(start)
+        while None in (codes := [x.poll() for x in workers]) and not any(codes):
+            time.sleep(0.1)
+        return next(filter(None, codes), 0)
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+
+
+def end_with_parent(environ: Mapping[str, str] = os.environ) -> None:
+    """In a worker of `run_workers`, end at most a second after the parent has ended."""
+    if (parent := environ.get(_STARTED_BY)) is None:
+        return
+
+    def wait() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        os._exit(1)  # all files are written atomically
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def n_cores() -> int:
     """Return how many cores this process may use; Slurm and Docker may limit them."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
@@ -160,6 +205,12 @@ def peak_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     since_the_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return proc_bytes(_STATUS, "VmHWM") or since_the_start
+
+
+def peak_bytes_of_children() -> int:
+    """Return the peak of the largest of the processes that this one has waited for."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
 
 
 def resident_bytes() -> int:

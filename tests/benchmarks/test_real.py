@@ -30,6 +30,8 @@ from beatrice.benchmarks.real import (
     costs_in_words,
     cpu_dtype,
     find_questions,
+    n_threads_of,
+    n_workers,
     read_costs,
     recorded_cost,
 )
@@ -51,7 +53,7 @@ from beatrice.benchmarks.transfer import (
     selected_scores,
     with_passages,
 )
-from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
 from beatrice.extract.datasets.commands import QuestionOptions
 from beatrice.extract.datasets.splits import Source
 from beatrice.extract.generate.answers import answer_config
@@ -196,6 +198,32 @@ def test_weights_are_bfloat16_if_the_processor_multiplies_it(tmp_path, line, dty
     if line is not None:
         path.write_text(f"processor : 0\n{line}\n")
     assert cpu_dtype(path) == dtype
+
+
+def test_small_models_answer_in_processes_of_one_thread_for_which_there_is_room(
+    tmp_path,
+):
+    path, gib = tmp_path / "model.gguf", 1 << 30
+    with path.open("wb") as file:
+        file.truncate(gib)
+    small = BackboneConfig(model=str(path), n_threads=n_threads_of(path))
+    assert small.n_threads == 1
+    for n_asked, n_free, n_cores, expected in (
+        (6_700, 64 * gib, 4, 4),
+        (2_999, 64 * gib, 4, 2),  # each has a thousand questions
+        (6_700, 17 * gib, 4, 2),  # and four times the file and 2 GiB of memory
+        (6_700, 5 * gib, 4, 1),
+        (10, 64 * gib, 4, 1),
+    ):
+        assert n_workers(small, n_asked, n_free, n_cores) == expected
+    on_a_gpu = dataclasses.replace(small, device="cuda")
+    of_the_hub = dataclasses.replace(small, model="no/such-model")
+    for config in (on_a_gpu, of_the_hub):
+        assert n_workers(config, 6_700, 64 * gib, 4) == 1
+    with path.open("wb") as file:
+        file.truncate(2 * gib)
+    large = dataclasses.replace(small, n_threads=n_threads_of(path))
+    assert large.n_threads == 2 and n_workers(large, 6_700, 64 * gib, 4) == 2
 
 
 def test_a_restarted_stage_counts_two_starts_and_a_done_one_no_more(tmp_path):

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import os
 import shutil
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +17,7 @@ from beatrice.extract.backbone.names import torch_device
 from beatrice.extract.generate.answers import answer_stage, open_local
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import run_workers
 from beatrice.extract.run.stages import run_stage
 from beatrice.extract.signals.sequence import first_read_token
 from tests.extract.signals.test_written import SMALL_BATCHES
@@ -239,3 +244,48 @@ def test_torchrun_starts_workers_that_answer_together(run_path, begun, tmp_path)
     command = [*launcher, "-m", "beatrice", "answer", str(run_path)]
     run_line(*command)
     assert written("answer", run_path) == written("answer", alone)
+
+
+@pytest.mark.slow
+def test_workers_of_one_command_answer_together_and_only_the_first_tells(
+    run_path, begun, tmp_path, capfd
+):
+    alone = shutil.copytree(begun["answer"], tmp_path / "alone")
+    do("answer", alone)
+    assert run_workers(["answer", str(run_path)], 2) == 0
+    assert written("answer", run_path) == written("answer", alone)
+    told = capfd.readouterr().err
+    assert "answer 0/2" in told and "answer 1/2" not in told
+
+
+def test_a_worker_that_fails_ends_the_others_and_says_why(tmp_path, capfd):
+    assert run_workers(["answer", str(tmp_path / "nowhere")], 2) == 2
+    assert "nowhere" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_process_that_started_them(run_path):
+    code = "import sys; from beatrice.extract.run.process import run_workers"
+    code += "; run_workers(['answer', sys.argv[1]], 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(run_path)])
+    while len(workers := processes_of(run_path) - {parent.pid}) < 2:
+        assert parent.poll() is None
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 30
+    while workers & processes_of(run_path):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert not (run_path / "answers" / "answers.jsonl").exists()
+    do("answer", run_path)
+
+
+def processes_of(path):
+    """Numbers of the processes whose command line names a path."""
+    lines = Path("/proc").glob("[0-9]*/cmdline")
+    numbers = set()
+    for line in lines:
+        with contextlib.suppress(OSError):
+            if os.fsencode(path) in line.read_bytes():
+                numbers.add(int(line.parent.name))
+    return numbers
