@@ -453,13 +453,13 @@ def _share_answering(run_dir: Path, stage: "Stage", progress: Progress) -> bool:
     n_asked = run.examples.read_bytes().count(b"\n")
     n_free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     config = run.section("backbone", BackboneConfig)
-    if (n := n_workers(config, n_asked, n_free, n_cores())) == 1 or is_done(
-        run_dir, stage
-    ):
+    n = n_workers(config, n_asked, n_free, n_cores())
+    if n == 1 or is_done(run_dir, stage):
         return False
     threads = f"{config.n_threads} thread{'s' * (config.n_threads > 1)}"
     progress.note(f"{n} processes answer, with {threads} each")
-    code = run_workers([stage.name, str(run_dir)], n)
+    quiet = ["--quiet"] * Progress.is_quiet
+    code = run_workers([stage.name, str(run_dir), *quiet], n)
     if code > 0:  # the process has said why
         raise click.exceptions.Exit(code)
     if code < 0:

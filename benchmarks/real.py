@@ -146,7 +146,8 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 # (docs/measurements.md, "Threads that wait"); two processes do it almost twice as fast.
 _SMALL_MODEL = 1 << 30
 _LEAST_ASKED = 1_000  # questions of a worker: it loads the model in the time of 100
-_MOST_WIDENED, _BESIDE = 4, 2 << 30  # bytes per byte of the file, and those of a batch
+# Bytes of memory per byte of the file, and those of batches and their signals.
+_MOST_WIDENED, _BESIDE = 4, 4 << 30
 
 
 def _n_bytes_of_weights(model: Path) -> int:

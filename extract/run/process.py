@@ -130,7 +130,8 @@ def run_workers(arguments: Sequence[str], n_workers: int) -> int:
     Each does its share of the verb; only the first shows progress. All stop if one
     fails (its message is on stderr), or if this process ends, even if it is killed.
     """
-    command = [sys.executable, "-m", "beatrice", *arguments]
+    # As for the command `beatrice`, modules in the working directory are not imported.
+    command = [sys.executable, "-P", "-m", "beatrice", *arguments]
     shared = {**os.environ, "WORLD_SIZE": str(n_workers), _STARTED_BY: str(os.getpid())}
     workers: list[subprocess.Popen[bytes]] = []
     try:

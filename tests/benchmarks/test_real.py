@@ -211,8 +211,8 @@ def test_small_models_answer_in_processes_of_one_thread_for_which_there_is_room(
     for n_asked, n_free, n_cores, expected in (
         (6_700, 64 * gib, 4, 4),
         (2_999, 64 * gib, 4, 2),  # each has a thousand questions
-        (6_700, 17 * gib, 4, 2),  # and four times the file and 2 GiB of memory
-        (6_700, 5 * gib, 4, 1),
+        (6_700, 17 * gib, 4, 2),  # and four times the file and 4 GiB of memory
+        (6_700, 9 * gib, 4, 1),
         (10, 64 * gib, 4, 1),
     ):
         assert n_workers(small, n_asked, n_free, n_cores) == expected
