@@ -142,8 +142,9 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if _BF16 & set(flags.split()) else "float32"
 
 
-# Two threads answer hardly faster than one with weights in a file of at most this size
-# (docs/measurements.md, "Threads that wait"); two processes do it almost twice as fast.
+# With weights in a file of at most this size, two threads answer a tenth to a third
+# faster than one, two processes twice as fast (docs/measurements.md, "Threads that
+# wait").
 _SMALL_MODEL = 1 << 30
 _LEAST_ASKED = 1_000  # questions of a worker: it loads the model in the time of 100
 # Bytes of memory per byte of the file, and those of batches and their signals.

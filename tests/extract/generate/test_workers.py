@@ -259,7 +259,7 @@ def test_workers_of_one_command_answer_together_and_only_the_first_tells(
 
 
 def test_a_worker_that_fails_ends_the_others_and_says_why(tmp_path, capfd):
-    assert run_workers(["answer", str(tmp_path / "nowhere")], 2) == 2
+    assert run_workers(["answer", str(tmp_path / "nowhere")], 2) == 1
     assert "nowhere" in capfd.readouterr().err
 
 
