@@ -358,7 +358,8 @@ def real(
     --context names some sets, the others keep their defaults. A file given with
     --train, --dev or --held-out replaces the one that would be searched for; a set
     that you hold out is not trained on. Answers, labels and numbers are written to
-    RUN_DIR, the cost of each stage to RUN_DIR/costs.json.
+    RUN_DIR, the cost of each stage to RUN_DIR/costs.json. On a CPU, a small model
+    answers in several processes.
 
     Example: beatrice real questions runs/gemma --model gemma
 
