@@ -30,7 +30,7 @@ from beatrice.extract.run.console import printable, silence_transformers
 from beatrice.extract.run.contents import settings_in_words
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import CHECKSUMS, JsonLines, verify_checksums
-from beatrice.extract.run.process import n_cores, proc_bytes
+from beatrice.extract.run.process import host_bytes, n_cores
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.run.verbs import RunPath, Text
 from beatrice.extras import missing_extra
@@ -108,7 +108,7 @@ def look_at_machine(folder: Path) -> Iterator[Finding]:
     """Check cores, memory, and the disk of a run directory."""
     cores = n_cores()
     yield Finding("cores", "ok", f"{cores} cores for this process")
-    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    available = host_bytes()
     if available is not None:
         status = "warning" if available < _LITTLE_MEMORY else "ok"
         yield Finding("memory", status, f"{bytes_in_words(available)} available")

@@ -447,14 +447,13 @@ def _do_all(run_dir: Path, progress: Progress) -> None:
 def _share_answering(run_dir: Path, stage: "Stage", progress: Progress) -> bool:
     """Let several processes answer, if that is faster; return whether they did."""
     from beatrice.benchmarks.real import n_workers
-    from beatrice.extract.run.process import n_cores, proc_bytes, run_workers
+    from beatrice.extract.run.process import host_bytes, n_cores, run_workers
     from beatrice.extract.run.stages import is_done
 
     run = RunDir(run_dir)
     n_asked = run.examples.read_bytes().count(b"\n")
-    n_free = proc_bytes("/proc/meminfo", "MemAvailable") or 0
     config = run.section("backbone", BackboneConfig)
-    n = n_workers(config, n_asked, n_free, n_cores())
+    n = n_workers(config, n_asked, host_bytes() or 0, n_cores())
     if n == 1 or is_done(run_dir, stage):
         return False
     threads = f"{config.n_threads} thread{'s' * (config.n_threads > 1)}"

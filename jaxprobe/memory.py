@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beatrice.extract.run.process import proc_bytes
+from beatrice.extract.run.process import host_bytes
 from beatrice.extract.run.stages import bytes_in_words
 from beatrice.extract.store.spec import Dtype, numpy_dtype
 from beatrice.jaxprobe.config import (
@@ -314,11 +314,6 @@ def usable_bytes(statistics: Mapping[str, int], gpu: int) -> int | None:
         return limit
     free, _ = torch.cuda.mem_get_info(gpu)
     return min(limit, free + statistics.get("pool_bytes", 0))
-
-
-def host_bytes() -> int | None:
-    """Return the bytes of this machine's memory that are free; None except on Linux."""
-    return proc_bytes("/proc/meminfo", "MemAvailable")
 
 
 def check_rows(

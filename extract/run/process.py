@@ -203,20 +203,27 @@ def begin_peak() -> bool:
 
 def peak_bytes() -> int:
     """Return the most bytes resident since `begin_peak`, or the start if unknown."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    since_the_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return proc_bytes(_STATUS, "VmHWM") or since_the_start
+    return proc_bytes(_STATUS, "VmHWM") or _peak_since_start(resource.RUSAGE_SELF)
 
 
 def peak_bytes_of_children() -> int:
     """Return the peak of the largest of the processes that this one has waited for."""
+    return _peak_since_start(resource.RUSAGE_CHILDREN)
+
+
+def _peak_since_start(who: int) -> int:
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+    return resource.getrusage(who).ru_maxrss * unit
 
 
 def resident_bytes() -> int:
     """Return the bytes resident at present, or the peak so far if unknown."""
     return proc_bytes(_STATUS, "VmRSS") or peak_bytes()
+
+
+def host_bytes() -> int | None:
+    """Return the bytes of this machine's memory that are free; None except on Linux."""
+    return proc_bytes("/proc/meminfo", "MemAvailable")
 
 
 def proc_bytes(path: str, field: str) -> int | None:

@@ -385,14 +385,6 @@ def test_another_model_or_tokenizer_is_refused_or_named_in_a_warning(folder, wha
     assert "ffffffffffff" in score.warnings[0]
 
 
-def test_the_config_of_a_probe_in_format_12_is_not_compared(folder):
-    config = json.loads((folder / "config.json").read_text()) | {"format": 12}
-    config["provenance"]["hashes"]["config"] = "f" * 64
-    (folder / "config.json").write_text(json.dumps(config))
-    write_checksums(folder)
-    beatrice.load(folder).score(**ROWS[0])
-
-
 @pytest.mark.parametrize(
     ("path", "named"),
     [

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from scipy.stats import beta, norm, rankdata
 
+from beatrice.extract.backbone.names import ModelHashes
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_checksums
 from beatrice.extract.run.stages import change_settings
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.checkpoint import CONFIG
 from beatrice.jaxprobe.config import CALIBRATE_PRESETS, CalibrateConfig
-from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.detector import Detector, Provenance
 from beatrice.jaxprobe.families import Features, paper_dims
 from beatrice.jaxprobe.scope import (
     Scope,
@@ -376,6 +377,21 @@ def test_a_saved_head_knows_how_many_were_tried_and_in_format_10_it_is_alone(
     loaded = Detector.load(tmp_path).heads["closed_book"]
     assert loaded.thresholds() == certified(validation, 0.9)
     assert loaded.thresholds().trust.p_correct is not None
+
+
+def test_a_detector_saved_in_format_12_has_no_hash_of_its_config(
+    detector,  # noqa: F811
+    tmp_path,
+):
+    hashes = ModelHashes(config="c" * 64, tokenizer="t" * 64)
+    provenance = Provenance(model="m", revision="r", layer=1, hashes=hashes)
+    dataclasses.replace(detector, provenance=provenance).save(tmp_path)
+    assert Detector.load(tmp_path).provenance == provenance
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"format": 12}))
+    write_checksums(tmp_path)
+    stored = Detector.load(tmp_path).provenance.hashes
+    assert stored == dataclasses.replace(hashes, config="")
 
 
 def test_another_precision_calibrates_again_and_the_same_one_does_not(tmp_path):

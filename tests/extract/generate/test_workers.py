@@ -247,15 +247,15 @@ def test_torchrun_starts_workers_that_answer_together(run_path, begun, tmp_path)
 
 
 @pytest.mark.slow
-def test_workers_of_one_command_answer_together_and_only_the_first_tells(
+def test_workers_of_one_command_answer_together_and_only_the_first_shows_it(
     run_path, begun, tmp_path, capfd
 ):
     alone = shutil.copytree(begun["answer"], tmp_path / "alone")
     do("answer", alone)
     assert run_workers(["answer", str(run_path)], 2) == 0
     assert written("answer", run_path) == written("answer", alone)
-    told = capfd.readouterr().err
-    assert "answer 0/2" in told and "answer 1/2" not in told
+    shown = capfd.readouterr().err
+    assert "answer 0/2" in shown and "answer 1/2" not in shown
 
 
 def test_a_worker_that_fails_ends_the_others_and_says_why(tmp_path, capfd):
@@ -264,6 +264,7 @@ def test_a_worker_that_fails_ends_the_others_and_says_why(tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="not Linux")
 def test_workers_end_with_the_process_that_started_them(run_path):
     code = "import sys; from beatrice.extract.run.process import run_workers"
     code += "; run_workers(['answer', sys.argv[1]], 2)"
