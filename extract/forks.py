@@ -26,8 +26,10 @@ class ForkLock:
     that holds one itself forks at once: a thread it waited for may be waiting for it.
     """
 
-    # Guards all locks: with a condition each, two locks could wait for each other.
-    _changed: ClassVar = threading.Condition()
+    # Guards all locks: with a condition each, two locks could wait for each other. Not
+    # entered by way of the condition, in whose code an interrupt would leave it taken.
+    _guard: ClassVar = threading.RLock()
+    _changed: ClassVar = threading.Condition(_guard)
     _n_held: ClassVar[collections.Counter[int]] = collections.Counter()  # by thread
     _n_forks: ClassVar = 0  # forks that wait or are under way
     # Waiting threads, in the order in which they asked, each with its lock.
@@ -51,24 +53,28 @@ class ForkLock:
 
     def __enter__(self) -> None:
         """Wait until no other thread of this process holds the lock, and take it."""
-        thread = threading.get_ident()
-        with ForkLock._changed:
-            ForkLock._waiting.append((self, thread))
-            try:
-                ForkLock._changed.wait_for(lambda: self._is_free_for(thread))
-            except BaseException:
+        thread, is_taken = threading.get_ident(), False
+        try:
+            with ForkLock._guard:
+                ForkLock._waiting.append((self, thread))
+                try:
+                    ForkLock._changed.wait_for(lambda: self._is_free_for(thread))
+                finally:
+                    ForkLock._waiting.remove((self, thread))
+                ForkLock._n_held[thread] += 1
+                self._depth = self._depth + 1 if self._owner == thread else 1
+                self._owner, is_taken = thread, True
+        except BaseException:  # an interrupt, at any of these lines
+            if is_taken:
+                self.__exit__()
+            with ForkLock._guard:
                 ForkLock._changed.notify_all()  # another may be next in line
-                raise
-            finally:
-                ForkLock._waiting.remove((self, thread))
-            self._depth = self._depth + 1 if self._owner == thread else 1
-            self._owner = thread
-            ForkLock._n_held[thread] += 1
+            raise
 
     def __exit__(self, *_: object) -> None:
         """Leave the lock once; after the last time, release it to the next thread."""
         thread, n_held = threading.get_ident(), ForkLock._n_held
-        with ForkLock._changed:
+        with ForkLock._guard:
             self._depth -= 1
             n_held[thread] -= 1
             if not n_held[thread]:
@@ -79,7 +85,7 @@ class ForkLock:
 
     @classmethod
     def _before_fork(cls) -> None:
-        ForkLock._changed.acquire()  # until the process has forked
+        ForkLock._guard.acquire()  # until the process has forked
         ForkLock._n_forks += 1
         if threading.get_ident() not in cls._n_held:
             ForkLock._changed.wait_for(lambda: not cls._n_held)
@@ -88,12 +94,12 @@ class ForkLock:
     def _after_in_parent(cls) -> None:
         ForkLock._n_forks -= 1
         ForkLock._changed.notify_all()
-        ForkLock._changed.release()
+        ForkLock._guard.release()
 
     @classmethod
     def _after_in_child(cls) -> None:
-        ForkLock._changed, ForkLock._n_forks = threading.Condition(), 0
-        ForkLock._waiting = []
+        ForkLock._guard, ForkLock._n_forks = threading.RLock(), 0
+        ForkLock._changed, ForkLock._waiting = threading.Condition(cls._guard), []
         for thread in [*cls._n_held]:
             if thread != threading.get_ident():
                 del cls._n_held[thread]

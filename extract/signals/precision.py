@@ -123,9 +123,11 @@ def exact_products() -> Iterator[None]:
 
 
 def _end_products(thread: int, depth: int) -> None:
-    with _SETTING:  # an interrupt may have come before the count was raised
-        _EXACT[thread] = depth
-        if not depth:
+    # The count is never raised here: an interrupt may have come before it was, or let a
+    # block end after the one around it, when the garbage collector finds it.
+    with _SETTING:
+        _EXACT[thread] = min(depth, _EXACT[thread])
+        if not _EXACT[thread]:
             del _EXACT[thread]
         if not _EXACT and _UNCOMPILED:
             _UNCOMPILED.pop().close()

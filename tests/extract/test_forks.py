@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 
@@ -112,6 +113,29 @@ def test_a_thread_interrupted_while_it_waited_does_not_block_others():
     signal.signal(signal.SIGINT, before)
     with thread_of(ask):
         pass
+
+
+def test_an_interrupt_inside_pythons_locks_leaves_no_lock_taken():
+    lock, n_left = ForkLock(), 0
+
+    def interrupt(frame, event, arg):  # where Python looks for signals
+        nonlocal n_left
+        n_left -= frame.f_code.co_filename == threading.__file__
+        if n_left == 0:
+            raise KeyboardInterrupt
+
+    def ask(there):
+        take(lock)
+        there.set()
+
+    before = sys.gettrace()
+    for n_left in range(1, 7):  # noqa: B007 (`interrupt` reads it)
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            take(lock)
+        sys.settrace(before)
+        with thread_of(ask):
+            pass
 
 
 def test_a_fork_is_not_blocked_by_threads_that_take_locks_repeatedly():
