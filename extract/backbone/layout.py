@@ -309,6 +309,7 @@ class _LayerWatch:
     multiplier: float
     att: torch.Tensor | None = None
     ffn: torch.Tensor | None = None
+    is_over: bool = False  # an interrupt may have left some hooks: they then do nothing
 
     def hook(self) -> Iterator[Any]:
         module = self.layer.module
@@ -318,9 +319,11 @@ class _LayerWatch:
         yield module.register_forward_hook(self._after_layer, with_kwargs=True)
 
     def _after_att(self, module: Any, inputs: Any, output: Any) -> None:
-        self.att = _tensor(output)
+        self.att = None if self.is_over else _tensor(output)
 
     def _after_ffn(self, module: Any, inputs: Any, output: Any) -> None:
+        if self.is_over:
+            return
         if self.att is None:
             # With taps exchanged, all sums would still hold.
             raise ValueError(
@@ -334,6 +337,8 @@ class _LayerWatch:
         self.ffn = added if self.ffn is None else self.ffn.float() + added.float()
 
     def _after_layer(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> None:
+        if self.is_over:
+            return
         h_in = inputs[0] if inputs else kwargs["hidden_states"]
         att, ffn = self.att, self.ffn
         self.att = self.ffn = None
@@ -373,6 +378,7 @@ def watch_layers(
     with contextlib.ExitStack() as handles:
         for index, layer in enumerate(layout.layers):
             watch = _LayerWatch(index, layer, on_layer, layer.multiplier())
+            handles.callback(setattr, watch, "is_over", True)
             for handle in watch.hook():
                 handles.enter_context(handle)
         yield

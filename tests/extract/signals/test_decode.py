@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ import torch
 
 from beatrice.benchmarks.bench.oracle import twin_of
 from beatrice.benchmarks.bench.tiny_models import FAMILIES, make_batch, tiny_model
+from beatrice.extract.backbone.layout import watch_layers
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.answers import prompts_of
@@ -275,6 +277,26 @@ def test_threads_that_share_a_model_write_and_read_the_same_as_one_thread():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = {*pool.map(write_and_read, range(8))}
     assert texts == {expected[0][0].token_ids}
+
+
+def test_hooks_that_interrupts_have_left_on_a_model_change_no_signal():
+    requests, backbone = requests_of(), backbone_of("llama")
+    expected = generate_and_read(SignalReader(backbone), requests, CONFIG)
+
+    def interrupt(frame, event, arg):  # between a hook and the note to remove it
+        nonlocal n_left
+        n_left -= frame.f_code.co_name == "_push_cm_exit"
+        if n_left == 0:
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    for n_left in range(1, 7):  # noqa: B007 (`interrupt` reads it)
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt), watch_layers(backbone.layout, id):
+            pass
+        sys.settrace(before)
+    assert any(module._forward_hooks for module in backbone.model.modules())
+    assert_unchanged(SignalReader(backbone), requests, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "mpt"])
