@@ -58,7 +58,7 @@ CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # the sizes on which encoders are trained
 _FOR_VALIDATION = 5  # every fifth label is for validation
-_SINGLE_CLASS = "the drawn answers hold one class"
+_SINGLE_CLASS = "the drawn answers hold one class, or a single answer of the other"
 _NONE_DRAWN = "too few of its labelled answers could be drawn to teach"
 BACKBONES, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
@@ -97,11 +97,15 @@ class SmallSampleTrainer:
         """Train encoders on labelled rows `order`, and return logits of rows `where`.
 
         `names` are the encoders' letters; for `order` `[n]` see `train_valid_split`.
-        Logits are `[m]` by name; None if training or validation rows have one class.
+        Logits are `[m]` by name; None if training or validation rows have one class, or
+        training rows for encoders that begin as regressions one answer of a class.
         """
         labels = self.deployed.rows.labels
         splits = train_valid_split(order)
-        if any(len(set(labels[split].tolist())) < 2 for split in splits):
+        # A regression that leaves out a fold needs two training answers of each class.
+        least = 1 + self._config.encoder.is_linear_first, 1
+        counts = (np.bincount(labels[split], minlength=2).min() for split in splits)
+        if any(n < fewest for n, fewest in zip(counts, least, strict=True)):
             return None
         sizes = [len(x) for x in train_valid_split(np.arange(self.n_most))]
         repeated = [np.resize(p, n) for p, n in zip(splits, sizes, strict=True)]

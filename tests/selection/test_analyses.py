@@ -256,6 +256,16 @@ def test_with_few_labels_only_the_family_that_knows_is_learned(deployed, tmp_pat
     assert reach.selected_members(both, "with_context") == ["H", "HA"]  # of its pass
 
 
+def test_a_sample_with_a_single_right_training_answer_trains_no_encoder(
+    deployed, tmp_path
+):
+    rows, order = deployed.rows, np.arange(20)  # every fifth is for validation
+    labels = np.isin(np.arange(len(rows.labels)), [0, 4, SPLITS["train"]])
+    few = dataclasses.replace(deployed, rows=dataclasses.replace(rows, labels=labels))
+    trainer = reach.SmallSampleTrainer(few, order, len(order), tmp_path)
+    assert trainer.scores(["H"], order, order) is None
+
+
 def test_members_of_a_killed_analysis_are_not_reused_with_other_inputs(
     deployed, tmp_path
 ):
