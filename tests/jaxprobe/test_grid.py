@@ -1,6 +1,7 @@
 """Encoders trained block by block, with and without some of their spans."""
 
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -177,7 +178,7 @@ BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: no even split
 
 
 def test_eight_devices_train_the_same_members_as_one(parts, tmp_path):
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     words = ("-m", "tests.jaxprobe.test_grid", tmp_path / "out.npz")
     run_line(sys.executable, *words, XLA_FLAGS=flags)
     (alone,) = train([BLOCK], parts)

@@ -22,7 +22,13 @@ from beatrice.jaxprobe.config import (
     row_choices,
     set_library_compiler,
 )
-from beatrice.jaxprobe.families import FLOATS, N_SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.families import (
+    FLOATS,
+    N_SUBSETS,
+    FamilyDims,
+    paper_dims,
+    subset_index,
+)
 from beatrice.jaxprobe.grid import Block, Member, grid_members
 from beatrice.jaxprobe.random import RowKeys, hashed_bits, hashed_normal
 from beatrice.jaxprobe.train import EVERY_FAMILY, epoch_groups, members_of_share
@@ -43,6 +49,10 @@ SIZES = memory.Sizes(
     valid_widths=(40, 16),
     device_dtypes=FLOATS,
 )
+TWO = {  # families, with fewer subsets and faster to compile
+    "dims": FamilyDims(names=("a", "b"), sizes=(900, 5)),
+    "device_dtypes": FLOATS[:2],
+}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_members_do_not_depend_on_the_block_or_the_microbatches():
     parts, subsets = planted_parts(), (subset_index("R"), subset_index("HPRA"))
     config = dataclasses.replace(TRAIN, n_microbatches=2)  # 32 rows draw together
     alone = train([Block((k,), (s,)) for s in (0, 1) for k in subsets], parts, config)
-    for n_rows in (None, 16, 64):
+    for n_rows in (16, 64):
         planned = memory.Plan(n_subsets=2, n_seeds=2, n_rows=n_rows).config(config)
         together = train([Block(subsets, (0, 1))], parts, planned)[0]
         for i, item in enumerate(alone):
@@ -118,10 +128,10 @@ def test_memory_for_scoring_grows_with_the_widths_of_validation_rows():
 
 def test_a_step_too_large_for_memory_gets_fewer_rows_and_then_fewer_members():
     train = TrainConfig(batch_size=128, n_microbatches=1, n_seeds=2)
-    sizes = dataclasses.replace(SIZES, train=train, n_train=128, n_valid=64)
+    sizes = dataclasses.replace(SIZES, train=train, n_train=128, n_valid=64, **TWO)
     for before, after in (
-        ((15, 2, 128), (15, 2, 64)),  # fewer rows would be too small a microbatch
-        ((15, 2, 64), (15, 1, 64)),
+        ((3, 2, 128), (3, 2, 64)),  # fewer rows would be too small a microbatch
+        ((3, 2, 64), (3, 1, 64)),
     ):
         needed = memory.compiled_step(sizes, *before)[0].total
         for n_bytes, expected in ((needed + 9, before), (needed - 9, after)):
@@ -133,12 +143,12 @@ def test_a_step_too_large_for_memory_gets_fewer_rows_and_then_fewer_members():
 SMALLEST = dataclasses.replace(
     SIZES,
     encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
-    dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
     train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
     widths=(4,),
     valid_widths=(4,),
     n_train=4,
     n_valid=4,
+    **TWO,
 )
 
 
@@ -166,10 +176,10 @@ def test_a_streamed_plan_counts_the_members_that_wait_for_their_turn():
     streamed = dataclasses.replace(SMALLEST, is_streamed=True)
     with pytest.raises(ValueError, match="rows and .* of other members; train with a"):
         memory.choose(streamed, n_bytes)
-    others = 14 * alone.outputs
+    others = 2 * alone.outputs
     plan = memory.choose(streamed, round(n_bytes + others / (1 - memory.KEPT_FREE)))
     assert plan.resident + plan.needed.total <= plan.limit
-    n_waiting = 15 - plan.n_subsets
+    n_waiting = 3 - plan.n_subsets
     assert plan.resident == plan.needed.outputs * n_waiting // plan.n_subsets
 
 

@@ -171,7 +171,8 @@ def test_constant_losses_are_refused_as_a_comparison():
 
 
 def test_a_method_that_fails_says_why(tmp_path):
-    started = train.Method("loop", TOY, TOY.members[:1], tmp_path)
+    with PretendedGpu():  # with which PyTorch's method is a single process
+        started = train.Method("loop", TOY, TOY.members[:1], tmp_path)
     with contextlib.closing(started) as method:
         with pytest.raises(ValueError, match="'loop' has failed.*safetensors"):
             method.prepare()
