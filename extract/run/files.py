@@ -650,8 +650,11 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 def user_cache(name: str) -> Path:
     """Return a folder of the user's cache, shared by all runs; it may be deleted."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "beatrice" / name
+    home = os.path.expanduser("~")
+    if home == "~":  # no HOME and no account: `/`, which containers set for such users
+        home = "/"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    return Path(cache, "beatrice", name)
 
 
 def cached_result(what: str, key: Mapping[str, Any], find: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from functools import partial
 
 import numpy as np
@@ -151,10 +152,13 @@ def test_a_removed_current_folder_is_named(working_folder):
     assert in_one_sentence(error).startswith("a file: No usable temporary")
 
 
-def test_a_user_without_a_home_is_told_to_set_one():
+def test_a_user_without_a_home_needs_one_only_for_the_hub():
     homeless = ("--user", "--map-user=12345", "env", "--unset=HOME")
     done = unshare(*homeless, *BEATRICE, "probes", code=1)
     assert "set HOME" in done.stderr and "Traceback" not in done.stderr
+    program = "from beatrice.extract.run.files import user_cache as c; print(c('x'))"
+    line = (*homeless, "--unset=XDG_CACHE_HOME", sys.executable, "-c", program)
+    assert unshare(*line).stdout == "/.cache/beatrice/x\n"
 
 
 def test_encoders_on_a_disk_without_free_inodes_give_one_error(tmp_path):
