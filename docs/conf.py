@@ -11,3 +11,19 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+
+_TABLES = {
+    "results/demo": "the demo",
+    "results/gemma": "Gemma 3 270M",
+    "results/smollm2": "SmolLM2-135M",
+}
+
+
+def _add_title(app, name, source):
+    if name in _TABLES:
+        source[0] = f"# Tables of {_TABLES[name]}\n\n{source[0]}"
+
+
+def setup(app):
+    """Give pages of tables a title: else each of their headings stands as a page."""
+    app.connect("source-read", _add_title)

@@ -148,6 +148,8 @@ def test_the_documentation_is_built_without_a_warning(tmp_path):
     run_line(sys.executable, *line)
     for page in ("guides/score-answers.html", "results/gemma.html"):
         assert (tmp_path / "out" / page).exists()
+    sidebar = (tmp_path / "out" / "index.html").read_text()
+    assert sidebar.count(">Tables of ") >= 3 and ">Decisions<" not in sidebar
 
 
 # Beginnings of variables that the tests set and a newcomer does not have.
