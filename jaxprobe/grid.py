@@ -62,6 +62,9 @@ AXIS = "members"  # of the mesh of devices
 # than `LEAST_GAIN` of them after `_REVIEWED` epochs are stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
 _AT_ONCE = 256  # examples that a trained encoder scores together
+# On a CPU, at most so many tokens: copies of more leave the cache, and with SmolLM2's
+# 237 tokens the system zeroes their memory for longer than an encoder computes.
+_TOKENS_AT_ONCE = 4096
 _CORES = threading.BoundedSemaphore(n_cores())
 
 
@@ -196,9 +199,15 @@ def labelled(
 def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
-    """Apply a function to `n_chunk` examples at a time; return `[n_examples, ...]`."""
+    """Apply a function to a chunk at a time; return `[n_examples, ...]`.
+
+    A chunk has at most `n_chunk` examples.
+    """
     n_rows = features.n_examples
     n_chunk = min(n_chunk, n_rows)
+    if jax.default_backend() == "cpu":
+        n_tokens = features.span_slices[-1].stop
+        n_chunk = min(n_chunk, max(1, _TOKENS_AT_ONCE // n_tokens))
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
     chunks = jax.lax.map(
