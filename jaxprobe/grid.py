@@ -62,8 +62,8 @@ AXIS = "members"  # of the mesh of devices
 # than `LEAST_GAIN` of them after `_REVIEWED` epochs are stopped.
 LEAST_GAIN, _REVIEWED, _LONG = 1.5, 8, 24
 _AT_ONCE = 256  # examples that a trained encoder scores together
-# On a CPU, at most so many tokens: copies of more leave the cache, and zeroing new pages
-# for them takes as long as an encoder's work (docs/measurements.md, "New pages").
+# On a CPU, at most so many tokens: copies of more leave the cache, and zeroing new
+# pages for them takes as long as an encoder's work (docs/measurements.md, "New pages").
 _TOKENS_AT_ONCE = 4096
 _CORES = threading.BoundedSemaphore(n_cores())
 
