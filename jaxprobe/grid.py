@@ -199,10 +199,7 @@ def labelled(
 def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
-    """Apply a function to a chunk at a time; return `[n_examples, ...]`.
-
-    A chunk has at most `n_chunk` examples.
-    """
+    """Apply a function to at most `n_chunk` examples at a time: `[n_examples, ...]`."""
     n_rows = features.n_examples
     n_chunk = min(n_chunk, n_rows)
     if jax.default_backend() == "cpu":

@@ -146,8 +146,8 @@ def test_the_prefix_of_e5_is_put_before_a_text_unless_another_is_chosen(tmp_path
     rows = requests.encode(["river"], "query"), plain.encode(["query: river"], "query")
     np.testing.assert_allclose(*rows, atol=1e-6)
     assert plain.identity != requests.identity
-    told = save_encoder(tmp_path / "multilingual-e5-large-instruct").path
-    config = index.read_encoder_config(told)  # was trained with a task, see its card
+    trained = save_encoder(tmp_path / "multilingual-e5-large-instruct").path
+    config = index.read_encoder_config(trained)  # was trained with a task, see its card
     assert config.query_prefix.startswith("Instruct: Given a web search query, ")
     assert config.query_prefix.endswith("\nQuery: ") and config.passage_prefix == ""
 

@@ -481,9 +481,9 @@ def test_draws_without_a_text_do_not_count_in_the_spread_of_answers(answering, a
         assert n_new == sum(len(ids) + 1 for ids, _ in texts)
         return spread
 
-    told = ((40, 41), "one"), ((50,), "two")
+    texts = ((40, 41), "one"), ((50,), "two")
     # A single line end has an id and no text; the official code leaves it out.
-    assert spread_of(*told, ((60,), "")) == spread_of(*told)
+    assert spread_of(*texts, ((60,), "")) == spread_of(*texts)
 
 
 def test_the_prompt_before_the_draws_is_computed_only_once(answering, answers):
