@@ -231,6 +231,9 @@ class Signals:
     def __getitem__(self, which: slice | np.ndarray | Sequence[int]) -> "Signals": ...
     def __getitem__(self, which: Any) -> "dict[str, np.ndarray] | Signals":
         """Return one answer's arrays by family, or the signals of several answers."""
+        if isinstance(which, bool | str):
+            expected = "the place of an answer, a slice, or places or a mask of answers"
+            raise TypeError(f"expected {expected}, found {which!r}")
         if not isinstance(which, int | np.integer):
             chosen = self.indices[which if isinstance(which, slice) else list(which)]
             if chosen.ndim != 1:

@@ -148,6 +148,11 @@ class Gate:
         if threshold is None:
             _check_trusts_any(loaded)
 
+    def __repr__(self) -> str:
+        """Show the scorer and the threshold."""
+        limit = "the probe's" if self.threshold is None else self.threshold
+        return f"Gate({self.scorer!r}, threshold: {limit})"
+
     @classmethod
     def load(
         cls,

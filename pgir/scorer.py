@@ -99,6 +99,12 @@ class Scorer(AnswerScorer):
             name: head.thresholds(precision) for name, head in detector.heads.items()
         }
 
+    def __repr__(self) -> str:
+        """Show the model that the detector was trained on, and its device."""
+        trained = self.probed.detector.provenance
+        of = "arrays" if trained is None else trained.model
+        return f"Scorer({of} on {self.probed.backbone.device})"
+
     @classmethod
     def load(
         cls,

@@ -58,3 +58,6 @@ def test_a_subset_of_signals_holds_the_chosen_answers(rng):
     assert "(1 answer, " in repr(signals[[0]])
     with pytest.raises(ValueError, match=r"one axis.*, found shape \(2, 1\)"):
         signals[np.argwhere([True, True])]
+    for which in (True, "sae"):
+        with pytest.raises(TypeError, match=rf"expected the place .*found {which!r}"):
+            signals[which]

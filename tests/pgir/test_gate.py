@@ -284,6 +284,9 @@ def test_passages_that_no_prompt_can_hold_are_left_out_or_changed(scorer):
 def test_without_a_threshold_the_probes_own_decisions_hold():
     probe = load("embedded", precision=0.8)
     gate, questions = Gate(probe), [QUESTION, "who employs Browuff Dogral?"]
+    assert repr(gate) == f"Gate({probe!r}, threshold: the probe's)"
+    scorer = probe.load_scorer()
+    assert repr(Gate(scorer, 0.5)) == "Gate(Scorer(embedded on cpu), threshold: 0.5)"
     scores = probe.answer(questions)
     drafts = gate.draft(questions)
     assert [d.decision for d in drafts] == [s.decision for s in scores]
