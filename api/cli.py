@@ -239,9 +239,6 @@ def make_demo() -> click.Command:
 
         Example: beatrice demo runs/demo
         """
-        from beatrice.extract.run.process import reuse_freed_memory
-
-        reuse_freed_memory()  # for the training
         from beatrice.extract.world.stage import new_world
 
         settings = new_world(**given(run), storage=storage.fields())

@@ -365,9 +365,6 @@ def real(
 
     Example: beatrice corpus corpora/six --encoder "$(beatrice real --fetch minilm)"
     """
-    from beatrice.extract.run.process import reuse_freed_memory
-
-    reuse_freed_memory()  # for the training; it is faster by a seventh
     from beatrice.benchmarks.real import cpu_dtype, find_questions
     from beatrice.extract.backbone.names import MODELS, default_dtype
 

@@ -118,9 +118,6 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    from beatrice.extract.run.process import reuse_freed_memory
-
-    reuse_freed_memory()  # before the imports below start threads
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import open_and_do
     from beatrice.jaxprobe.stages import TRAIN

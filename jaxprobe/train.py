@@ -36,12 +36,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.process import (
-    Share,
-    gpu_of_process,
-    return_freed_memory,
-    reuse_freed_memory,
-)
+from beatrice.extract.run.process import Share, gpu_of_process, return_freed_memory
 from beatrice.extract.run.stages import side_by_side
 from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
@@ -557,6 +552,8 @@ def _train_setting(
     caches = _caches(run, config, setting)
     if checkpoint.is_saved(run.encoders(setting), caches[0].key):
         return
+    if config.stream is not None:
+        return_freed_memory()
     data = run_training_set(run, setting, config)
     permuted = permute_by_question(data.rows, run.seed)
     rows = dataclasses.replace(data.rows, labels=permuted)
@@ -604,10 +601,6 @@ def train_run(
     run: RunDir, config: GridConfig, update: Update, progress: Progress
 ) -> int:
     """Train a share of the members; return how many of other shares are missing."""
-    if config.stream is None:
-        reuse_freed_memory()  # again: a backbone loaded before keeps less
-    else:
-        return_freed_memory()
     gpu = None if run.share.is_whole else gpu_of_process()
     if gpu is not None:  # before JAX looks for GPUs
         jax.config.update("jax_cuda_visible_devices", str(gpu))

@@ -190,7 +190,7 @@ def gpu_of_process(
 
 _STATUS = "/proc/self/status"
 # From <malloc.h>, in glibc only.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def begin_peak() -> bool:
@@ -253,18 +253,6 @@ def keep_freed_memory(
     )
 
 
-def reuse_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep up to 2 GiB of freed memory, in blocks of any size.
-
-    For training, in which XLA takes and frees up to some 500 MiB for each group of
-    rows: new pages cost a quarter of its time. Threads share one heap; those that have
-    a heap already keep it, so call this before JAX or PyTorch start any. Returns
-    whether it was done, as `keep_freed_memory` does.
-    """
-    limits = {_MMAP_MAX: 0, _TRIM_THRESHOLD: (1 << 31) - 1, _ARENA_MAX: 1}
-    return _set_malloc(limits, environ)
-
-
 def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Let this process return blocks of 1 MiB and more as soon as they are freed.
 
@@ -272,11 +260,9 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     which then holds the memory of two groups of rows, however many groups there are.
     Returns whether it was done, as `keep_freed_memory` does.
     """
-    # `_MMAP_MAX` and `_TRIM_THRESHOLD` are glibc's defaults, which the functions above
-    # change.
-    blocks = {_MMAP_THRESHOLD: 1 << 20, _MMAP_MAX: 1 << 16}
-    heaps = {_TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}
-    return _set_malloc(blocks | heaps, environ)
+    # The second is glibc's default, which `keep_freed_memory` may have changed.
+    limits = {_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}
+    return _set_malloc(limits, environ)
 
 
 def trim_freed_memory() -> None:
@@ -291,7 +277,7 @@ def _set_malloc(
     mallopt: Callable[[int, int], int] | None = None,
 ) -> bool:
     """Set limits of glibc's allocator until one is refused; return if all were set."""
-    malloc = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "ARENA_MAX")
+    malloc = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
     chosen = {"GLIBC_TUNABLES", *(f"MALLOC_{name}" for name in malloc)}
     if sys.platform != "linux" or chosen & environ.keys():
         return False

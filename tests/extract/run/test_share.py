@@ -11,7 +11,6 @@ from beatrice.extract.run.process import (
     gpu_of_process,
     keep_freed_memory,
     return_freed_memory,
-    reuse_freed_memory,
 )
 from tests.process import run_python
 
@@ -129,35 +128,30 @@ def test_shares_by_cost_are_about_equally_expensive_and_by_count_are_not():
     assert Share(1, 2).mine(costs) == ["b", "d"]  # control: every second item
 
 
-# In a thread, allocates, fills and frees a block five times; prints the page faults of
-# the last four. Without NumPy, which asks for huge pages.
+# Allocates, fills and frees 48 MiB five times; prints the page faults of the last
+# four. Without NumPy, which asks for huge pages.
 CHURN = """
-import resource, sys, threading
-from beatrice.extract.run import process
+import resource, sys
+from beatrice.extract.run.process import keep_freed_memory
 
-def churn():
-    b"x" * (n_mib << 20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
-        b"x" * (n_mib << 20)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-tell, n_mib = sys.argv[1], int(sys.argv[2])
-if tell != "leave":
-    assert getattr(process, tell)({})
-thread = threading.Thread(target=churn)
-thread.start() if tell == "reuse_freed_memory" else churn()
+if sys.argv[1] == "keep":
+    assert keep_freed_memory({})
+b"x" * (48 << 20)
+before = pages()
+for _ in range(4):
+    b"x" * (48 << 20)
+print(pages() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
-@pytest.mark.parametrize(
-    ("tell", "n_mib"), [("keep_freed_memory", 48), ("reuse_freed_memory", 200)]
-)
-def test_freed_memory_is_reused_only_after_the_call(tell, n_mib):
-    n_pages = 4 * (n_mib << 20) // 4096  # a sixteenth if pages have 64 KiB
-    assert int(run_python(CHURN, "leave", str(n_mib)).stdout) > n_pages // 16
-    assert int(run_python(CHURN, tell, str(n_mib)).stdout) < n_pages // 64
+def test_freed_memory_is_reused_only_after_the_call():
+    n_pages = 4 * (48 << 20) // 4096  # a sixteenth if pages have 64 KiB
+    assert int(run_python(CHURN, "leave").stdout) > n_pages // 16
+    assert int(run_python(CHURN, "keep").stdout) < n_pages // 64
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
@@ -196,10 +190,8 @@ def test_freed_blocks_are_returned_to_the_system_only_after_the_call():
     assert int(run_python(LEARN, "return").stdout) < 4 << 20
 
 
-@pytest.mark.parametrize(
-    "tell", [keep_freed_memory, reuse_freed_memory, return_freed_memory]
-)
+@pytest.mark.parametrize("tell", [keep_freed_memory, return_freed_memory])
 def test_a_users_own_settings_of_the_allocator_are_kept(tell):
-    names = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "ARENA_MAX")
+    names = ("TRIM_THRESHOLD_", "MMAP_THRESHOLD_", "ARENA_MAX")
     for name in (*(f"MALLOC_{name}" for name in names), "GLIBC_TUNABLES"):
         assert tell({name: "1"}) is False
