@@ -10,6 +10,7 @@ Batches and input noise depend only on the seed, so the members of a seed share 
 Initial weights and dropout depend on (subset, seed), never on the block.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -27,6 +28,7 @@ from beatrice.jaxprobe.config import (
     EncoderConfig,
     PlannedConfig,
     TrainConfig,
+    row_choices,
     usual_jax,
 )
 from beatrice.jaxprobe.encoder import (
@@ -43,6 +45,7 @@ from beatrice.jaxprobe.loop import (
     FitState,
     Keys,
     Learner,
+    Shared,
     epoch_batches,
     fit,
     shuffled,
@@ -65,6 +68,9 @@ _AT_ONCE = 256  # examples that a trained encoder scores together
 # On a CPU, at most so many tokens: copies of more leave the cache, and zeroing new
 # pages for them takes as long as an encoder's work (docs/measurements.md, "New pages").
 _TOKENS_AT_ONCE = 4096
+# On a CPU training takes so many numbers of the projections at once: 16,384 tokens at
+# `make real`'s widths. Whole batches of long contexts leave the cache.
+_PROJECTED_AT_ONCE = 1 << 21
 _CORES = threading.BoundedSemaphore(n_cores())
 
 
@@ -203,8 +209,7 @@ def in_chunks(
     n_rows = features.n_examples
     n_chunk = min(n_chunk, n_rows)
     if jax.default_backend() == "cpu":
-        n_tokens = features.span_slices[-1].stop
-        n_chunk = min(n_chunk, max(1, _TOKENS_AT_ONCE // n_tokens))
+        n_chunk = min(n_chunk, max(1, _TOKENS_AT_ONCE // features.n_tokens))
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
     chunks = jax.lax.map(
@@ -303,18 +308,31 @@ def _loss(
     return (losses * shares).sum()
 
 
+def rows_in_turn(encoder: Encoder, n_tokens: int, config: TrainConfig) -> int:
+    """Return how many rows to take at once, at most those that draw together.
+
+    The projections of all families take at most eight megabytes, and so the rows of
+    long contexts pass in parts; but 16 rows fill a register.
+    """
+    d_projected = encoder.dims.n_families * encoder.config.projection
+    choices = [n for n in row_choices(config) if n <= config.rows_at_once()]
+    short = [n for n in choices if n * n_tokens * d_projected <= _PROJECTED_AT_ONCE]
+    filled = [n for n in choices if n >= min(16, choices[0])]
+    return max(short[0] if short else 1, filled[-1])
+
+
 def _train_in_turn(states, number, block, train, encoder, config):
-    """Take the steps of a seed's members, which share gathered rows and noise."""
+    """Take the steps of a seed's members, which share what `Shared` says."""
     members = _members_of(block)
     order_key, noise_key, _ = _group_keys(block.keys[0], 0, number)
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
         *members[1:]
     )
     features, dims = train.features, encoder.dims
-    before_answer = features.span_slices[-1].start
+    before_answer, n_tokens = (features.span_slices[-1].start, features.n_tokens)
     n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
 
-    def share(rows: jax.Array, key: jax.Array) -> SharedBatch:
+    def gather(rows: jax.Array, key: jax.Array) -> SharedBatch:
         return gather_batch(
             features.tokens,
             tuple(n_before),
@@ -325,19 +343,24 @@ def _train_in_turn(states, number, block, train, encoder, config):
             deviation=encoder.config.input_noise,
         )
 
-    def loss(member, params, rows, shares, batch, noise_key, dropout_key):
-        batch = jax.tree.map(lambda x: x[0], batch)
-        draw = Draw(rows, noise_key, dropout_key, batch)
+    def products(params: Params, is_active: jax.Array, batch: SharedBatch):
+        weights = [params["params"][f"projection_{f}"] for f in range(dims.n_families)]
+        is_read = members[0].T & is_active[None]
+        return batch.products(weights, is_read, encoder.config.matmul_dtype)
+
+    def loss(member, params, products, rows, shares, batch, noise_key, dropout_key):
+        draw = Draw(rows, noise_key, dropout_key, batch.of_member(products))
         return _loss(encoder, train, member, params, shares, draw)
 
+    n_rows = rows_in_turn(encoder, n_tokens, config)
     states, losses = take_steps_in_turn(
         jax.tree.map(lambda x: x[0], states),
         members,
         loss,
         epoch_batches(order_key, train.weights, config.batch_size),
-        share,
+        Shared(gather, products),
         Keys(noise_key, dropout_keys),
-        config,
+        PlannedConfig(**dataclasses.asdict(config), n_rows=n_rows),
     )
     return jax.tree.map(lambda x: x[None], (states, losses))
 

@@ -216,13 +216,36 @@ def take_steps(
 
 def _step(loss, carry, rate, batch, keys, config):
     """Take a step; return weights and moments, and the loss before it."""
+    compute = jax.value_and_grad(loss)
+    keys = Keys(*(_microbatch_keys(key, config) for key in keys))
+    value, grads = _summed(
+        lambda microbatch: compute(carry[0], *microbatch[0], *microbatch[1]),
+        batch,
+        keys,
+        config,
+    )
+    return _move(carry, grads, rate, config), value
+
+
+def _move(carry, grads, rate, config):
+    """Return weights and moments after a step along a gradient."""
     packed, opt_state = carry
-    value, grads = _gradient(loss, packed, batch, keys, config)
     # Optax raises to an integer power, which strict dtype promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer(config).update(grads, opt_state, packed)
     packed = jax.tree.map(lambda x, update: x - rate * update, packed, updates)
-    return (packed, opt_state), value
+    return packed, opt_state
+
+
+class Shared(NamedTuple):
+    """What the members that take steps in turn compute once for all of them."""
+
+    # Takes a microbatch's first array and its key; returns any tree of values.
+    values: Callable[..., Any]
+    # Takes all members' weights (leaves `[n_members, ...]`), whether each still trains
+    # (`[n_members]` bool), and these values; returns inputs of all members, leaves
+    # `[n_members, ...]`, which are differentiated with respect to the weights.
+    inputs: Callable[..., Any]
 
 
 def take_steps_in_turn(
@@ -230,91 +253,98 @@ def take_steps_in_turn(
     members: Any,
     loss: Callable[..., jax.Array],
     batches: tuple[jax.Array, ...],
-    share: Callable[..., Any],
+    shared: Shared,
     keys: Keys,
     config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
     """Take several members' steps on a group: each step by one member after another.
 
-    What members share of a batch is computed once. Finished members are skipped.
+    Finished members are skipped.
 
     Args:
       states: states before the steps, leaves `[n_members, ...]`.
       members: what distinguishes members, leaves `[n_members, ...]`.
-      loss: takes a member, weights, the arrays of a microbatch, the microbatch's shared
-        values (leaves `[1, ...]`), and its two keys.
+      loss: takes a member, its weights and inputs, the arrays and the shared values of
+        a microbatch, and its two keys.
       batches: arrays `[n_steps, n_rows, ...]`.
-      share: computes the shared values from a microbatch's first array and key.
+      shared: what is computed once for all members.
       keys: key of the group, and keys `[n_members]` of the members.
-      config: the protocol; a microbatch is as large as the rows that draw together.
+      config: the protocol; no more rows at once than draw together.
 
     Returns:
       the states, and the mean losses `[n_members]`.
     """
     _, unpack = ravel_pytree(jax.tree.map(lambda x: x[0], states.params))
     packed = jax.vmap(lambda params: ravel_pytree(params)[0])(states.params)
+    is_active = states.is_active(config)
     shape = (len(batches[0]), config.microbatches())
-    member_keys = jax.vmap(lambda key: jax.random.split(key, shape), out_axes=1)(
-        keys.member
-    )
-    step_keys = Keys(jax.random.split(keys.batch, shape), member_keys)
+    of_members = jax.vmap(lambda key: jax.random.split(key, shape), out_axes=1)
+    step_keys = Keys(jax.random.split(keys.batch, shape), of_members(keys.member))
+    split = partial(_microbatch_keys, config=config)
+
+    def gradient(packed, microbatch):
+        """Return losses `[n_members]` and the gradients of all members."""
+        arrays, keys = microbatch
+        values = shared.values(arrays[0], keys.batch)
+        inputs, pull = jax.vjp(
+            lambda x: shared.inputs(jax.vmap(unpack)(x), is_active, values), packed
+        )
+
+        def member_gradient(_, of_member):
+            packed, inputs, member, is_active, key = of_member
+
+            def member_loss(packed, inputs):
+                fixed = *arrays, values, keys.batch, key
+                return loss(member, unpack(packed), inputs, *fixed)
+
+            compute = jax.value_and_grad(member_loss, argnums=(0, 1))
+            nothing = jnp.float32(jnp.nan), jax.tree.map(jnp.zeros_like, of_member[:2])
+            return None, jax.lax.cond(
+                is_active, lambda: compute(packed, inputs), lambda: nothing
+            )
+
+        each = packed, inputs, members, is_active, keys.member
+        losses, (direct, of_inputs) = jax.lax.scan(member_gradient, None, each)[1]
+        return losses, direct + pull(of_inputs)[0]
 
     def step(carry, step_inputs):
-        batch, keys = step_inputs
-        rows = batch[0].reshape(config.microbatches(), -1)
-        shared = jax.lax.map(lambda x: share(*x), (rows, keys.batch))
-
-        def step_member(_, inputs):
-            carry, member, info, is_active, key = inputs
-
-            def train():
-                return _step(
-                    lambda packed, *arrays: loss(member, unpack(packed), *arrays),
-                    carry,
-                    info.learning_rate,
-                    (*batch, shared),
-                    Keys(keys.batch, key),
-                    config,
-                )
-
-            still = carry, jnp.float32(jnp.nan)
-            return None, jax.lax.cond(is_active, train, lambda: still)
-
-        is_active = states.is_active(config)
-        inputs = carry, members, states.info, is_active, keys.member
-        return jax.lax.scan(step_member, None, inputs)[1]
+        packed, opt_state = carry
+        arrays, keys = step_inputs
+        keys = Keys(split(keys.batch), jax.vmap(split, out_axes=1)(keys.member))
+        losses, grads = _summed(partial(gradient, packed), arrays, keys, config)
+        move = jax.vmap(partial(_move, config=config))
+        moved = move(carry, grads, states.info.learning_rate)
+        return jax.vmap(_where)(is_active, moved, carry), losses
 
     carry, losses = jax.lax.scan(step, (packed, states.opt_state), (batches, step_keys))
     states = states._replace(params=jax.vmap(unpack)(carry[0]), opt_state=carry[1])
     return states, losses.mean(axis=0)
 
 
-def _gradient(
-    loss: Callable[..., jax.Array],
-    params: Any,
-    batch: tuple[Any, ...],
-    keys: Keys,
-    config: TrainConfig,
-):
-    """Return a batch's loss and gradient, summed over its microbatches."""
-    gradient = jax.value_and_grad(loss)
-    keys = _microbatch_keys(keys, config)
+def _summed(
+    compute: Callable[..., Any], batch: tuple[Any, ...], keys: Keys, config: TrainConfig
+) -> Any:
+    """Return `compute` of a batch, summed over its microbatches.
+
+    `compute` takes a microbatch's arrays and its keys; `keys` are of all microbatches.
+    """
     n_microbatches = config.batch_size // config.rows_at_once()
     if n_microbatches == 1:
-        return gradient(params, *batch, *jax.tree.map(lambda key: key[0], keys))
+        return compute((batch, jax.tree.map(lambda key: key[0], keys)))
 
     def add(total, microbatch):
-        arrays, keys = microbatch
-        return jax.tree.map(jnp.add, total, gradient(params, *arrays, *keys)), None
+        return jax.tree.map(jnp.add, total, compute(microbatch)), None
 
-    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     microbatches = jax.tree.map(
         lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), batch
     )
-    return jax.lax.scan(add, zero, (microbatches, keys))[0]
+    every = microbatches, keys
+    shapes = jax.eval_shape(lambda x: compute(jax.tree.map(lambda y: y[0], x)), every)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zero, every)[0]
 
 
-def _microbatch_keys(keys: Keys, config: TrainConfig) -> Keys:
+def _microbatch_keys(keys: jax.Array, config: TrainConfig) -> jax.Array | RowKeys:
     """Return the keys of microbatches, from those of the rows that draw together."""
     size, n_rows = config.batch_size // config.microbatches(), config.rows_at_once()
     if n_rows == size:
@@ -322,11 +352,9 @@ def _microbatch_keys(keys: Keys, config: TrainConfig) -> Keys:
     if n_rows > size:
         n_microbatches = config.batch_size // n_rows
         first = jnp.zeros(n_microbatches, jnp.int32)
-        return Keys(
-            *(RowKeys(x.reshape(n_microbatches, -1), first, size) for x in keys)
-        )
+        return RowKeys(keys.reshape(n_microbatches, -1), first, size)
     first = jnp.arange(0, config.batch_size, n_rows, dtype=jnp.int32)
-    return Keys(*(RowKeys(x[first // size], first % size, size) for x in keys))
+    return RowKeys(keys[first // size], first % size, size)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -41,7 +41,7 @@ from beatrice.jaxprobe.grid import (
     start_block,
     train_block,
 )
-from beatrice.jaxprobe.stored import StoredTokens
+from beatrice.jaxprobe.stored import StoredTokens, words_of
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 
@@ -188,11 +188,15 @@ def _rows(sizes: Sizes, n: int, widths: tuple[int, ...]) -> LabelledFeatures:
     shape, n_tokens = jax.ShapeDtypeStruct, sum(widths)
 
     def family(d: int, dtype: Dtype) -> jax.ShapeDtypeStruct | StoredTokens:
-        codes = shape((n_tokens, n, d), numpy_dtype(dtype))
+        codes = words_of(np.empty(0, numpy_dtype(dtype)))
+        codes = shape((n_tokens, n, d), codes.dtype)
         if dtype == "float32":
             return codes
         scales = shape((n_tokens, n), jnp.float32) if dtype == "int8" else None
-        return StoredTokens(codes, scales, *[shape((d,), jnp.float32)] * 2)
+        moment = shape((d,), jnp.float32)
+        return StoredTokens(
+            codes=codes, dtype=dtype, scales=scales, mean=moment, std=moment
+        )
 
     tokens = map(family, sizes.dims.sizes, sizes.device_dtypes)
     masks = [shape((width, n), jnp.bool_) for width in widths]

@@ -3,7 +3,7 @@
 None of this is done for a family that is not read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,20 +66,45 @@ def shared_branch(
 
 
 # Numbers of channels: from `_WIDE` on a batch is not copied before it is projected if
-# each member would copy it, from `_GATHERED` on even if the members share the copy;
-# from `_BROAD` on a shared copy omits padding.
-_WIDE, _GATHERED, _BROAD = 1024, 2048, 256
+# each member would copy it; from `_BROAD` on not even if the members share it: they
+# are projected together, which reads every token once for all of them.
+_WIDE, _BROAD = 1024, 256
 
 
 class SharedBatch(NamedTuple):
     """A batch shared by all members of a seed, gathered and drawn once for them."""
 
-    # Per family `[n_tokens, batch_size, d_family]`, with noise if that is added before
-    # the projection; `RealTokens` if broad; None if not copied before the projection.
+    # Per family: `[n_tokens, batch_size, d_family]`, with noise if that is added before
+    # the projection; if broad, `AllTokens`, and for a member its `Products`.
     tokens: tuple[Any, ...]
     # Per family `[d_projection, n_tokens, batch_size]` of variance 1, to be added after
     # the projection; None if there is none.
     noise: tuple[Any, ...]
+
+    def products(
+        self,
+        weights: Sequence[jax.Array],
+        is_read: jax.Array,
+        matmul_dtype: MatmulDtype,
+    ) -> tuple[jax.Array | None, ...]:
+        """Return `member_products` of the broad families, and None for the others.
+
+        Per family, `weights` are those of all members, and `is_read` `[n_members]`.
+        """
+        return tuple(
+            member_products(matmul_dtype, weights[f], family, is_read[f])
+            if isinstance(family, AllTokens)
+            else None
+            for f, family in enumerate(self.tokens)
+        )
+
+    def of_member(self, products: tuple[jax.Array | None, ...]) -> "SharedBatch":
+        """Return the batch with one member's products in the place of their tokens."""
+        tokens = (
+            family if values is None else Products(values, family.positions)
+            for family, values in zip(self.tokens, products, strict=True)
+        )
+        return self._replace(tokens=tuple(tokens))
 
 
 class Draw(NamedTuple):
@@ -104,24 +129,24 @@ def gather_batch(
 ) -> SharedBatch:
     """Gather a batch and draw its noise, as `project` would for each member.
 
+    Broad families are gathered when they are projected, in chunks.
+
     Tokens are per family `[n_tokens, n_examples, d_family]`; the first `n_before` of a
     family are left out. `real` is `[n_tokens, n_examples]` bool, `rows` `[batch_size]`.
     """
     gathered, drawn = [], []
     for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
         n_tokens, _, d_family = family.shape
-        batch: Any = None
         noise = None
         if deviation and d_family > d_projection:
             noise = hashed_normal(key, f, (d_projection, n_tokens, len(rows)))
         if d_family < _BROAD or d_family <= d_projection:
-            batch = take_rows(family, rows_of_tokens(family, rows)[first:])
+            batch: Any = take_rows(family, rows_of_tokens(family, rows)[first:])
             noise = None if noise is None else noise[:, first:]
-        elif d_family < _GATHERED:
+        else:
             is_read = jnp.arange(n_tokens)[:, None] >= first
             positions = _positions(family, rows, real[:, rows] & is_read, True)
-            tokens_in_order = take_rows(family, positions.rows[positions.order])
-            batch = RealTokens(tokens_in_order, positions)
+            batch = AllTokens(family, positions)
         if deviation and noise is None:
             shape = (n_tokens, len(rows), d_family)
             batch += deviation * hashed_normal(key, f, shape, row_axis=1)[first:]
@@ -171,9 +196,12 @@ def project(
     shared, noise = None, draw.noise
     if draw.batch is not None:
         shared, noise = (of_family[stream] for of_family in draw.batch)
-    if isinstance(shared, RealTokens) or (shared is None and d_family >= _WIDE):
-        batch = (tokens, draw.rows) if shared is None else (shared, None)
-        y: Any = wide_product(matmul_dtype, weight, *batch, real, gate)
+    if isinstance(shared, Products) or (shared is None and d_family >= _WIDE):
+        if shared is None:
+            y: Any = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
+        else:
+            y = _in_place(shared.values, shared.positions, gate)
+            y = y.reshape(-1, *real.shape)
         if deviation == 0.0:
             return y
         added = partial(_projected_noise, deviation, stream, weight, y.shape, noise)
@@ -275,8 +303,8 @@ def noise_factor(weight: jax.Array) -> jax.Array:
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
 
 
-# Tokens per chunk: two megabytes at 4096 channels.
-_N_CHUNK = 128
+# Tokens per chunk: one megabyte at 1024 channels, four at 4096.
+_N_CHUNK = 256
 
 
 class _Positions(NamedTuple):
@@ -294,7 +322,7 @@ class _Positions(NamedTuple):
 def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
-    tokens: "jax.Array | StoredTokens | RealTokens",
+    tokens: "jax.Array | StoredTokens",
     rows: jax.Array | None,
     real: jax.Array,
     gate: jax.Array,
@@ -318,24 +346,21 @@ def wide_product(
     return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
 
 
-def _by_platform(on_cpu, on_accelerator, matmul_dtype, tokens, *operands):
-    """Choose a method; only CPUs gather a batch beforehand."""
+def _by_platform(on_cpu, on_accelerator, matmul_dtype, *operands):
     here, there = (partial(f, matmul_dtype) for f in (on_cpu, on_accelerator))
-    if isinstance(tokens, RealTokens):
-        return here(*operands)
     return jax.lax.platform_dependent(*operands, cpu=here, default=there)
 
 
 def _wide_forward(matmul_dtype, *operands):
     ways = project_on_cpu, project_on_accelerator
-    return _by_platform(*ways, matmul_dtype, operands[1], *operands), operands
+    return _by_platform(*ways, matmul_dtype, *operands), operands
 
 
 def _wide_backward(matmul_dtype, operands, dy):
     # The tokens are not kept, but gathered a second time.
     weight, tokens, rows, real, gate = operands
     ways = cpu_vjp, accelerator_vjp
-    d_weight = _by_platform(*ways, matmul_dtype, tokens, dy, *operands)
+    d_weight = _by_platform(*ways, matmul_dtype, dy, *operands)
     if rows is not None or not isinstance(tokens, jax.Array):
         return d_weight, None, None, None, None
     masked = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
@@ -379,19 +404,133 @@ class AllTokens(NamedTuple):
         return take_rows(self.tokens, self.positions.rows[at])
 
 
-class RealTokens(NamedTuple):
-    """The real tokens of a batch, contiguous."""
+class Products(NamedTuple):
+    """A member's projection of the real tokens of a batch."""
 
-    tokens: jax.Array  # `[n_padded, d_family]`, finite after the real ones
+    values: jax.Array  # `[d_projection, n_padded]`, in the order of `positions`
     positions: _Positions
 
-    def chunk(self, number: jax.Array) -> jax.Array:
-        """Return a chunk of the real tokens, `[_N_CHUNK, d_family]`."""
-        shape = _N_CHUNK, self.tokens.shape[1]
-        return jax.lax.dynamic_slice(self.tokens, (number * _N_CHUNK, 0), shape)
+
+@jax.custom_vjp
+def _in_place(values: jax.Array, positions: _Positions, gate: jax.Array) -> jax.Array:
+    """Put products in their places, `[d_projection, n]`; zeros on padding."""
+
+    def place() -> jax.Array:
+        return jnp.where(positions.real, values[:, positions.rank], 0.0)
+
+    return _gated(place, gate, (len(values), positions.real.size))
 
 
-def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
+def _in_place_forward(values, positions, gate):
+    return _in_place(values, positions, gate), (positions, gate)
+
+
+def _in_place_backward(residuals, dy):
+    positions, gate = residuals
+    n_padded = len(positions.order)
+
+    def vjp():
+        filled = jnp.arange(n_padded) < positions.real.sum()
+        return jnp.where(filled, dy[:, positions.order], 0.0)
+
+    return _gated(vjp, gate, (len(dy), n_padded)), None, None
+
+
+_in_place.defvjp(_in_place_forward, _in_place_backward)
+
+
+def _of_readers(
+    compute: Callable[[jax.Array], jax.Array],
+    is_read: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Return the results of members that read, `[n_members, *shape]`; zeros of others.
+
+    `compute` takes the numbers `[n]` of members and returns their results, `n` times as
+    long as `shape` on the first axis. Shapes are static, so `n` is a power of two, and
+    the members are those that read, in front of a few others.
+    """
+    n_members = len(is_read)
+    order = jnp.argsort(~is_read)
+    sizes = [*(1 << i for i in range((n_members - 1).bit_length())), n_members]
+
+    def of_first(n: int) -> jax.Array:
+        results = jnp.zeros((n_members, *shape), jnp.float32)
+        if n == 0:
+            return results
+        for i, result in enumerate(compute(order[:n]).reshape(n, 1, *shape)):
+            start = (order[i], *(0 for _ in shape))
+            results = jax.lax.dynamic_update_slice(results, result, start)
+        return results
+
+    choices = [partial(of_first, n) for n in (0, *sizes)]
+    choice = jnp.searchsorted(jnp.asarray([0, *sizes]), is_read.sum())
+    return jax.lax.switch(choice, choices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def member_products(
+    matmul_dtype: MatmulDtype,
+    weights: jax.Array,
+    batch: "AllTokens",
+    is_read: jax.Array,
+) -> jax.Array:
+    """Project a batch for several members; only `weights` have a gradient.
+
+    Members that read the family share one product: a chunk of tokens is gathered once
+    for all of them.
+
+    Args:
+      matmul_dtype: see `jaxprobe.stored`.
+      weights: `[n_members, d_projection, d_family]`.
+      batch: the tokens.
+      is_read: `[n_members]` bool; other members cost nothing and have zeros.
+
+    Returns:
+      `[n_members, d_projection, n_padded]`, in the order of the batch's positions.
+    """
+    _, d_projection, d_family = weights.shape
+    n_padded = len(batch.positions.order)
+
+    def project(members: jax.Array) -> jax.Array:
+        rows = weights[members].reshape(-1, d_family)
+
+        def put(chunk, products):
+            y = contract(rows, batch.chunk(chunk), 1, matmul_dtype)
+            return jax.lax.dynamic_update_slice(products, y, (0, chunk * _N_CHUNK))
+
+        start = jnp.zeros((len(rows), n_padded), jnp.float32)
+        return jax.lax.fori_loop(0, batch.positions.n_chunks, put, start)
+
+    return _of_readers(project, is_read, (d_projection, n_padded))
+
+
+def _member_products_forward(matmul_dtype, weights, batch, is_read):
+    return member_products(matmul_dtype, weights, batch, is_read), (batch, is_read)
+
+
+def _member_products_backward(matmul_dtype, residuals, dy):
+    batch, is_read = residuals
+    n_members, d_projection, _ = dy.shape
+    d_family = batch.tokens.shape[-1]
+
+    def vjp(members: jax.Array) -> jax.Array:
+        def add(chunk, total):
+            start, size = (0, 0, chunk * _N_CHUNK), (n_members, d_projection, _N_CHUNK)
+            part = jax.lax.dynamic_slice(dy, start, size)[members]
+            part = part.reshape(-1, _N_CHUNK).T
+            return total + contract(part, batch.chunk(chunk), 0, matmul_dtype)
+
+        start = jnp.zeros((len(members) * d_projection, d_family), jnp.float32)
+        return jax.lax.fori_loop(0, batch.positions.n_chunks, add, start)
+
+    return _of_readers(vjp, is_read, (d_projection, d_family)), None, None
+
+
+member_products.defvjp(_member_products_forward, _member_products_backward)
+
+
+def _project_chunks(matmul_dtype, weight, batch: AllTokens, gate):
     """Project the chunks of a batch that have a real token, `[d_projection, n]`."""
     positions = batch.positions
 
@@ -407,7 +546,7 @@ def _project_chunks(matmul_dtype, weight, batch: AllTokens | RealTokens, gate):
     return _gated(project, gate, (len(weight), positions.real.size))
 
 
-def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
+def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens, gate):
     """Return the gradient of `weight`."""
     positions = batch.positions
     n_padded = len(positions.order)
@@ -428,9 +567,7 @@ def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens | RealTokens, gate):
     return _gated(vjp, gate, weight.shape)
 
 
-def _chunked(tokens, rows, real, gate) -> AllTokens | RealTokens:
-    if isinstance(tokens, RealTokens):
-        return tokens
+def _chunked(tokens, rows, real, gate) -> AllTokens:
     return AllTokens(tokens, _positions(tokens, rows, real, gate))
 
 

@@ -10,21 +10,37 @@ accelerator, and the input itself on a CPU). Sums are float32, and so is everyth
 is not a product: weights, moments, normalisation, pooling and the loss.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from threadpoolctl import threadpool_limits
 
+from beatrice.extract.store.spec import Dtype
 from beatrice.jaxprobe.config import MatmulDtype
 
 
-class StoredTokens(NamedTuple):
-    """A family's tokens as they are stored; `values_of` standardises them."""
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "mean", "std", "is_kept"],
+    meta_fields=["dtype"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTokens:
+    """A family's tokens as they are stored; `values_of` standardises them.
 
-    codes: Any  # `[n_tokens, n_examples, d_family]`, stored type; finite on padding
+    Numbers of two bytes are held as words, since they are moved before they are read:
+    XLA's CPU compiler would widen a whole bfloat16 array before gathering from it, or
+    copy all of it as words in every call.
+    """
+
+    # `[n_tokens, n_examples, d_family]`, int8, or uint16 words; finite on padding
+    codes: Any
+    dtype: Dtype  # the stored type: of the words, or int8
     scales: Any  # `[n_tokens, n_examples]` float32, factors of int8 codes; else None
     mean: Any  # `[d_family]` float32
     std: Any  # `[d_family]` float32
@@ -43,7 +59,12 @@ class StoredTokens(NamedTuple):
         if self.scales is not None:
             scales = change(self.scales, *(other.scales for other in others))
         codes = change(self.codes, *(other.codes for other in others))
-        return self._replace(codes=codes, scales=scales)
+        return dataclasses.replace(self, codes=codes, scales=scales)
+
+
+def words_of(codes: np.ndarray) -> np.ndarray:
+    """Return stored codes as `StoredTokens` holds them."""
+    return codes.view(np.uint16) if codes.dtype.itemsize == 2 else codes
 
 
 def values_of(tokens: jax.Array | StoredTokens) -> jax.Array:
@@ -67,19 +88,7 @@ def take_rows(tokens: jax.Array | StoredTokens, at: jax.Array) -> jax.Array:
         return take(tokens)
     scales = None if tokens.scales is None else take(tokens.scales)
     is_kept = None if tokens.is_kept is None else tokens.is_kept[at // tokens.shape[1]]
-    return _standardized(tokens, moved(take, tokens.codes), scales, is_kept)
-
-
-def moved(take: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return `take(x)` for a `take` that only moves values.
-
-    Two-byte numbers are moved as integers, since XLA's CPU compiler would widen a whole
-    bfloat16 array before gathering from it.
-    """
-    if x.dtype.itemsize != 2:
-        return take(x)
-    words = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    return jax.lax.bitcast_convert_type(take(words), x.dtype)
+    return _standardized(tokens, take(tokens.codes), scales, is_kept)
 
 
 def rows_of_tokens(
@@ -104,6 +113,8 @@ def _standardized(
     """Widen and standardise codes `[..., d_family]`."""
     axes = range(codes.ndim - 1)
     mean, std = (jnp.expand_dims(x, axes) for x in (tokens.mean, tokens.std))
+    if tokens.dtype != "int8":
+        codes = jax.lax.bitcast_convert_type(codes, tokens.dtype)
     x = codes.astype(jnp.float32)
     if scales is not None:
         x = x * scales[..., None]

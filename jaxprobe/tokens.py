@@ -4,6 +4,7 @@ Signals are stored as ragged rows; an encoder reads every span padded to one len
 There are two spans closed-book and three with context; the answer is the last.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +26,7 @@ from beatrice.jaxprobe.families import (
     used_spans,
     widths_of,
 )
-from beatrice.jaxprobe.stored import StoredTokens, moved
+from beatrice.jaxprobe.stored import StoredTokens, words_of
 
 
 class FamilyTokens(NamedTuple):
@@ -44,6 +45,11 @@ class FamilyTokens(NamedTuple):
     def n_examples(self) -> int:
         """Number of answers."""
         return self.masks[0].shape[1]
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of positions of all padded spans."""
+        return self.span_slices[-1].stop
 
     @property
     def span_slices(self) -> tuple[slice, ...]:
@@ -66,8 +72,7 @@ class FamilyTokens(NamedTuple):
 
     def take(self, rows: jax.Array) -> "FamilyTokens":
         """Select examples by index, `[n_rows]`."""
-        take = partial(jnp.take, indices=rows, axis=1)
-        return self.of_examples(partial(moved, take))
+        return self.of_examples(partial(jnp.take, indices=rows, axis=1))
 
 
 @partial(jax.jit, static_argnames="dims")
@@ -111,7 +116,7 @@ def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
         if not isinstance(x, StoredTokens):
             return jnp.asarray(x).at[at].set(0.0)
         is_kept = jnp.ones(x.shape[0], bool) if x.is_kept is None else x.is_kept
-        return x._replace(is_kept=is_kept.at[at].set(False))
+        return dataclasses.replace(x, is_kept=is_kept.at[at].set(False))
 
     return FamilyTokens(tuple(map(zero, features.tokens)), features.masks)
 
@@ -207,7 +212,8 @@ def read_tokens(
         if dtype == "float32":
             return _padded(_standardized(codes, scalars, mean, std), is_stored)
         return StoredTokens(
-            codes=_padded(codes, is_stored),
+            codes=_padded(words_of(codes), is_stored),
+            dtype=dtype,
             scales=None if scalars is None else _padded(scalars, is_stored),
             mean=mean,
             std=std,

@@ -38,6 +38,7 @@ from beatrice.jaxprobe.grid import (
     join,
     labelled,
     member_outputs,
+    rows_in_turn,
     start_block,
     train_block,
 )
@@ -172,6 +173,39 @@ def test_labels_and_tokens_of_rows_with_weight_zero_have_no_influence(parts):
     changed = silent._replace(features=features, labels=labels)
     a, b = (train([Block((3,), (0,))], (rows, valid))[0] for rows in (changed, silent))
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
+
+
+def test_long_rows_pass_in_parts_and_take_the_steps_of_whole_batches():
+    dims = paper_dims(hidden=300, prob=5, resid=4, attn=3)  # one is projected together
+    config = EncoderConfig(
+        projection=64, hidden=8, n_blocks=1, n_groups=2, dropout=0.2, input_noise=0.3
+    )
+    encoder, train = Encoder(config, dims), dataclasses.replace(TRAIN, batch_size=128)
+    assert rows_in_turn(encoder, 90, train) == 64
+    rng, parts = np.random.default_rng(0), []
+    for n in (200, 40):
+        lengths = rng.integers(1, (71, 21), (n, 2)).T
+        masks = [
+            np.arange(m) < x[:, None] for m, x in zip((70, 20), lengths, strict=True)
+        ]
+        labels = rng.random(n) < 0.5
+        tokens = [
+            (rng.standard_normal((*mask.shape, dims.total)) + labels[:, None, None])
+            for mask in masks
+        ]
+        features = Features(tuple(x.astype(np.float32) for x in tokens), tuple(masks))
+        standardizer = fit_standardizer([features], dims)
+        families = split_families(features, dims, standardizer)
+        parts.append([labelled(families, labels)])
+    planned = PlannedConfig(**dataclasses.asdict(train), n_rows=128)
+    block = Block((subset_index("HP"), subset_index("RA"), subset_index("HA")), (0,))
+    fixed = {"encoder": encoder, "n_threads": 1}
+    in_parts, whole = (
+        next(iter(fit_blocks([block], *parts, config=x, **fixed)))
+        for x in (train, planned)
+    )
+    assert_same_leaves(in_parts.info, whole.info, rtol=1e-4)
+    assert_same_leaves(in_parts.params, whole.params, rtol=1e-2, atol=1e-4)
 
 
 BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: no even split

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.store.spec import Family, encode
+from beatrice.extract.store.spec import Family, encode, numpy_dtype
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
@@ -26,7 +26,7 @@ from beatrice.jaxprobe.encoder import Encoder, pooled_signals
 from beatrice.jaxprobe.families import paper_dims, subset_index
 from beatrice.jaxprobe.grid import Block, fit_blocks, labelled, member_outputs
 from beatrice.jaxprobe.rows import training_set
-from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of
+from beatrice.jaxprobe.stored import StoredTokens, take_rows, values_of, words_of
 from beatrice.jaxprobe.tokens import FamilyTokens, empty_span, split_families, zero_span
 from beatrice.jaxprobe.train import (
     Streamed,
@@ -242,8 +242,14 @@ def stored_tokens(dims, dtype, n=48, seed=0):
         x = rng.standard_normal((sum(WIDTHS), n, size)) + labels[:, None]
         x = ((mean + std * x) * real).astype(np.float32)
         encoded = encode(x, dtype)
-        moments = mean.astype(np.float32), std.astype(np.float32)
-        families.append(StoredTokens(encoded.codes, encoded.scales, *moments))
+        family = StoredTokens(
+            codes=words_of(encoded.codes),
+            dtype=dtype,
+            scales=encoded.scales,
+            mean=mean.astype(np.float32),
+            std=std.astype(np.float32),
+        )
+        families.append(family)
     return jax.device_put(FamilyTokens(tuple(families), masks)), labels
 
 
@@ -270,7 +276,10 @@ def assert_same(params, other, dtype):
 def test_stored_values_equal_codes_decoded_and_standardised_by_hand(dtype):
     features, _ = stored_tokens(NARROW, dtype)
     for stored in features.tokens:
-        arrays = stored.codes, *stored[2:4]
+        codes = np.asarray(stored.codes)
+        if dtype != "int8":
+            codes = codes.view(numpy_dtype(dtype))
+        arrays = codes, stored.mean, stored.std
         codes, mean, std = (np.asarray(x, np.float32) for x in arrays)
         scale = 1.0 if stored.scales is None else np.asarray(stored.scales)[..., None]
         wanted = (codes * scale - mean) / std
