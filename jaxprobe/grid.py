@@ -2,9 +2,10 @@
 
 Members are grouped in blocks, and `fit` trains a block at a time. On a GPU a block is
 the whole grid, vectorised by `vmap`. On a CPU it is half the subsets of a seed, which
-take each step in turn: a batch is gathered, and its noise drawn, once for all of them;
-a member's activations stay in cache; and finished members and unread families cost
-nothing. Several devices split the subsets of a block; only results are gathered.
+take each step in turn: a batch is gathered and projected, and its noise drawn, for all
+of them at once; a member's activations stay in cache; and finished members and unread
+families cost nothing. Several devices split the subsets of a block; only results are
+gathered.
 
 Batches and input noise depend only on the seed, so the members of a seed share them.
 Initial weights and dropout depend on (subset, seed), never on the block.
@@ -322,14 +323,14 @@ def rows_in_turn(encoder: Encoder, n_tokens: int, config: TrainConfig) -> int:
 
 
 def _train_in_turn(states, number, block, train, encoder, config):
-    """Take the steps of a seed's members, which share what `Shared` says."""
+    """Take the steps of a seed's members, which share batches, products and noise."""
     members = _members_of(block)
     order_key, noise_key, _ = _group_keys(block.keys[0], 0, number)
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
         *members[1:]
     )
     features, dims = train.features, encoder.dims
-    before_answer, n_tokens = (features.span_slices[-1].start, features.n_tokens)
+    before_answer = features.span_slices[-1].start
     n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
 
     def gather(rows: jax.Array, key: jax.Array) -> SharedBatch:
@@ -352,7 +353,7 @@ def _train_in_turn(states, number, block, train, encoder, config):
         draw = Draw(rows, noise_key, dropout_key, batch.of_member(products))
         return _loss(encoder, train, member, params, shares, draw)
 
-    n_rows = rows_in_turn(encoder, n_tokens, config)
+    n_rows = rows_in_turn(encoder, features.n_tokens, config)
     states, losses = take_steps_in_turn(
         jax.tree.map(lambda x: x[0], states),
         members,

@@ -322,7 +322,7 @@ class _Positions(NamedTuple):
 def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
-    tokens: "jax.Array | StoredTokens",
+    tokens: jax.Array | StoredTokens,
     rows: jax.Array | None,
     real: jax.Array,
     gate: jax.Array,
@@ -444,11 +444,11 @@ def _of_readers(
     is_read: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Return the results of members that read, `[n_members, *shape]`; zeros of others.
+    """Return the results of the members that read, `[n_members, *shape]`.
 
     `compute` takes the numbers `[n]` of members and returns their results, `n` times as
-    long as `shape` on the first axis. Shapes are static, so `n` is a power of two, and
-    the members are those that read, in front of a few others.
+    long as `shape` on the first axis. Since shapes are static, `n` is a power of two or
+    all: members that do not read fill it up, and the rest have zeros.
     """
     n_members = len(is_read)
     order = jnp.argsort(~is_read)
@@ -478,13 +478,13 @@ def member_products(
     """Project a batch for several members; only `weights` have a gradient.
 
     Members that read the family share one product: a chunk of tokens is gathered once
-    for all of them.
+    for all of them, and a product with a member's few rows alone would take longer.
 
     Args:
       matmul_dtype: see `jaxprobe.stored`.
       weights: `[n_members, d_projection, d_family]`.
       batch: the tokens.
-      is_read: `[n_members]` bool; other members cost nothing and have zeros.
+      is_read: `[n_members]` bool; the results of other members mean nothing.
 
     Returns:
       `[n_members, d_projection, n_padded]`, in the order of the batch's positions.
