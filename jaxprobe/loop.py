@@ -280,7 +280,7 @@ def take_steps_in_turn(
     shape = (len(batches[0]), config.microbatches())
     of_members = jax.vmap(lambda key: jax.random.split(key, shape), out_axes=1)
     step_keys = Keys(jax.random.split(keys.batch, shape), of_members(keys.member))
-    split = partial(_microbatch_keys, config=config)
+    split, move = (partial(f, config=config) for f in (_microbatch_keys, _move))
 
     def gradient(packed, microbatch):
         """Return losses `[n_members]` and the gradients of all members."""
@@ -312,8 +312,7 @@ def take_steps_in_turn(
         arrays, keys = step_inputs
         keys = Keys(split(keys.batch), jax.vmap(split, out_axes=1)(keys.member))
         losses, grads = _summed(partial(gradient, packed), arrays, keys, config)
-        move = jax.vmap(partial(_move, config=config))
-        moved = move(carry, grads, states.info.learning_rate)
+        moved = jax.vmap(move)(carry, grads, states.info.learning_rate)
         return jax.vmap(_where)(is_active, moved, carry), losses
 
     carry, losses = jax.lax.scan(step, (packed, states.opt_state), (batches, step_keys))
