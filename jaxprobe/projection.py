@@ -530,58 +530,17 @@ def _member_products_backward(matmul_dtype, residuals, dy):
 member_products.defvjp(_member_products_forward, _member_products_backward)
 
 
-def _project_chunks(matmul_dtype, weight, batch: AllTokens, gate):
-    """Project the chunks of a batch that have a real token, `[d_projection, n]`."""
-    positions = batch.positions
-
-    def put(chunk, projected):
-        y = contract(batch.chunk(chunk), weight, 1, matmul_dtype)
-        return jax.lax.dynamic_update_slice(projected, y, (chunk * _N_CHUNK, 0))
-
-    def project():
-        projected = jnp.zeros((len(positions.order), len(weight)), jnp.float32)
-        projected = jax.lax.fori_loop(0, positions.n_chunks, put, projected)
-        return jnp.where(positions.real[:, None], projected[positions.rank], 0.0).T
-
-    return _gated(project, gate, (len(weight), positions.real.size))
-
-
-def _chunks_vjp(matmul_dtype, dy, weight, batch: AllTokens, gate):
-    """Return the gradient of `weight`."""
-    positions = batch.positions
-    n_padded = len(positions.order)
-
-    def vjp():
-        transposed = dy.reshape(len(weight), -1).T[positions.order]
-        filled = jnp.arange(n_padded) < positions.real.sum()
-        transposed = jnp.where(filled[:, None], transposed, 0.0)
-
-        def add(chunk, total):
-            at = (chunk * _N_CHUNK, 0)
-            chunk_dy = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
-            return total + contract(chunk_dy, batch.chunk(chunk), 0, matmul_dtype)
-
-        start = jnp.zeros_like(weight)
-        return jax.lax.fori_loop(0, positions.n_chunks, add, start)
-
-    return _gated(vjp, gate, weight.shape)
-
-
-def _chunked(tokens, rows, real, gate) -> AllTokens:
-    return AllTokens(tokens, _positions(tokens, rows, real, gate))
-
-
 def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
     """Compute `wide_product` on a CPU, in chunks that stay in its cache."""
-    batch = _chunked(tokens, rows, real, gate)
-    y = _project_chunks(matmul_dtype, weight, batch, gate)
-    return y.reshape(-1, *real.shape)
+    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    values = member_products(matmul_dtype, weight[None], batch, gate[None])[0]
+    return _in_place(values, batch.positions, gate).reshape(-1, *real.shape)
 
 
-def cpu_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+def cpu_vjp(matmul_dtype, dy, weight, *operands):
     """Return the gradient of `weight` on a CPU."""
-    batch = _chunked(tokens, rows, real, gate)
-    return _chunks_vjp(matmul_dtype, dy, weight, batch, gate)
+    compute = partial(project_on_cpu, matmul_dtype)
+    return jax.vjp(lambda weight: compute(weight, *operands), weight)[1](dy)[0]
 
 
 def _batch(tokens, rows) -> jax.Array:

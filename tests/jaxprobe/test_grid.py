@@ -190,7 +190,7 @@ def test_long_rows_pass_in_parts_and_take_the_steps_of_whole_batches():
         ]
         labels = rng.random(n) < 0.5
         tokens = [
-            (rng.standard_normal((*mask.shape, dims.total)) + labels[:, None, None])
+            rng.standard_normal((*mask.shape, dims.total)) + labels[:, None, None]
             for mask in masks
         ]
         features = Features(tuple(x.astype(np.float32) for x in tokens), tuple(masks))

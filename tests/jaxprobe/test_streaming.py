@@ -279,8 +279,8 @@ def test_stored_values_equal_codes_decoded_and_standardised_by_hand(dtype):
         codes = np.asarray(stored.codes)
         if dtype != "int8":
             codes = codes.view(numpy_dtype(dtype))
-        arrays = codes, stored.mean, stored.std
-        codes, mean, std = (np.asarray(x, np.float32) for x in arrays)
+        codes = codes.astype(np.float32)
+        mean, std = np.asarray(stored.mean), np.asarray(stored.std)
         scale = 1.0 if stored.scales is None else np.asarray(stored.scales)[..., None]
         wanted = (codes * scale - mean) / std
         np.testing.assert_allclose(values_of(stored), wanted, rtol=1e-5, atol=1e-5)
