@@ -21,8 +21,9 @@ from beatrice.extract.run.files import user_cache
 
 MatmulDtype = Literal["float32", "bfloat16"]
 # Version of everything about a fit that its configuration does not record. Version 1
-# divided constant features by rounding errors and took steps on other groups of rows.
-PROTOCOL = 2
+# divided constant features by rounding errors and took steps on other groups of rows;
+# version 2 drew the noise of narrow encoders for each family.
+PROTOCOL = 3
 # Format of saved detectors. In format 8, answers of equal P are in file order; format 9
 # has no hash of a Hub model's files; format 10 does not count the encoders tried, and
 # has one reading path for all settings; format 11 has no hash of loaded weights; until

@@ -16,7 +16,7 @@ three times as long.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
 from beatrice.jaxprobe.families import FamilyDims
-from beatrice.jaxprobe.projection import Draw, project
+from beatrice.jaxprobe.projection import Draw, project, project_span
 from beatrice.jaxprobe.random import RowKeys, dropout
 from beatrice.jaxprobe.stored import product, values_of
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -304,7 +304,7 @@ class SpanCNN(nn.Module):
     @nn.compact
     def __call__(
         self,
-        projected: jax.Array,
+        enter: Callable[[jax.Array], jax.Array],
         mask: jax.Array,
         family_mask: jax.Array,
         key: jax.Array | RowKeys | None,
@@ -312,7 +312,8 @@ class SpanCNN(nn.Module):
         """Encode one span.
 
         Args:
-          projected: `[n_families * projection, n_span_tokens, n_examples]`.
+          enter: multiplies the projections of all families by the entry kernel
+            `[hidden, n_families * projection]`: `[hidden, n_span_tokens, n_examples]`.
           mask: `[n_span_tokens, n_examples]` bool.
           family_mask: `[n_families]` bool.
           key: seed of the dropout; None outside training.
@@ -325,8 +326,7 @@ class SpanCNN(nn.Module):
         real = materialize(mask.astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", entry_init, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
-        x = channel_product(kernel, projected, cfg.matmul_dtype)
-        x = (x + bias[:, None, None]) * real[None]
+        x = (enter(kernel) + bias[:, None, None]) * real[None]
         conv = partial(MaskedConv, cfg.hidden, cfg.matmul_dtype)
         for block in range(cfg.n_blocks):
             stream = self.span * cfg.n_blocks + block
@@ -367,12 +367,11 @@ class Encoder(nn.Module):
         else:
             masks = tuple(jnp.take(mask, draw.rows, axis=1) for mask in features.masks)
             dropout_key = draw.dropout
-        rows = self._projected(features, jnp.concatenate(masks), family_mask, draw)
+        entries = self._entries(features, masks, family_mask, draw)
         vectors = []
-        for span, mask in enumerate(masks):
+        for span, (enter, mask) in enumerate(zip(entries, masks, strict=True)):
             cnn = SpanCNN(self.config, span, name=f"span_{span}")
-            tokens = rows[:, features.span_slices[span]]
-            vectors.append(cnn(tokens, mask, family_mask, dropout_key))
+            vectors.append(cnn(enter, mask, family_mask, dropout_key))
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
         matmul_dtype = self.config.matmul_dtype
@@ -388,8 +387,8 @@ class Encoder(nn.Module):
             logits += linear_logits(linear, pooled_signals(features))
         return logits, vectors[-1].T
 
-    def _projected(self, features, real, family_mask, draw):
-        """Project all families, `[n_families * projection, n_tokens, n_examples]`."""
+    def _entries(self, features, masks, family_mask, draw):
+        """Return what multiplies a span's projections by its entry kernel, per span."""
         cfg = self.config
         weights = [
             self.param(f"projection_{f}", fan_in_normal, (cfg.projection, size))
@@ -398,11 +397,14 @@ class Encoder(nn.Module):
         shape = (self.dims.n_families, cfg.projection)
         biases = self.param("projection_bias", nn.initializers.zeros, shape)
         bias = (biases * family_mask.astype(jnp.float32)[:, None]).reshape(-1)
+        if draw is not None and is_folded(cfg):
+            fixed = features, weights, bias, masks, family_mask, draw
+            return [partial(self._folded, *fixed, span) for span in range(len(masks))]
         families = [
             project(
                 weights[f],
                 tokens,
-                real,
+                jnp.concatenate(masks),
                 family_mask[f],
                 draw,
                 deviation=cfg.input_noise,
@@ -415,7 +417,54 @@ class Encoder(nn.Module):
             # Zero in the other spans at evaluation, so without noise there in training.
             n_before = features.span_slices[-1].start
             families[f] = families[f].at[:, :n_before].set(0.0)
-        return jnp.concatenate(families) + bias[:, None, None]
+        rows = jnp.concatenate(families) + bias[:, None, None]
+        product = partial(channel_product, matmul_dtype=cfg.matmul_dtype)
+        return [partial(product, x=rows[:, at]) for at in features.span_slices]
+
+    def _folded(self, features, weights, bias, masks, family_mask, draw, span, kernel):
+        """Multiply a training batch's span by entry kernel and projections at once."""
+        cfg, mask = self.config, masks[span]
+        is_read = self.dims.read_in(span, len(masks))
+        folded = folded_weights(kernel, weights, is_read)
+        entered: Any = jnp.zeros((cfg.hidden, *mask.shape))
+        if any(is_read):
+            entered = project_span(
+                folded,
+                features.tokens,
+                features.span_slices[span].start,
+                mask,
+                family_mask,
+                draw,
+                deviation=cfg.input_noise,
+                span=span,
+                matmul_dtype=cfg.matmul_dtype,
+            )
+        return entered + (kernel @ bias)[:, None, None]
+
+
+def is_folded(config: EncoderConfig) -> bool:
+    """Return whether training multiplies entry kernel and projections beforehand.
+
+    Both are linear, so that their product can be applied to the tokens, which takes
+    less if an encoder's hidden width is no larger than that of its projections. The
+    noise of all families then takes one draw. Scores are computed in two steps.
+    """
+    return config.hidden <= config.projection
+
+
+def folded_weights(
+    kernel: jax.Array, weights: Sequence[jax.Array], is_read: Sequence[bool]
+) -> list[jax.Array | None]:
+    """Return products of an entry kernel with each family's projection.
+
+    `kernel` is `[..., hidden, n_families * projection]`, and `weights` are
+    `[..., projection, d_family]`. None stands for a family that is not read.
+    """
+    size = weights[0].shape[-2]
+    return [
+        kernel[..., f * size : (f + 1) * size] @ weight if is_read[f] else None
+        for f, weight in enumerate(weights)
+    ]
 
 
 def apply_module(module: nn.Module, *arguments: Any) -> Any:

@@ -137,6 +137,10 @@ class FamilyDims:
         """Indices of the families that have signals of the answer span only."""
         return tuple(f for f, spans in enumerate(self.spans) if spans == "answer")
 
+    def read_in(self, span: int, n_spans: int) -> tuple[bool, ...]:
+        """Return whether each family has signals of a span; the last is the answer."""
+        return tuple(x == "all" or span == n_spans - 1 for x in self.spans)
+
 
 FAMILIES = ("hidden", "prob", "resid", "attn")  # the paper's
 N_FAMILIES = len(FAMILIES)

@@ -38,6 +38,8 @@ from beatrice.jaxprobe.encoder import (
     MemberOutputs,
     Params,
     apply_module,
+    folded_weights,
+    is_folded,
     linear_logits,
     pooled_signals,
 )
@@ -55,7 +57,7 @@ from beatrice.jaxprobe.loop import (
     take_steps_in_turn,
 )
 from beatrice.jaxprobe.metrics import auroc_gain
-from beatrice.jaxprobe.projection import Draw, SharedBatch, gather_batch
+from beatrice.jaxprobe.projection import Draw, SpanBatch, gather_span
 from beatrice.jaxprobe.random import BATCHES, MEMBERS, stream_keys
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -329,28 +331,41 @@ def _train_in_turn(states, number, block, train, encoder, config):
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
         *members[1:]
     )
-    features, dims = train.features, encoder.dims
-    before_answer = features.span_slices[-1].start
-    n_before = [before_answer * (f in dims.of_answers) for f in range(dims.n_families)]
+    features, dims, shape = train.features, encoder.dims, encoder.config
+    n_spans = len(features.masks)
 
-    def gather(rows: jax.Array, key: jax.Array) -> SharedBatch:
-        return gather_batch(
-            features.tokens,
-            tuple(n_before),
-            jnp.concatenate(features.masks),
-            rows,
-            key,
-            d_projection=encoder.config.projection,
-            deviation=encoder.config.input_noise,
+    def gather(rows: jax.Array, key: jax.Array) -> tuple[SpanBatch, ...]:
+        if not is_folded(shape):
+            return ()
+        fixed = {"d_out": shape.hidden, "deviation": shape.input_noise}
+        batches = []
+        for span, at in enumerate(features.span_slices):
+            pairs = zip(features.tokens, dims.read_in(span, n_spans), strict=True)
+            tokens = [family if is_read else None for family, is_read in pairs]
+            real = features.masks[span][:, rows]
+            batch = gather_span(tokens, at.start, real, rows, key, span=span, **fixed)
+            batches.append(batch)
+        return tuple(batches)
+
+    def products(params: Params, is_active: jax.Array, batches):
+        values, is_read = params["params"], members[0].T & is_active[None]
+        weights = [values[f"projection_{f}"] for f in range(dims.n_families)]
+        return tuple(
+            batch.products_of(
+                folded_weights(
+                    values[f"span_{span}"]["entry_kernel"],
+                    weights,
+                    dims.read_in(span, n_spans),
+                ),
+                is_read,
+                shape.matmul_dtype,
+            )
+            for span, batch in enumerate(batches)
         )
 
-    def products(params: Params, is_active: jax.Array, batch: SharedBatch):
-        weights = [params["params"][f"projection_{f}"] for f in range(dims.n_families)]
-        is_read = members[0].T & is_active[None]
-        return batch.products(weights, is_read, encoder.config.matmul_dtype)
-
-    def loss(member, params, products, rows, shares, batch, noise_key, dropout_key):
-        draw = Draw(rows, noise_key, dropout_key, batch.of_member(products))
+    def loss(member, params, products, rows, shares, batches, noise_key, dropout_key):
+        spans = tuple(map(SpanBatch.of_member, batches, products))
+        draw = Draw(rows, noise_key, dropout_key, spans)
         return _loss(encoder, train, member, params, shares, draw)
 
     n_rows = rows_in_turn(encoder, features.n_tokens, config)

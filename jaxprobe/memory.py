@@ -29,7 +29,7 @@ from beatrice.jaxprobe.config import (
     old_emitter,
     row_choices,
 )
-from beatrice.jaxprobe.encoder import Encoder
+from beatrice.jaxprobe.encoder import Encoder, is_folded
 from beatrice.jaxprobe.families import FamilyDims, width_groups, widths_of
 from beatrice.jaxprobe.grid import (
     Block,
@@ -51,14 +51,15 @@ def step_flops(
     """Return the floating-point operations per example of one encoder's training step.
 
     Only matrix products count, at the encoder's own widths, over all positions
-    including padding. Each counts three times for forward and backward together, but
+    including padding; products of weights do not (see `is_folded`). Each counts three times for forward and backward together, but
     the first projection twice, since its inputs need no gradient.
     """
     read = np.flatnonzero(dims.subset_masks[member.subset]).tolist()
     sizes = [dims.sizes[f] for f in read]
     hidden, n_spans = config.hidden, len(widths)
-    projection = 2 * sum(sizes) * config.projection
-    entry = 2 * len(read) * config.projection * hidden
+    d_out = hidden if is_folded(config) else config.projection
+    projection = 2 * sum(sizes) * d_out
+    entry = 0 if is_folded(config) else 2 * len(read) * config.projection * hidden
     convolutions = config.n_blocks * 2 * (2 * 3 * hidden * hidden)
     per_token = 2 * projection + 3 * (entry + convolutions)
     n_vectors = n_spans + n_spans * (n_spans - 1) // 2

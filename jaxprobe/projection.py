@@ -65,46 +65,51 @@ def shared_branch(
     return branch(gate, operands)
 
 
-# Numbers of channels: from `_WIDE` on a batch is not copied before it is projected if
-# each member would copy it; from `_BROAD` on not even if the members share it: they
-# are projected together, which reads every token once for all of them.
+# Numbers of channels: from `_WIDE` on a member does not copy a batch before it projects
+# it; from `_BROAD` on no copy is made for the members that share it either: they are
+# projected together, which reads every token once for all of them.
 _WIDE, _BROAD = 1024, 256
 
 
-class SharedBatch(NamedTuple):
-    """A batch shared by all members of a seed, gathered and drawn once for them."""
+class SpanBatch(NamedTuple):
+    """A batch of one span, gathered and drawn once for all members of a seed."""
 
-    # Per family: `[n_tokens, batch_size, d_family]`, with noise if that is added before
-    # the projection; if broad, `AllTokens`, and for a member its `Products`.
+    # Per family `[n_tokens, batch_size, d_family]`; `AllTokens` if broad, for all
+    # members alone; None if the family is not read in this span.
     tokens: tuple[Any, ...]
-    # Per family `[d_projection, n_tokens, batch_size]` of variance 1, to be added after
-    # the projection; None if there is none.
-    noise: tuple[Any, ...]
+    noise: jax.Array | None  # `[d_out, n_tokens, batch_size]` of variance 1
+    products: Any = None  # a member's `Products` of all broad families
 
-    def products(
+    def products_of(
         self,
         weights: Sequence[jax.Array],
         is_read: jax.Array,
         matmul_dtype: MatmulDtype,
-    ) -> tuple[jax.Array | None, ...]:
-        """Return `member_products` of the broad families, and None for the others.
+    ) -> jax.Array | None:
+        """Return the sum of the broad families' products for all members, if any.
 
-        Per family, `weights` are those of all members, and `is_read` `[n_members]`.
+        Per family, `weights` are `[n_members, d_out, d_family]`, and `is_read`
+        `[n_members]` bool. The sum is `[n_members, d_out, n_padded]`.
         """
-        return tuple(
-            member_products(matmul_dtype, weights[f], family, is_read[f])
-            if isinstance(family, AllTokens)
-            else None
+        products = [
+            jnp.where(
+                is_read[f][:, None, None],
+                member_products(matmul_dtype, weights[f], family, is_read[f]),
+                0.0,
+            )
             for f, family in enumerate(self.tokens)
-        )
+            if isinstance(family, AllTokens)
+        ]
+        return sum(products[1:], start=products[0]) if products else None
 
-    def of_member(self, products: tuple[jax.Array | None, ...]) -> "SharedBatch":
-        """Return the batch with one member's products in the place of their tokens."""
-        tokens = (
-            family if values is None else Products(values, family.positions)
-            for family, values in zip(self.tokens, products, strict=True)
-        )
-        return self._replace(tokens=tuple(tokens))
+    def of_member(self, values: jax.Array | None) -> "SpanBatch":
+        """Return the batch with a member's `products_of` in place of broad tokens."""
+        if values is None:
+            return self
+        broad = next(x for x in self.tokens if isinstance(x, AllTokens))
+        tokens = (None if isinstance(x, AllTokens) else x for x in self.tokens)
+        products = Products(values, broad.positions)
+        return self._replace(tokens=tuple(tokens), products=products)
 
 
 class Draw(NamedTuple):
@@ -113,46 +118,43 @@ class Draw(NamedTuple):
     rows: jax.Array  # `[batch_size]` int32, rows of the features that form the batch
     noise: jax.Array | RowKeys  # key of the input noise, shared by a seed's members
     dropout: jax.Array | RowKeys  # key of the dropout, a member's own
-    # The gathered rows and their noise, if members share them.
-    batch: SharedBatch | None = None
+    spans: tuple[SpanBatch, ...] = ()  # what members share, if they do
 
 
-def gather_batch(
-    tokens: tuple[Any, ...],
-    n_before: tuple[int, ...],
+def gather_span(
+    tokens: Sequence[jax.Array | StoredTokens | None],
+    first: int,
     real: jax.Array,
     rows: jax.Array,
-    key: jax.Array,
+    key: jax.Array | RowKeys,
     *,
-    d_projection: int,
+    d_out: int,
     deviation: float,
-) -> SharedBatch:
-    """Gather a batch and draw its noise, as `project` would for each member.
+    span: int,
+) -> SpanBatch:
+    """Gather a span and draw its noise, as `project_span` would for each member.
 
-    Broad families are gathered when they are projected, in chunks.
-
-    Tokens are per family `[n_tokens, n_examples, d_family]`; the first `n_before` of a
-    family are left out. `real` is `[n_tokens, n_examples]` bool, `rows` `[batch_size]`.
+    Args:
+      tokens: per family `[n_tokens, n_examples, d_family]`; None if it is not read.
+      first: the span's first token.
+      real: `[n_span_tokens, batch_size]` bool, the batch's mask.
+      rows: `[batch_size]` int32 indices of examples.
+      key: key of the noise.
+      d_out: see `SpanBatch`.
+      deviation: see `project`.
+      span: see `project_span`.
     """
-    gathered, drawn = [], []
-    for f, (family, first) in enumerate(zip(tokens, n_before, strict=True)):
-        n_tokens, _, d_family = family.shape
-        noise = None
-        if deviation and d_family > d_projection:
-            noise = hashed_normal(key, f, (d_projection, n_tokens, len(rows)))
-        if d_family < _BROAD or d_family <= d_projection:
-            batch: Any = take_rows(family, rows_of_tokens(family, rows)[first:])
-            noise = None if noise is None else noise[:, first:]
-        else:
-            is_read = jnp.arange(n_tokens)[:, None] >= first
-            positions = _positions(family, rows, real[:, rows] & is_read, True)
-            batch = AllTokens(family, positions)
-        if deviation and noise is None:
-            shape = (n_tokens, len(rows), d_family)
-            batch += deviation * hashed_normal(key, f, shape, row_axis=1)[first:]
-        gathered.append(batch)
-        drawn.append(noise)
-    return SharedBatch(tuple(gathered), tuple(drawn))
+
+    def gather(family: Any) -> Any:
+        if family is None:
+            return None
+        at = rows_of_tokens(family, rows)[first : first + len(real)]
+        if family.shape[-1] < _BROAD:
+            return take_rows(family, at)
+        return AllTokens(family, _positions(at, real, True))
+
+    noise = hashed_normal(key, span, (d_out, *real.shape)) if deviation else None
+    return SpanBatch(tuple(map(gather, tokens)), noise)
 
 
 def project(
@@ -165,6 +167,7 @@ def project(
     deviation: float,
     stream: int,
     matmul_dtype: MatmulDtype,
+    first: int = 0,
 ) -> jax.Array:
     """Project a family's tokens; if the gate is closed, return zeros without work.
 
@@ -173,58 +176,102 @@ def project(
 
     Args:
       weight: `[d_projection, d_family]`.
-      tokens: `[n_tokens, n_examples, d_family]`, standardised or as stored.
+      tokens: `[n_all_tokens, n_examples, d_family]`, standardised or as stored.
       real: `[n_tokens, batch_size]` bool, the batch's mask.
       gate: scalar bool.
       draw: the batch; None outside training, for all examples without noise.
       deviation: standard deviation of the noise on each input channel.
       stream: number of the family, which separates the noise of families.
       matmul_dtype: see `jaxprobe.stored`; the noise is not rounded.
+      first: the first token of the batch; without a draw, all tokens are projected.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding has noise and must be masked.
     """
     d_projection, d_family = weight.shape
-    n_tokens, n_examples, _ = tokens.shape
     if draw is None:
         if d_family >= _WIDE:
             return wide_product(matmul_dtype, weight, tokens, None, real, gate)
-        shape = (d_projection, n_tokens, n_examples)
+        shape = (d_projection, *tokens.shape[:2])
         return _gated(
             lambda: _product(weight, values_of(tokens), matmul_dtype), gate, shape
         )
-    shared, noise = None, draw.noise
-    if draw.batch is not None:
-        shared, noise = (of_family[stream] for of_family in draw.batch)
-    if isinstance(shared, Products) or (shared is None and d_family >= _WIDE):
-        if shared is None:
-            y: Any = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
-        else:
-            y = _in_place(shared.values, shared.positions, gate)
-            y = y.reshape(-1, *real.shape)
+    at = rows_of_tokens(tokens, draw.rows)[first : first + len(real)]
+    if d_family >= _WIDE:
+        y: Any = wide_product(matmul_dtype, weight, tokens, at, real, gate)
         if deviation == 0.0:
             return y
-        added = partial(_projected_noise, deviation, stream, weight, y.shape, noise)
-        return y + _gated(added, gate, y.shape)
-    before = d_family <= d_projection
-    behind = 0.0 if before else deviation
-    fixed = behind, stream, matmul_dtype
-    if shared is not None:
-        late: Any = _gated_product(*fixed, weight, shared, gate, noise)
-        return jnp.pad(late, ((0, 0), (n_tokens - late.shape[1], 0), (0, 0)))
+        return y + _noise([weight], draw.noise, stream, gate, y.shape, deviation)
+    before = deviation if d_family <= d_projection else 0.0
 
     def gather(operands):
-        tokens, rows, key = operands
-        batch = take_rows(tokens, rows_of_tokens(tokens, rows))
-        if not before or deviation == 0.0:
+        tokens, at, key = operands
+        batch = take_rows(tokens, at)
+        if before == 0.0:
             return batch
-        noise = hashed_normal(key, stream, batch.shape, row_axis=1)
-        return batch + deviation * noise
+        return batch + before * hashed_normal(key, stream, batch.shape, row_axis=1)
 
     # The product checks the gate as well, so a closed gate's batch is never read.
-    operands = tokens, draw.rows, draw.noise
+    operands = tokens, at, draw.noise
     batch = shared_branch(gather, gate, operands, is_read=False)
-    return _gated_product(*fixed, weight, batch, gate, draw.noise)
+    y = gated_product(matmul_dtype, weight, batch, gate)
+    if deviation in (0.0, before):
+        return y
+    return y + _noise([weight], draw.noise, stream, gate, y.shape, deviation)
+
+
+def project_span(
+    weights: Sequence[jax.Array | None],
+    tokens: Sequence[jax.Array | StoredTokens],
+    first: int,
+    real: jax.Array,
+    gates: jax.Array,
+    draw: Draw,
+    *,
+    deviation: float,
+    span: int,
+    matmul_dtype: MatmulDtype,
+) -> jax.Array:
+    """Project a span of all families and return the sum, with noise.
+
+    Args:
+      weights: per family `[d_out, d_family]`; None if it is not read in this span.
+      tokens: per family, see `project`.
+      first: the span's first token.
+      real: `[n_tokens, batch_size]` bool, the span's mask.
+      gates: `[n_families]` bool.
+      draw: the batch.
+      deviation: see `project`.
+      span: number of the span, which separates the noise of spans.
+      matmul_dtype: see `project`.
+
+    Returns:
+      `[d_out, n_tokens, batch_size]`. Padding has noise and must be masked.
+    """
+    read = [(f, weight) for f, weight in enumerate(weights) if weight is not None]
+    shape = (len(read[0][1]), *real.shape)
+    noise: Any = draw.noise
+    if not draw.spans:
+        fixed = {"deviation": 0.0, "matmul_dtype": matmul_dtype, "first": first}
+        parts = [
+            project(weight, tokens[f], real, gates[f], draw, stream=f, **fixed)
+            for f, weight in read
+        ]
+    else:
+        batch = draw.spans[span]
+        noise = batch.noise
+        parts = [
+            gated_product(matmul_dtype, weight, batch.tokens[f], gates[f])
+            for f, weight in read
+            if batch.tokens[f] is not None
+        ]
+        if batch.products is not None:
+            placed: Any = _in_place(*batch.products, gates.any())
+            parts.append(placed.reshape(shape))
+    if deviation:
+        given = [weight for _, weight in read]
+        parts.append(_noise(given, noise, span, gates.any(), shape, deviation))
+    return sum(parts[1:], start=parts[0])
 
 
 def _gated(
@@ -242,62 +289,57 @@ def _product(
     return y.reshape(-1, *tokens.shape[:2])
 
 
-def _projected_noise(deviation, stream, weight, shape, source) -> jax.Array:
-    """Return what Gaussian noise on every input channel adds to the projection.
+def _noise(weights, source, stream, gate, shape, deviation) -> jax.Array:
+    """Return what Gaussian noise on every input channel adds to a sum of projections.
 
     Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
     `deviation**2 * WW'`. Drawn after the projection, with the Cholesky factor of that
     covariance, it takes `d_projection` draws per token instead of `d_family` (64
     instead of 4096 at the paper's widths). The expected gradient is the same, since the
-    factor is differentiated too.
+    factor is differentiated too. `source` is a key, or the draws.
     """
-    is_key = isinstance(source, RowKeys) or jnp.issubdtype(
-        source.dtype, jax.dtypes.prng_key
-    )
-    noise: Any = hashed_normal(source, stream, shape) if is_key else source
-    noise = noise.reshape(shape[0], -1)
-    return (deviation * noise_factor(weight) @ noise).reshape(shape)
+
+    def add() -> jax.Array:
+        is_key = isinstance(source, RowKeys) or jnp.issubdtype(
+            source.dtype, jax.dtypes.prng_key
+        )
+        noise: Any = hashed_normal(source, stream, shape) if is_key else source
+        factor = noise_factor(*weights)
+        return (deviation * factor @ noise.reshape(shape[0], -1)).reshape(shape)
+
+    return _gated(add, gate, shape)
 
 
-def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.Array:
-    """Return `_product` as if every input channel had Gaussian noise."""
-    y = _product(weight, batch, matmul_dtype)
-    if deviation == 0.0:
-        return y
-    return y + _projected_noise(deviation, stream, weight, y.shape, key)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_product(matmul_dtype, weight, batch, gate):
+    """Return `_product` if the gate is open; only `weight` has a gradient."""
+
+    def compute(operands):
+        return _product(*operands, matmul_dtype)
+
+    return shared_branch(compute, gate, (weight, batch))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
-    """Return `_noisy_product` if the gate is open; only `weight` has a gradient."""
-    compute = partial(_noisy_product, deviation, stream, matmul_dtype)
-    operands = weight, batch, key
-    return shared_branch(lambda operands: compute(*operands), gate, operands)
+def _gated_product_forward(matmul_dtype, *operands):
+    return gated_product(matmul_dtype, *operands), operands
 
 
-def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate, key):
-    y = _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key)
-    return y, (weight, batch, gate, key)
-
-
-def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
-    weight, batch, gate, key = residuals
+def _gated_product_backward(matmul_dtype, residuals, dy):
+    weight, batch, gate = residuals
 
     def vjp(operands):
-        weight, batch, key, dy = operands
-        fixed = deviation, stream, matmul_dtype
-        compute = partial(_noisy_product, *fixed, batch=batch, key=key)
-        return jax.vjp(compute, weight)[1](dy)[0]
+        weight, batch, dy = operands
+        return jax.vjp(lambda x: _product(x, batch, matmul_dtype), weight)[1](dy)[0]
 
-    return shared_branch(vjp, gate, (weight, batch, key, dy)), None, None, None
+    return shared_branch(vjp, gate, (weight, batch, dy)), None, None
 
 
-_gated_product.defvjp(_gated_product_forward, _gated_product_backward)
+gated_product.defvjp(_gated_product_forward, _gated_product_backward)
 
 
-def noise_factor(weight: jax.Array) -> jax.Array:
-    """Return lower triangular `L` with `L L' = WW'`, `[d_projection, d_projection]`."""
-    gram = weight @ weight.T
+def noise_factor(*weights: jax.Array) -> jax.Array:
+    """Return lower triangular `[d_out, d_out]` L, where LL' is the sum of all WW'."""
+    gram = sum(weight @ weight.T for weight in weights)
     # For a projection with dead rows, rounding may make the matrix indefinite.
     ridge = 1e-6 * jnp.trace(gram) / gram.shape[0] + 1e-12
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
@@ -323,27 +365,27 @@ def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
     tokens: jax.Array | StoredTokens,
-    rows: jax.Array | None,
+    at: jax.Array | None,
     real: jax.Array,
     gate: jax.Array,
 ) -> jax.Array:
     """Gather a batch and project it; zeros on padding, or if the gate is closed.
 
-    `weight` has a gradient, and so have standardised tokens if `rows` is None, which
+    `weight` has a gradient, and so have standardised tokens if `at` is None, which
     only attributions of a logit use.
 
     Args:
       matmul_dtype: see `jaxprobe.stored`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`, or those of a batch that is gathered.
-      rows: `[n_batch]` int32 valid indices of examples; None takes all.
+      at: `[n_tokens, n_batch]` int32, see `take_rows`; None takes all.
       real: `[n_tokens, n_batch]` bool, the batch's mask.
       gate: scalar bool.
 
     Returns:
       `[d_projection, n_tokens, n_batch]`.
     """
-    return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
+    return _wide_forward(matmul_dtype, weight, tokens, at, real, gate)[0]
 
 
 def _by_platform(on_cpu, on_accelerator, matmul_dtype, *operands):
@@ -358,10 +400,10 @@ def _wide_forward(matmul_dtype, *operands):
 
 def _wide_backward(matmul_dtype, operands, dy):
     # The tokens are not kept, but gathered a second time.
-    weight, tokens, rows, real, gate = operands
+    weight, tokens, at, real, gate = operands
     ways = cpu_vjp, accelerator_vjp
     d_weight = _by_platform(*ways, matmul_dtype, dy, *operands)
-    if rows is not None or not isinstance(tokens, jax.Array):
+    if at is not None or not isinstance(tokens, jax.Array):
         return d_weight, None, None, None, None
     masked = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
 
@@ -374,7 +416,7 @@ def _wide_backward(matmul_dtype, operands, dy):
 wide_product.defvjp(_wide_forward, _wide_backward)
 
 
-def _positions(tokens, rows, real, gate) -> _Positions:
+def _positions(at, real, gate) -> _Positions:
     """Find the real positions of a batch."""
     real = real.reshape(-1)
     n_chunks = -(-real.size // _N_CHUNK)
@@ -387,8 +429,7 @@ def _positions(tokens, rows, real, gate) -> _Positions:
     )
     n_filled = (real.sum(dtype=jnp.int32) + _N_CHUNK - 1) // _N_CHUNK
     n_filled = jnp.where(gate, n_filled, 0)
-    at = rows_of_tokens(tokens, rows).reshape(-1)
-    return _Positions(at, order, rank, real, n_filled)
+    return _Positions(at.reshape(-1), order, rank, real, n_filled)
 
 
 class AllTokens(NamedTuple):
@@ -530,9 +571,10 @@ def _member_products_backward(matmul_dtype, residuals, dy):
 member_products.defvjp(_member_products_forward, _member_products_backward)
 
 
-def project_on_cpu(matmul_dtype, weight, tokens, rows, real, gate):
+def project_on_cpu(matmul_dtype, weight, tokens, at, real, gate):
     """Compute `wide_product` on a CPU, in chunks that stay in its cache."""
-    batch = AllTokens(tokens, _positions(tokens, rows, real, gate))
+    at = rows_of_tokens(tokens, None) if at is None else at
+    batch = AllTokens(tokens, _positions(at, real, gate))
     values = member_products(matmul_dtype, weight[None], batch, gate[None])[0]
     return _in_place(values, batch.positions, gate).reshape(-1, *real.shape)
 
@@ -543,30 +585,31 @@ def cpu_vjp(matmul_dtype, dy, weight, *operands):
     return jax.vjp(lambda weight: compute(weight, *operands), weight)[1](dy)[0]
 
 
-def _batch(tokens, rows) -> jax.Array:
+def _batch(tokens, at) -> jax.Array:
     """Return the tokens at all positions of a batch, `[n, d_family]`."""
-    return take_rows(tokens, rows_of_tokens(tokens, rows).reshape(-1))
+    at = rows_of_tokens(tokens, None) if at is None else at
+    return take_rows(tokens, at.reshape(-1))
 
 
-def project_on_accelerator(matmul_dtype, weight, tokens, rows, real, gate):
+def project_on_accelerator(matmul_dtype, weight, tokens, at, real, gate):
     """Compute `wide_product` on an accelerator, as one product."""
 
     def project(operands):
-        weight, tokens, rows, real = operands
-        batch = _batch(tokens, rows)
+        weight, tokens, at, real = operands
+        batch = _batch(tokens, at)
         y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
-    return shared_branch(project, gate, (weight, tokens, rows, real))
+    return shared_branch(project, gate, (weight, tokens, at, real))
 
 
-def accelerator_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+def accelerator_vjp(matmul_dtype, dy, weight, tokens, at, real, gate):
     """Return the gradient of `weight` on an accelerator."""
 
     def vjp(operands):
-        dy, tokens, rows, real = operands
-        batch = _batch(tokens, rows)
+        dy, tokens, at, real = operands
+        batch = _batch(tokens, at)
         transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(transposed, batch, matmul_dtype)
 
-    return shared_branch(vjp, gate, (dy, tokens, rows, real))
+    return shared_branch(vjp, gate, (dy, tokens, at, real))

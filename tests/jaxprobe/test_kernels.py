@@ -16,11 +16,17 @@ from beatrice.jaxprobe.grid import member_keys, seed_keys
 from beatrice.jaxprobe.projection import (
     AllTokens,
     Draw,
-    gather_batch,
+    gather_span,
     noise_factor,
+    project_span,
 )
 from beatrice.jaxprobe.random import dropout, hashed_bits, hashed_normal
-from beatrice.jaxprobe.stored import contract, product, use_one_blas_thread
+from beatrice.jaxprobe.stored import (
+    contract,
+    product,
+    rows_of_tokens,
+    use_one_blas_thread,
+)
 from beatrice.jaxprobe.tokens import FamilyTokens
 
 # Compiled as a whole: operations on their own compile one by one, which takes longer.
@@ -107,58 +113,52 @@ def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
     np.testing.assert_allclose(gradient, 0.5 * weight, atol=0.05 * np.abs(weight).max())
 
 
-@pytest.mark.parametrize("n_before", [0, 2])
-@pytest.mark.parametrize("d_family", [3, 40, 300])  # each gathered differently
-def test_a_shared_batch_projects_like_one_gathered_by_each_member(d_family, n_before):
-    shape = 7, d_family
-    weights = weight_of((5, *shape)) * d_family**-0.5
-    tokens = tokens_of(shape, n_examples=200)
-    draw = draw_of(0, tuple(range(120, 40, -1)))  # 400 positions: two chunks
-    real = jax.random.bernoulli(jax.random.key(3), 0.8, (5, 200))
-    rows = (tokens,) * 2, (0, n_before), real, draw.rows, draw.noise
-    batch = gather_batch(*rows, d_projection=7, deviation=0.5)
-    assert isinstance(batch.tokens[1], AllTokens) == (d_family == 300)
-    of_batch = real[:, draw.rows]
-    is_read = of_batch & (jnp.arange(5) >= n_before)[:, None]
-    pull = jax.random.normal(jax.random.key(5), (5, 7, 5, 80))
-    gates = jnp.array([True, False, True, True, False])
+@pytest.mark.parametrize("d_out", [7, 3])
+def test_a_shared_span_is_projected_like_one_gathered_by_each_member(d_out):
+    sizes, n_members, gates = (3, 40, 300, 300, 5), 5, jnp.array([1, 0, 1, 1, 0], bool)
+    weights = [
+        weight_of((n_members, d_out, d), i) * d**-0.5 for i, d in enumerate(sizes)
+    ]
+    tokens = [tokens_of((0, d), n_examples=200) for d in sizes]
+    draw = draw_of(0, tuple(range(120, 40, -1)))
+    real = jax.random.bernoulli(jax.random.key(3), 0.8, (4, 200))[:, draw.rows]
+    # Tokens 1 to 4 of a span in which the last family is not read; 320 positions: two
+    # chunks of broad families. Each family is read by three members.
+    is_read = jnp.stack([jnp.roll(gates, i) for i in range(len(sizes))])
+    fixed = {"deviation": 0.5, "span": 2}
+    of_batch = 1, real, draw.rows, draw.noise
+    batch = gather_span([*tokens[:-1], None], *of_batch, d_out=d_out, **fixed)
+    kinds = [isinstance(family, AllTokens) for family in batch.tokens]
+    assert kinds == [False, False, True, True, False]
+    pull = jax.random.normal(jax.random.key(5), (n_members, d_out, 4, 80))
+
+    def member(weights, i, draw):
+        of_member = [*(weight[i] for weight in weights[:-1]), None]
+        read = is_read[:, i]
+        batch = of_member, tokens, 1, real, read, draw
+        return project_span(*batch, matmul_dtype="float32", **fixed)
 
     def alone(weights):
-        y = (
-            run(weight, tokens, gate, draw, 0.5, of_batch)
-            for weight, gate in zip(weights, gates, strict=True)
-        )
-        return jnp.stack([*y])
+        return jnp.stack([member(weights, i, draw) for i in range(n_members)])
 
     def shared(weights):
-        products = batch.products((weights,) * 2, jnp.stack([gates] * 2), "float32")
-        y = (
-            run(
-                weights[i],
-                tokens,
-                gates[i],
-                draw._replace(batch=batch.of_member(of_member)),
-                0.5,
-                of_batch,
-            )
-            for i, of_member in enumerate(
-                jax.tree.map(lambda x, i=i: x[i], products) for i in range(len(gates))
-            )
-        )
-        return jnp.stack([*y])
+        products = batch.products_of(weights, is_read, "float32")
+        draws = (draw._replace(spans=(batch.of_member(x),) * 3) for x in products)
+        return jnp.stack([member(weights, i, x) for i, x in enumerate(draws)])
 
     def loss(project):
         def total(weights):
-            y = jnp.where(is_read, project(weights), 0.0)
+            y = jnp.where(real, project(weights), 0.0)
             return (y * pull).sum(), y
 
         return jax.jit(jax.grad(total, has_aux=True))(weights)
 
-    (gradient, y), (expected, plain) = loss(shared), loss(alone)
+    (gradients, y), (expected, plain) = loss(shared), loss(alone)
     np.testing.assert_allclose(y, plain, atol=1e-5)
-    np.testing.assert_allclose(gradient, expected, atol=2e-4)
-    assert np.abs(plain).max() > 1 and np.any(gradient[0])
-    assert not np.any(gradient[~gates])  # 3 of 5 read: one more is computed, for shape
+    assert np.abs(plain).max() > 1
+    for f, pair in enumerate(zip(gradients, expected, strict=True)):
+        np.testing.assert_allclose(*pair, atol=2e-4)
+        assert np.any(pair[0]) == (f < 4)  # the last family is not read
 
 
 def test_noise_factor_is_finite_for_a_dead_projection():
@@ -200,10 +200,10 @@ def test_only_real_tokens_of_the_widest_family_are_projected(share):
 
 def test_the_accelerators_method_projects_the_widest_family_like_the_cpus():
     weight, tokens = weight_of(WIDEST) * 2048**-0.5, tokens_of(WIDEST, n_examples=90)
-    rows = jnp.arange(10, 90)
+    at = rows_of_tokens(tokens, jnp.arange(10, 90))
     real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 80))
     dy = jax.random.normal(jax.random.key(2), (3, 5, 80))
-    given = weight, tokens, rows, real, OPEN
+    given = weight, tokens, at, real, OPEN
     ways = projection.project_on_accelerator, projection.project_on_cpu
     there, here = (way("float32", *given) for way in ways)
     np.testing.assert_allclose(there, here, atol=1e-5)
