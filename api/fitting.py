@@ -7,7 +7,6 @@ and fuse encoders, calibrate.
 
 import contextlib
 import dataclasses
-import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -46,6 +45,7 @@ from beatrice.jaxprobe.detector import (
     branches_of,
 )
 from beatrice.jaxprobe.encoder import MemberOutputs
+from beatrice.jaxprobe.grid import expected_epochs
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
@@ -274,19 +274,21 @@ def _train(
     subsets = range(data.dims.n_subsets)
     if recipe != "paper":
         subsets = subsets[-1:]  # all families
-    n_members = 1 if is_linear else config.train.n_seeds * len(subsets)
-    done = itertools.count(1)
+    n_epochs = expected_epochs(config.encoder, config.train) * config.train.n_seeds
+    total, done = len(subsets) * n_epochs, 0
     silent = contextlib.nullcontext(lambda done, total: None)
     with Progress().stage(f"fit {rows.setting}") if progress else silent as update:
 
-        def count_member() -> None:
-            update(next(done), n_members)
+        def count(n: int) -> None:
+            nonlocal done
+            done += n
+            update(done, total)
 
         if is_linear:
             trained, outputs = train_regression(data)
-            count_member()
+            count(total)
         else:
-            result = train_encoders(data, config, subsets=subsets, on_part=count_member)
+            result = train_encoders(data, config, subsets=subsets, on_epochs=count)
             assert result is not None  # a single process trains every member
             trained, outputs = result
     grid = TrainedGrid(

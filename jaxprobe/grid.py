@@ -2,10 +2,10 @@
 
 Members are grouped in blocks, and `fit` trains a block at a time. On a GPU a block is
 the whole grid, vectorised by `vmap`. On a CPU it is half the subsets of a seed, which
-take each step in turn: a batch is gathered and projected, and its noise drawn, for all
-of them at once; a member's activations stay in cache; and finished members and unread
-families cost nothing. Several devices split the subsets of a block; only results are
-gathered.
+take each step in turn: a member's activations stay in cache, finished members and
+unread families cost nothing, and for encoders no wider than their projections a batch
+is gathered, its noise drawn and its broad families projected once for all of them.
+Several devices split the subsets of a block; only results are gathered.
 
 Batches and input noise depend only on the seed, so the members of a seed share them.
 Initial weights and dropout depend on (subset, seed), never on the block.
@@ -71,7 +71,7 @@ _AT_ONCE = 256  # examples that a trained encoder scores together
 # On a CPU, at most so many tokens: copies of more leave the cache, and zeroing new
 # pages for them takes as long as an encoder's work (docs/measurements.md, "New pages").
 _TOKENS_AT_ONCE = 4096
-# On a CPU training takes so many numbers of the projections at once: 16,384 tokens at
+# On a CPU training takes so many numbers of projections at once: 16,384 tokens at
 # `make real`'s widths. Whole batches of long contexts leave the cache.
 _PROJECTED_AT_ONCE = 1 << 21
 _CORES = threading.BoundedSemaphore(n_cores())
@@ -94,6 +94,10 @@ class Block(NamedTuple):
     def members(self) -> tuple[Member, ...]:
         """The members, seed-major as on the leading axis of a trained block."""
         return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
+
+
+# Takes a block that has run another epoch, and how many it has run.
+OnEpoch = Callable[[Block, int], None]
 
 
 def grid_members(n_seeds: int, n_subsets: int) -> tuple[Member, ...]:
@@ -209,15 +213,19 @@ def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
     """Apply a function to at most `n_chunk` examples at a time: `[n_examples, ...]`."""
+    return _in_chunks(lambda rows: apply(features.take(rows)), features, n_chunk)
+
+
+def _in_chunks(
+    apply: Callable[[jax.Array], Any], features: FamilyTokens, n_chunk: int
+) -> Any:
+    """Apply a function to at most `n_chunk` rows `[n]` at a time, as `in_chunks`."""
     n_rows = features.n_examples
     n_chunk = min(n_chunk, n_rows)
     if jax.default_backend() == "cpu":
         n_chunk = min(n_chunk, max(1, _TOKENS_AT_ONCE // features.n_tokens))
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
-
-    chunks = jax.lax.map(
-        lambda rows: apply(features.take(rows)), rows.reshape(-1, n_chunk)
-    )
+    chunks = jax.lax.map(apply, rows.reshape(-1, n_chunk))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
 
 
@@ -314,7 +322,7 @@ def _loss(
 def rows_in_turn(encoder: Encoder, n_tokens: int, config: TrainConfig) -> int:
     """Return how many rows to take at once, at most those that draw together.
 
-    The projections of all families take at most eight megabytes, and so the rows of
+    Projections of all families would take at most eight megabytes, and so the rows of
     long contexts pass in parts; but 16 rows fill a register.
     """
     d_projected = encoder.dims.n_families * encoder.config.projection
@@ -324,6 +332,46 @@ def rows_in_turn(encoder: Encoder, n_tokens: int, config: TrainConfig) -> int:
     return max(short[0] if short else 1, filled[-1])
 
 
+def _gather(
+    encoder: Encoder, features: FamilyTokens, rows: jax.Array, key: Any = None
+) -> tuple[SpanBatch, ...]:
+    """Gather rows for all members of a seed, with noise if a key is given.
+
+    Empty for encoders that are not folded, which gather for themselves.
+    """
+    config, n_spans = encoder.config, len(features.masks)
+    key = key if config.input_noise else None
+    batches = []
+    for span, at in enumerate(features.span_slices if is_folded(config) else ()):
+        is_read = encoder.dims.read_in(span, n_spans)
+        pairs = zip(features.tokens, is_read, strict=True)
+        tokens = [family if is_read else None for family, is_read in pairs]
+        given = tokens, at.start, features.masks[span][:, rows], rows, key
+        shape = {"d_out": config.hidden, "deviation": config.input_noise}
+        batches.append(gather_span(*given, **shape, span=span))
+    return tuple(batches)
+
+
+def _products(
+    encoder: Encoder,
+    params: Params,
+    is_read: jax.Array,
+    batches: tuple[SpanBatch, ...],
+) -> tuple[Any, ...]:
+    """Return the broad families' products for all members, per span.
+
+    Leaves of `params` are `[n_members, ...]`; `is_read` is `[n_families, n_members]`.
+    """
+    config, dims, values = encoder.config, encoder.dims, params["params"]
+    weights = [values[f"projection_{f}"] for f in range(dims.n_families)]
+    products = []
+    for span, batch in enumerate(batches):
+        kernel = values[f"span_{span}"]["entry_kernel"]
+        of_span = folded_weights(kernel, weights, dims.read_in(span, len(batches)))
+        products.append(batch.products_of(of_span, is_read, config.matmul_dtype))
+    return tuple(products)
+
+
 def _train_in_turn(states, number, block, train, encoder, config):
     """Take the steps of a seed's members, which share batches, products and noise."""
     members = _members_of(block)
@@ -331,37 +379,13 @@ def _train_in_turn(states, number, block, train, encoder, config):
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
         *members[1:]
     )
-    features, dims, shape = train.features, encoder.dims, encoder.config
-    n_spans = len(features.masks)
+    features = train.features
 
     def gather(rows: jax.Array, key: jax.Array) -> tuple[SpanBatch, ...]:
-        if not is_folded(shape):
-            return ()
-        fixed = {"d_out": shape.hidden, "deviation": shape.input_noise}
-        batches = []
-        for span, at in enumerate(features.span_slices):
-            pairs = zip(features.tokens, dims.read_in(span, n_spans), strict=True)
-            tokens = [family if is_read else None for family, is_read in pairs]
-            real = features.masks[span][:, rows]
-            batch = gather_span(tokens, at.start, real, rows, key, span=span, **fixed)
-            batches.append(batch)
-        return tuple(batches)
+        return _gather(encoder, features, rows, key)
 
-    def products(params: Params, is_active: jax.Array, batches):
-        values, is_read = params["params"], members[0].T & is_active[None]
-        weights = [values[f"projection_{f}"] for f in range(dims.n_families)]
-        return tuple(
-            batch.products_of(
-                folded_weights(
-                    values[f"span_{span}"]["entry_kernel"],
-                    weights,
-                    dims.read_in(span, n_spans),
-                ),
-                is_read,
-                shape.matmul_dtype,
-            )
-            for span, batch in enumerate(batches)
-        )
+    def products(params: Params, is_active: jax.Array, batches: tuple[SpanBatch, ...]):
+        return _products(encoder, params, members[0].T & is_active[None], batches)
 
     def loss(member, params, products, rows, shares, batches, noise_key, dropout_key):
         spans = tuple(map(SpanBatch.of_member, batches, products))
@@ -392,6 +416,8 @@ def block_logits(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Return every member's logits, `[n_seeds, n_subsets, n_examples]`."""
+    if takes_turns(block, config, mesh) and is_folded(encoder.config):
+        return _score_in_turn(states, block, group, encoder, config)
 
     def score(member, state: FitState, group: LabelledFeatures) -> jax.Array:
         logits = in_chunks(
@@ -414,6 +440,36 @@ def block_logits(
     return over_members(apply, block, states, (group,), config, mesh)
 
 
+def _score_in_turn(states, block, group, encoder, config) -> jax.Array:
+    """Score with a seed's members, which share gathered rows and products."""
+    features, (masks, subsets, _) = group.features, _members_of(block)
+    params, is_active = (
+        jax.tree.map(lambda x: x[0], x)
+        for x in (states.params, states.is_active(config))
+    )
+
+    def score(rows: jax.Array) -> jax.Array:
+        batches = _gather(encoder, features, rows)
+        products = _products(encoder, params, masks.T & is_active[None], batches)
+
+        def member_logits(member) -> jax.Array:
+            params, mask, products, is_active = member
+            spans = tuple(map(SpanBatch.of_member, batches, products))
+            draw = Draw(rows, None, None, spans)
+            return jax.lax.cond(
+                is_active,
+                lambda: encoder.apply(params, features, mask, draw)[0],
+                lambda: jnp.zeros(len(rows)),
+            )
+
+        return jax.lax.map(member_logits, (params, masks, products, is_active)).T
+
+    logits = _in_chunks(score, features, config.rows_scored()).T
+    if encoder.config.is_linear_first:
+        logits += group.offsets[subsets]
+    return logits[None]
+
+
 def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
     """Return the epoch after which networks without a gain are stopped, or None.
 
@@ -421,6 +477,11 @@ def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
     """
     is_long = config.max_epochs >= _LONG
     return _REVIEWED if encoder.is_linear_first and is_long else None
+
+
+def expected_epochs(encoder: EncoderConfig, config: TrainConfig) -> int:
+    """Return how many epochs an encoder is expected to take: a review stops most."""
+    return reviewed_after(encoder, config) or config.max_epochs
 
 
 def n_stopped_by_review(info: FitInfo, n_epochs: int, config: TrainConfig) -> int:
@@ -532,6 +593,7 @@ def fit_block(
     encoder: Encoder,
     config: TrainConfig,
     mesh: Mesh | None = None,
+    on_epoch: OnEpoch = lambda block, n_epochs: None,
 ) -> TrainedMembers:
     """Train a block's members, split over the devices of a mesh if one is given.
 
@@ -549,7 +611,8 @@ def fit_block(
         )
     fixed = {"encoder": encoder, "config": config, "mesh": mesh}
     learner = block_learner(arrays, train[0].features, **fixed)
-    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
+    groups = partial(shuffled, train, config), lambda: valid
+    (state,) = fit([learner], *groups, config, lambda _, n: on_epoch(block, n))
     return trained_block(block, state)
 
 
@@ -561,6 +624,7 @@ def fit_blocks(
     encoder: Encoder,
     config: TrainConfig,
     n_threads: int | None = None,
+    on_epoch: OnEpoch = lambda block, n_epochs: None,
 ) -> Iterator[TrainedMembers]:
     """Train blocks and yield each as it finishes, in any order.
 
@@ -570,18 +634,18 @@ def fit_blocks(
     many blocks run at once as there are cores (or `n_threads`), each in its own thread:
     a single block occupies all cores for little more than one core's work. With a plan
     one runs at a time, as planned. Concurrent calls share the cores: with twice as many
-    blocks as cores, training takes longer.
+    blocks as cores, training takes longer. `on_epoch` is called in these threads.
     """
-    fixed = {"encoder": encoder, "config": config}
+    fixed: dict[str, Any] = {"encoder": encoder, "config": config}
 
     def train_alone(block: Block) -> TrainedMembers:
         with usual_jax(), _CORES:
-            return fit_block(block, train, valid, **fixed)
+            return fit_block(block, train, valid, **fixed, on_epoch=on_epoch)
 
     if n_threads is None and jax.local_device_count() > 1:
         mesh = Mesh(np.asarray(jax.local_devices()), (AXIS,))
         for block in blocks:
-            yield fit_block(block, train, valid, **fixed, mesh=mesh)
+            yield fit_block(block, train, valid, **fixed, mesh=mesh, on_epoch=on_epoch)
         return
     use_one_blas_thread()
     if is_in_turn(config) and len(blocks) > 1:

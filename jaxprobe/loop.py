@@ -86,11 +86,13 @@ def fit(
     train: Callable[[int], Iterable[RowGroup]],
     valid: Callable[[], Iterable[RowGroup]],
     config: TrainConfig,
+    on_epoch: Callable[[int, int], None] = lambda learner, n_epochs: None,
 ) -> list[FitState]:
     """Train until validation AUROC stops rising; return every learner's last state.
 
     All learners take their steps on a group before the next group is fetched; each
     stops when its last member is done. `train` returns the groups of an epoch.
+    `on_epoch` is called with the number of a learner and of the epochs it has run.
     """
     states = [learner.start() for learner in learners]
     number = 0
@@ -120,6 +122,7 @@ def fit(
             state = end_epoch(states[i], np.int32(epoch), *results, config=config)
             review = learners[i].review
             states[i] = state if review is None else review(state, epoch + 1, valid())
+            on_epoch(i, epoch + 1)
     return states
 
 

@@ -51,8 +51,9 @@ def step_flops(
     """Return the floating-point operations per example of one encoder's training step.
 
     Only matrix products count, at the encoder's own widths, over all positions
-    including padding; products of weights do not (see `is_folded`). Each counts three times for forward and backward together, but
-    the first projection twice, since its inputs need no gradient.
+    including padding; products of weights do not (see `is_folded`). Each counts three
+    times for forward and backward together, but the first projection twice, since its
+    inputs need no gradient.
     """
     read = np.flatnonzero(dims.subset_masks[member.subset]).tolist()
     sizes = [dims.sizes[f] for f in read]

@@ -4,7 +4,7 @@ None of this is done for a family that is not read.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -74,15 +74,17 @@ _WIDE, _BROAD = 1024, 256
 class SpanBatch(NamedTuple):
     """A batch of one span, gathered and drawn once for all members of a seed."""
 
-    # Per family `[n_tokens, batch_size, d_family]`; `AllTokens` if broad, for all
-    # members alone; None if the family is not read in this span.
+    # Per family `[n_tokens, batch_size, d_family]`, with noise if there are no more
+    # channels than `d_out`; `AllTokens` if broad, for all members alone; None if the
+    # family is not read in this span.
     tokens: tuple[Any, ...]
-    noise: jax.Array | None  # `[d_out, n_tokens, batch_size]` of variance 1
+    # `[d_out, n_tokens, batch_size]` of variance 1, for the other families.
+    noise: jax.Array | None
     products: Any = None  # a member's `Products` of all broad families
 
     def products_of(
         self,
-        weights: Sequence[jax.Array],
+        weights: Sequence[Any],
         is_read: jax.Array,
         matmul_dtype: MatmulDtype,
     ) -> jax.Array | None:
@@ -100,7 +102,7 @@ class SpanBatch(NamedTuple):
             for f, family in enumerate(self.tokens)
             if isinstance(family, AllTokens)
         ]
-        return sum(products[1:], start=products[0]) if products else None
+        return reduce(jnp.add, products) if products else None
 
     def of_member(self, values: jax.Array | None) -> "SpanBatch":
         """Return the batch with a member's `products_of` in place of broad tokens."""
@@ -116,8 +118,9 @@ class Draw(NamedTuple):
     """What training draws for one batch."""
 
     rows: jax.Array  # `[batch_size]` int32, rows of the features that form the batch
-    noise: jax.Array | RowKeys  # key of the input noise, shared by a seed's members
-    dropout: jax.Array | RowKeys  # key of the dropout, a member's own
+    # Key of the input noise, shared by a seed's members; None for no noise.
+    noise: jax.Array | RowKeys | None
+    dropout: jax.Array | RowKeys | None  # key of the dropout, a member's own, or None
     spans: tuple[SpanBatch, ...] = ()  # what members share, if they do
 
 
@@ -126,7 +129,7 @@ def gather_span(
     first: int,
     real: jax.Array,
     rows: jax.Array,
-    key: jax.Array | RowKeys,
+    key: jax.Array | RowKeys | None,
     *,
     d_out: int,
     deviation: float,
@@ -139,22 +142,33 @@ def gather_span(
       first: the span's first token.
       real: `[n_span_tokens, batch_size]` bool, the batch's mask.
       rows: `[batch_size]` int32 indices of examples.
-      key: key of the noise.
+      key: key of the noise; None for no noise.
       d_out: see `SpanBatch`.
       deviation: see `project`.
       span: see `project_span`.
     """
+    *streams, last = _streams(span, len(tokens))
 
-    def gather(family: Any) -> Any:
+    def gather(family: Any, stream: int) -> Any:
         if family is None:
             return None
         at = rows_of_tokens(family, rows)[first : first + len(real)]
-        if family.shape[-1] < _BROAD:
-            return take_rows(family, at)
-        return AllTokens(family, _positions(at, real, True))
+        d_family = family.shape[-1]
+        if d_family >= _BROAD and d_family > d_out:
+            return AllTokens(family, _positions(at, real, True))
+        batch = take_rows(family, at)
+        if key is None or d_family > d_out:
+            return batch
+        return batch + deviation * hashed_normal(key, stream, batch.shape, row_axis=1)
 
-    noise = hashed_normal(key, span, (d_out, *real.shape)) if deviation else None
-    return SpanBatch(tuple(map(gather, tokens)), noise)
+    shape = d_out, *real.shape
+    noise = None if key is None else hashed_normal(key, last, shape)
+    return SpanBatch(tuple(map(gather, tokens, streams)), noise)
+
+
+def _streams(span: int, n_families: int) -> range:
+    """Return the streams of a span's noise: one for each family, then for their sum."""
+    return range(span * (n_families + 1), (span + 1) * (n_families + 1))
 
 
 def project(
@@ -201,8 +215,8 @@ def project(
         y: Any = wide_product(matmul_dtype, weight, tokens, at, real, gate)
         if deviation == 0.0:
             return y
-        return y + _noise([weight], draw.noise, stream, gate, y.shape, deviation)
-    before = deviation if d_family <= d_projection else 0.0
+        return y + _noise(weight, draw.noise, stream, gate, y.shape, deviation)
+    before = deviation if _is_narrow(weight) else 0.0
 
     def gather(operands):
         tokens, at, key = operands
@@ -217,7 +231,7 @@ def project(
     y = gated_product(matmul_dtype, weight, batch, gate)
     if deviation in (0.0, before):
         return y
-    return y + _noise([weight], draw.noise, stream, gate, y.shape, deviation)
+    return y + _noise(weight, draw.noise, stream, gate, y.shape, deviation)
 
 
 def project_span(
@@ -251,10 +265,20 @@ def project_span(
     read = [(f, weight) for f, weight in enumerate(weights) if weight is not None]
     shape = (len(read[0][1]), *real.shape)
     noise: Any = draw.noise
+    *streams, last = _streams(span, len(weights))
     if not draw.spans:
-        fixed = {"deviation": 0.0, "matmul_dtype": matmul_dtype, "first": first}
-        parts = [
-            project(weight, tokens[f], real, gates[f], draw, stream=f, **fixed)
+        fixed = {"matmul_dtype": matmul_dtype, "first": first}
+        parts: list[Any] = [
+            project(
+                weight,
+                tokens[f],
+                real,
+                gates[f],
+                draw,
+                stream=streams[f],
+                deviation=deviation if _is_narrow(weight) else 0.0,
+                **fixed,
+            )
             for f, weight in read
         ]
     else:
@@ -268,10 +292,19 @@ def project_span(
         if batch.products is not None:
             placed: Any = _in_place(*batch.products, gates.any())
             parts.append(placed.reshape(shape))
-    if deviation:
-        given = [weight for _, weight in read]
-        parts.append(_noise(given, noise, span, gates.any(), shape, deviation))
-    return sum(parts[1:], start=parts[0])
+    noisy = [weight for _, weight in read if not _is_narrow(weight)]
+    if noisy and deviation and noise is not None:
+        every = jnp.concatenate(noisy, axis=1)
+        parts.append(_noise(every, noise, last, gates.any(), shape, deviation))
+    return reduce(jnp.add, parts)
+
+
+def _is_narrow(weight: jax.Array) -> bool:
+    """Return whether noise is added before the product with a weight.
+
+    Then it takes no more draws, and the noise behind would not have full rank.
+    """
+    return weight.shape[1] <= weight.shape[0]
 
 
 def _gated(
@@ -289,8 +322,8 @@ def _product(
     return y.reshape(-1, *tokens.shape[:2])
 
 
-def _noise(weights, source, stream, gate, shape, deviation) -> jax.Array:
-    """Return what Gaussian noise on every input channel adds to a sum of projections.
+def _noise(weight, source, stream, gate, shape, deviation) -> jax.Array:
+    """Return what Gaussian noise on every input channel adds to the projection.
 
     Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
     `deviation**2 * WW'`. Drawn after the projection, with the Cholesky factor of that
@@ -304,8 +337,8 @@ def _noise(weights, source, stream, gate, shape, deviation) -> jax.Array:
             source.dtype, jax.dtypes.prng_key
         )
         noise: Any = hashed_normal(source, stream, shape) if is_key else source
-        factor = noise_factor(*weights)
-        return (deviation * factor @ noise.reshape(shape[0], -1)).reshape(shape)
+        factor = deviation * noise_factor(weight)
+        return (factor @ noise.reshape(shape[0], -1)).reshape(shape)
 
     return _gated(add, gate, shape)
 
@@ -315,7 +348,8 @@ def gated_product(matmul_dtype, weight, batch, gate):
     """Return `_product` if the gate is open; only `weight` has a gradient."""
 
     def compute(operands):
-        return _product(*operands, matmul_dtype)
+        weight, batch = operands
+        return _product(weight, batch, matmul_dtype)
 
     return shared_branch(compute, gate, (weight, batch))
 
@@ -337,10 +371,11 @@ def _gated_product_backward(matmul_dtype, residuals, dy):
 gated_product.defvjp(_gated_product_forward, _gated_product_backward)
 
 
-def noise_factor(*weights: jax.Array) -> jax.Array:
-    """Return lower triangular `[d_out, d_out]` L, where LL' is the sum of all WW'."""
-    gram = sum(weight @ weight.T for weight in weights)
-    # For a projection with dead rows, rounding may make the matrix indefinite.
+def noise_factor(weight: jax.Array) -> jax.Array:
+    """Return lower triangular `L` with `L L' = WW'`, `[d_projection, d_projection]`."""
+    # Rounded to TF32, the default of GPUs, the matrix may be indefinite.
+    gram = jnp.matmul(weight, weight.T, precision="highest")
+    # For a projection with dead rows, rounding may make it so as well.
     ridge = 1e-6 * jnp.trace(gram) / gram.shape[0] + 1e-12
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
 
@@ -575,8 +610,9 @@ def project_on_cpu(matmul_dtype, weight, tokens, at, real, gate):
     """Compute `wide_product` on a CPU, in chunks that stay in its cache."""
     at = rows_of_tokens(tokens, None) if at is None else at
     batch = AllTokens(tokens, _positions(at, real, gate))
-    values = member_products(matmul_dtype, weight[None], batch, gate[None])[0]
-    return _in_place(values, batch.positions, gate).reshape(-1, *real.shape)
+    products: Any = member_products(matmul_dtype, weight[None], batch, gate[None])
+    placed: Any = _in_place(products[0], batch.positions, gate)
+    return placed.reshape(-1, *real.shape)
 
 
 def cpu_vjp(matmul_dtype, dy, weight, *operands):

@@ -58,8 +58,10 @@ from beatrice.jaxprobe.grid import (
     Block,
     LabelledFeatures,
     Member,
+    OnEpoch,
     TrainedMembers,
     block_learner,
+    expected_epochs,
     filled_block,
     fit_blocks,
     join,
@@ -221,6 +223,7 @@ def fit_streamed(
     *,
     encoder: Encoder,
     config: TrainConfig,
+    on_epoch: OnEpoch = lambda block, n_epochs: None,
 ) -> Iterator[TrainedMembers]:
     """Train blocks from a store as `jaxprobe.grid` does with rows in memory."""
     use_one_blas_thread()
@@ -234,6 +237,7 @@ def fit_streamed(
         lambda epoch: train.groups(config.root_seed, epoch),
         lambda: valid.groups(config.root_seed),
         config,
+        lambda i, n_epochs: on_epoch(blocks[i], n_epochs),
     )
     yield from map(trained_block, blocks, states)
 
@@ -246,7 +250,7 @@ def train_encoders(
     subsets: Iterable[int] | None = None,
     cache: Cache = Cache(),
     share: Share = Share(),
-    on_part: Callable[[], None] = lambda: None,
+    on_epochs: Callable[[int], None] = lambda n: None,
 ) -> tuple[TrainedMembers, MemberOutputs] | None:
     """Train encoders on the rows of a setting, and apply them to all of its rows.
 
@@ -258,7 +262,8 @@ def train_encoders(
         its key must identify the data and the configuration, and nothing else. Streamed
         members are all finished at once.
       share: which of the members this process trains.
-      on_part: called once per member of the share, as it finishes.
+      on_epochs: called with numbers of epochs that have been run, or will not be; each
+        member of the share has `expected_epochs`.
 
     Returns:
       All members, seed-major with the subsets of a seed in order, and their outputs on
@@ -269,11 +274,7 @@ def train_encoders(
     subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
     linear = _linear_parts(data, config, subsets, cache)
     mine = _members_of_share(config, data.dims, data.lengths, subsets, share)
-    trained_blocks = []
-    for block in _trained(data, config, mine, linear, cache):
-        trained_blocks.append(block)
-        for _ in block.members:
-            on_part()
+    trained_blocks = [*_trained(data, config, mine, linear, cache, on_epochs)]
     if not share.is_whole:
         return None
     trained = join(trained_blocks, mine)
@@ -392,16 +393,27 @@ def _trained(
     members: Sequence[Member],
     linear: LinearGrid | None,
     cache: Cache,
+    on_epochs: Callable[[int], None],
 ) -> Iterator[TrainedMembers]:
     """Yield members: first the saved ones, then others, saved as they finish."""
-    missing = []
+    missing, n_expected = [], expected_epochs(config.encoder, config.train)
     for member in members:
         if (trained := _load(cache, member)) is None:
             missing.append(member)
         else:
+            on_epochs(n_expected)
             yield trained
-    for trained in _fit(data, config, missing, linear) if missing else ():
+    if not missing:
+        return
+
+    def on_epoch(block: Block, n_epochs: int) -> None:
+        if n_epochs <= n_expected:
+            on_epochs(len(block.members))
+
+    for trained in _fit(data, config, missing, linear, on_epoch):
         _save(cache, trained)
+        n_left = max(0, n_expected - int(trained.info.n_epochs.max()))
+        on_epochs(n_left * len(trained.members))
         yield trained
 
 
@@ -410,13 +422,18 @@ def _fit(
     config: GridConfig,
     members: Sequence[Member],
     linear: LinearGrid | None,
+    on_epoch: OnEpoch,
 ) -> Iterator[TrainedMembers]:
     """Train members; streamed ones all share one pass over the store per epoch."""
     sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.device_dtypes)
     plan = choose(sizes, config.device_memory)
     blocks = plan.blocks(members)
     encoder = Encoder(config.encoder, data.dims)
-    protocol = {"encoder": encoder, "config": plan.config(config.train)}
+    protocol: dict[str, Any] = {
+        "encoder": encoder,
+        "config": plan.config(config.train),
+        "on_epoch": on_epoch,
+    }
     offsets = (linear.train, linear.valid) if linear else (None, None)
     label = list(map(partial(_labels_of, data.rows), data.where, offsets))
     if data.in_memory is not None:
@@ -546,7 +563,7 @@ def _train_setting(
     config: GridConfig,
     note: Callable[[str], None],
     setting: Setting,
-    tick: Callable[[], None],
+    tick: Callable[..., None],
 ) -> None:
     """Train this process's share of a setting and of its permuted-label control."""
     caches = _caches(run, config, setting)
@@ -558,7 +575,7 @@ def _train_setting(
     permuted = permute_by_question(data.rows, run.seed)
     rows = dataclasses.replace(data.rows, labels=permuted)
     control_data = dataclasses.replace(data, rows=rows)
-    fit = partial(train_encoders, config=config, share=run.share, on_part=tick)
+    fit = partial(train_encoders, config=config, share=run.share, on_epochs=tick)
     grid = fit(data, cache=caches[0])
     control = fit(control_data, subsets=[EVERY_FAMILY], cache=caches[1])
     if grid is None or control is None:
@@ -615,8 +632,9 @@ def train_run(
             shapes = family_dims(store), stored_lengths(store)
             for subsets in _SUBSETS:
                 total += len(_members_of_share(config, *shapes, subsets, run.share))
+    total *= expected_epochs(config.encoder, config.train)
 
-    def work(setting: Setting, tick: Callable[[], None]) -> None:
+    def work(setting: Setting, tick: Callable[..., None]) -> None:
         _train_setting(run, config, progress.note, setting, tick)
 
     at_once = settings_at_once(run, config)

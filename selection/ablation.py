@@ -37,6 +37,7 @@ from beatrice.jaxprobe.encoder import MemberOutputs
 from beatrice.jaxprobe.evaluation import METRICS, DetectorScores, detection_rows
 from beatrice.jaxprobe.families import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from beatrice.jaxprobe.fusion import PoolOutputs
+from beatrice.jaxprobe.grid import expected_epochs
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, TrainingSet
 from beatrice.jaxprobe.stages import encoder_folders, grid_config
@@ -175,11 +176,12 @@ class Ablation:
                 read[where].add(SUBSET_NAMES.index(name))
         return {setting: tuple(sorted(subsets)) for setting, subsets in read.items()}
 
-    def n_members(self, setting: Setting) -> int:
-        """Return how many encoders of a pass each variant without a span retrains."""
-        return self.grid.train.n_seeds * len(self.subsets[setting])
+    def n_epochs(self, setting: Setting) -> int:
+        """Return the expected epochs of a pass's encoders without a span."""
+        n_members = self.grid.train.n_seeds * len(self.subsets[setting])
+        return n_members * expected_epochs(self.grid.encoder, self.grid.train)
 
-    def train_without_spans(self, setting: Setting, tick: Callable[[], None]) -> None:
+    def train_without_spans(self, setting: Setting, tick: Callable[..., None]) -> None:
         """Retrain the champions' encoders of a pass for each variant without a span.
 
         Every member starts from the same weights and sees the same batches and noise as
@@ -192,8 +194,7 @@ class Ablation:
             members = Cache(folder, self.cache.key)
             if self.cache.load(name) is not None or not subsets:
                 members.clear()  # left if a process was killed just before it did so
-                for _ in range(self.n_members(setting)):
-                    tick()
+                tick(self.n_epochs(setting))
                 continue
             data = data or self.read_training_set(setting)
             trained = train_encoders(
@@ -201,7 +202,7 @@ class Ablation:
                 self.grid,
                 subsets=subsets,
                 cache=members,
-                on_part=tick,
+                on_epochs=tick,
             )
             assert trained is not None  # only a share of the members returns None
             self.cache.save(name, trained[1]._asdict())
@@ -315,8 +316,8 @@ def _ablate(
         config=config.seeded(run.seed),
         cache=cache,
     )
-    n_members = sum(ablation.n_members(s) * len(span_variants(s)) for s in settings)
-    n_all = n_members + sum(len(variants(setting)) for setting in settings)
+    n_epochs = sum(ablation.n_epochs(s) * len(span_variants(s)) for s in settings)
+    n_all = n_epochs + sum(len(variants(setting)) for setting in settings)
     # With-context heads read closed-book encoders too, so all encoders come first.
     side_by_side(
         ablation.train_without_spans,
@@ -328,7 +329,7 @@ def _ablate(
     side_by_side(
         ablation.fit_variants,
         settings,
-        lambda done, total: update(n_members + done, total),
+        lambda done, total: update(n_epochs + done, total),
         n_all,
     )
     bootstrap = run_bootstrap(run)

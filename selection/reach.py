@@ -221,8 +221,8 @@ def learning_curve(inputs: AnalysisInput) -> AnalysisOutput:
     """Return AUROC on test and held-out sets against the number of labelled answers.
 
     Rows are `encoder:H at 400` and so on; `selected at 400` is the mean probability of
-    this pass's selected encoders, from which a head starts; `probe:HPRA at 400` is a
-    logistic regression on all four families.
+    this pass's selected encoders, without a head; `probe:HPRA at 400` is a logistic
+    regression on all four families.
     """
     return per_setting(lambda deployed: _curve(inputs, deployed))(inputs)
 

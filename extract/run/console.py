@@ -98,24 +98,27 @@ def in_words(seconds: float) -> str:
 class Estimate:
     """How far a stage is, which never decreases, and how many seconds are left.
 
-    Speed is measured from the first call on: what came before was the work of another
-    process, or compiling and loading.
+    Speed is measured from the first second of calls on: what came before was the work
+    of another process, or compiling and loading.
     """
 
     clock: Callable[[], float] = time.monotonic
     share: float = 0.0
-    _first: tuple[float, float] | None = None  # time and share
+    _began: float | None = None
+    _first: tuple[float, float] = (0.0, 0.0)  # time and share
 
     def add(self, done: int, total: int) -> None:
         """Update the share with `done` of `total`."""
         self.share = max(self.share, min(done / total, 1.0) if total else 0.0)
-        if self._first is None:
-            self._first = self.clock(), self.share
+        now = self.clock()
+        self._began = now if self._began is None else self._began
+        if now - self._began < 1.0:
+            self._first = now, self.share
 
     @property
     def left(self) -> float | None:
         """Seconds left at the speed so far; None if that is not known yet."""
-        began, first = self._first or (0.0, self.share)
+        began, first = self._first
         gained, elapsed = self.share - first, self.clock() - began
         if not gained or elapsed < 1.0:  # a batch is counted all at once
             return None

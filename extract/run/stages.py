@@ -8,7 +8,6 @@ and the one that finds no part missing joins them.
 """
 
 import dataclasses
-import itertools
 import pkgutil
 import shutil
 import threading
@@ -139,7 +138,7 @@ class Stage:
 
 
 def side_by_side(
-    work: Callable[[Item, Callable[[], None]], None],
+    work: Callable[[Item, Callable[..., None]], None],
     items: Sequence[Item],
     update: Update,
     total: int,
@@ -148,17 +147,19 @@ def side_by_side(
 ) -> None:
     """Work on several items at once, each in its own thread.
 
-    `work` gets an item, and a function to call after each step; all items together have
-    `total` steps. If `work` fails, or the user interrupts the run, the other items stop
-    after their next step.
+    `work` gets an item, and a function to call after each step, or with a number of
+    steps; all items together have `total` steps. If `work` fails, or the user
+    interrupts the run, the other items stop after their next step.
     """
-    lock, done, stop = threading.Lock(), itertools.count(1), threading.Event()
+    lock, done, stop = threading.Lock(), 0, threading.Event()
 
-    def tick() -> None:
+    def tick(n_steps: int = 1) -> None:
+        nonlocal done
         if stop.is_set():
             raise CancelledError("another part of the stage has stopped")
         with lock:
-            update(next(done), total)
+            done += n_steps
+            update(done, total)
 
     def do_item(item: Item) -> None:
         if stop.is_set():

@@ -23,6 +23,7 @@ from beatrice.jaxprobe.calibrate import (
     run_selection,
     score_store,
 )
+from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
@@ -274,13 +275,17 @@ def trained():
     return store, rows, data, train_encoders(data, GRID)
 
 
-def test_a_share_counts_the_members_that_it_trains_and_no_other(trained):
-    counts = [itertools.count(), itertools.count()]
-    for rank, count in enumerate(counts):
-        done = partial(next, count)
-        train_encoders(trained[2], GRID, share=Share(rank, 2), on_part=done)
-    shares = list(map(next, counts))
-    assert min(shares) > 0 and sum(shares) == len(trained[3][0].members)
+def test_shares_count_every_epoch_and_saved_members_at_once(trained, tmp_path):
+    counts, n_members = ([], [], []), len(trained[3][0].members)
+    train = partial(train_encoders, trained[2], GRID, cache=Cache(tmp_path, "key"))
+    for share, count in zip((Share(0, 2), Share(1, 2), Share()), counts, strict=True):
+        train(share=share, on_epochs=count.append)
+    *of_shares, saved = counts
+    n_epochs = GRID.train.max_epochs
+    assert sum(map(sum, of_shares)) == sum(saved) == n_members * n_epochs
+    assert saved == [n_epochs] * n_members
+    for count in of_shares:  # a block has at most four members
+        assert len(count) >= n_epochs and 0 < max(count) <= 4 * n_epochs
 
 
 def test_a_detector_can_be_made_saved_and_scored_from_arrays_only(trained, tmp_path):

@@ -50,7 +50,7 @@ from tests.jaxprobe.samples import assert_same_leaves
 from tests.process import run_line
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
-CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+CONFIG = EncoderConfig(projection=8, hidden=8, n_blocks=1, n_groups=2)
 ENCODER = Encoder(CONFIG, DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=2)
 
@@ -175,13 +175,16 @@ def test_labels_and_tokens_of_rows_with_weight_zero_have_no_influence(parts):
     np.testing.assert_array_equal(a.info.valid_auroc, b.info.valid_auroc)
 
 
-def test_long_rows_pass_in_parts_and_take_the_steps_of_whole_batches():
-    dims = paper_dims(hidden=300, prob=5, resid=4, attn=3)  # one is projected together
-    config = EncoderConfig(
-        projection=64, hidden=8, n_blocks=1, n_groups=2, dropout=0.2, input_noise=0.3
-    )
-    encoder, train = Encoder(config, dims), dataclasses.replace(TRAIN, batch_size=128)
-    assert rows_in_turn(encoder, 90, train) == 64
+@pytest.mark.parametrize(
+    ("projection", "spans"), [(64, "all"), (64, "answer"), (4, "answer")]
+)
+def test_long_rows_pass_in_parts_and_take_the_steps_of_whole_batches(projection, spans):
+    sizes = {"hidden": 300, "prob": 5, "resid": 4, "attn": 3}  # one projected together
+    dims, drawn = paper_dims(spans, **sizes), {"dropout": 0.2, "input_noise": 0.3}
+    shape = {"projection": projection, "hidden": 8, "n_blocks": 1, "n_groups": 2}
+    encoder = Encoder(EncoderConfig(**shape, **drawn), dims)
+    train = dataclasses.replace(TRAIN, batch_size=128)
+    assert rows_in_turn(encoder, 90, train) == (64 if projection == 64 else 128)
     rng, parts = np.random.default_rng(0), []
     for n in (200, 40):
         lengths = rng.integers(1, (71, 21), (n, 2)).T

@@ -33,6 +33,8 @@ def test_parallel_work_counts_every_tick_once():
 
     side_by_side(work, (3, 4), lambda *counts: calls.append(counts), 7)
     assert sorted(calls) == [(n, 7) for n in range(1, 8)]
+    side_by_side(lambda n, tick: tick(n), (3, 4), lambda *x: calls.append(x), 7)
+    assert calls[7:] in ([(3, 7), (7, 7)], [(4, 7), (7, 7)])
 
 
 def test_the_error_of_a_failing_part_stops_the_others_and_is_raised():
@@ -263,8 +265,9 @@ def test_a_file_corrected_by_hand_is_neither_read_nor_replaced(run):
 def test_an_estimate_never_falls_and_its_speed_ignores_earlier_work():
     now = [0.0]
     estimate = Estimate(lambda: now[0])
-    estimate.add(600, 1000)  # by an earlier process
-    assert estimate.left is None
+    for n_done, now[0] in ((1, -0.5), (600, 0.0)):  # by an earlier process
+        estimate.add(n_done, 1000)
+        assert estimate.left is None
     now[0] = 100.0
     estimate.add(700, 1000)
     assert (estimate.share, estimate.left) == (0.7, pytest.approx(300.0))
