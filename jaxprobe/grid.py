@@ -379,10 +379,6 @@ def _train_in_turn(states, number, block, train, encoder, config):
     dropout_keys = jax.vmap(lambda subset, keys: _group_keys(keys, subset, number)[2])(
         *members[1:]
     )
-    features = train.features
-
-    def gather(rows: jax.Array, key: jax.Array) -> tuple[SpanBatch, ...]:
-        return _gather(encoder, features, rows, key)
 
     def products(params: Params, is_active: jax.Array, batches: tuple[SpanBatch, ...]):
         return _products(encoder, params, members[0].T & is_active[None], batches)
@@ -392,13 +388,13 @@ def _train_in_turn(states, number, block, train, encoder, config):
         draw = Draw(rows, noise_key, dropout_key, spans)
         return _loss(encoder, train, member, params, shares, draw)
 
-    n_rows = rows_in_turn(encoder, features.n_tokens, config)
+    n_rows = rows_in_turn(encoder, train.features.n_tokens, config)
     states, losses = take_steps_in_turn(
         jax.tree.map(lambda x: x[0], states),
         members,
         loss,
         epoch_batches(order_key, train.weights, config.batch_size),
-        Shared(gather, products),
+        Shared(partial(_gather, encoder, train.features), products),
         Keys(noise_key, dropout_keys),
         PlannedConfig(**dataclasses.asdict(config), n_rows=n_rows),
     )

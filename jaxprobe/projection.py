@@ -195,7 +195,7 @@ def project(
       gate: scalar bool.
       draw: the batch; None outside training, for all examples without noise.
       deviation: standard deviation of the noise on each input channel.
-      stream: number of the family, which separates the noise of families.
+      stream: a number that separates the noise of families and of spans.
       matmul_dtype: see `jaxprobe.stored`; the noise is not rounded.
       first: the first token of the batch; without a draw, all tokens are projected.
 
