@@ -400,11 +400,12 @@ class Encoder(nn.Module):
         if draw is not None and is_folded(cfg):
             fixed = features, weights, bias, masks, family_mask, draw
             return [partial(self._folded, *fixed, span) for span in range(len(masks))]
+        real = jnp.concatenate(masks)
         families = [
             project(
                 weights[f],
                 tokens,
-                jnp.concatenate(masks),
+                real,
                 family_mask[f],
                 draw,
                 deviation=cfg.input_noise,
