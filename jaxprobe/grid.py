@@ -438,32 +438,54 @@ def block_logits(
 
 def _score_in_turn(states, block, group, encoder, config) -> jax.Array:
     """Score with a seed's members, which share gathered rows and products."""
-    features, (masks, subsets, _) = group.features, _members_of(block)
+    masks, subsets, _ = _members_of(block)
     params, is_active = (
         jax.tree.map(lambda x: x[0], x)
         for x in (states.params, states.is_active(config))
     )
-
-    def score(rows: jax.Array) -> jax.Array:
-        batches = _gather(encoder, features, rows)
-        products = _products(encoder, params, masks.T & is_active[None], batches)
-
-        def member_logits(member) -> jax.Array:
-            params, mask, products, is_active = member
-            spans = tuple(map(SpanBatch.of_member, batches, products))
-            draw = Draw(rows, None, None, spans)
-            return jax.lax.cond(
-                is_active,
-                lambda: encoder.apply(params, features, mask, draw)[0],
-                lambda: jnp.zeros(len(rows)),
-            )
-
-        return jax.lax.map(member_logits, (params, masks, products, is_active)).T
-
-    logits = _in_chunks(score, features, config.rows_scored()).T
+    members = params, masks, is_active
+    logits, _ = _apply_in_turn(
+        members, group.features, encoder=encoder, n_chunk=config.rows_scored()
+    )
     if encoder.config.is_linear_first:
         logits += group.offsets[subsets]
     return logits[None]
+
+
+@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+def _apply_in_turn(
+    members: tuple[Params, jax.Array, jax.Array],
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    n_chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply members that share gathered rows and products to every example.
+
+    Members are weights, `[n_members, n_families]` masks of families, and which of them
+    to apply, `[n_members]`. Returns logits `[n_members, n_examples]` and pooled vectors
+    (`Encoder`), zeros for members that are not applied.
+    """
+    params, masks, is_active = members
+    is_read = masks.T & is_active[None]
+
+    def apply(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batches = _gather(encoder, features, rows)
+        products = _products(encoder, params, is_read, batches)
+
+        def apply_member(member) -> tuple[jax.Array, jax.Array]:
+            params, mask, is_active, products = member
+            spans = tuple(map(SpanBatch.of_member, batches, products))
+            draw = Draw(rows, None, None, spans)
+            outputs = partial(encoder.apply, params, features, mask, draw)
+            nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(outputs))
+            return jax.lax.cond(is_active, outputs, lambda: nothing)
+
+        outputs = jax.lax.map(apply_member, (*members, products))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+
+    outputs = _in_chunks(apply, features, n_chunk)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), outputs)
 
 
 def reviewed_after(encoder: EncoderConfig, config: TrainConfig) -> int | None:
@@ -697,12 +719,20 @@ def apply_member(
 @jax.jit
 def _linear_logits(parts: dict[str, jax.Array], features: FamilyTokens) -> jax.Array:
     """Return `[n_members, n_examples]` logits of linear parts `[n_members, ...]`."""
-    pooled = pooled_signals(features)  # once for all members
-    return jax.vmap(lambda linear: linear_logits(linear, pooled))(parts)
+
+    def apply(batch: FamilyTokens) -> jax.Array:
+        pooled = pooled_signals(batch)  # once for all members
+        return jax.vmap(lambda linear: linear_logits(linear, pooled))(parts).T
+
+    return in_chunks(apply, features, _AT_ONCE).T
 
 
-def _network(params: Params) -> Params:
-    return {"params": params["params"]}
+@jax.jit
+def pooled_rows(features: FamilyTokens) -> tuple[jax.Array, ...]:
+    """Return `pooled_signals` of every example, each `[n_examples, n_features]`."""
+    return in_chunks(
+        lambda batch: tuple(x.T for x in pooled_signals(batch)), features, _AT_ONCE
+    )
 
 
 def is_linear_only(params: Params) -> bool:
@@ -724,7 +754,8 @@ def member_logits(
     logits = np.zeros((len(members), features.n_examples), np.float32)
     for row, (params, mask) in zip(logits, members, strict=True):
         if not is_linear_only(params):
-            outputs = apply_member(_network(params), mask, features, encoder=encoder)
+            network = {"params": params["params"]}
+            outputs = apply_member(network, mask, features, encoder=encoder)
             row += np.asarray(outputs[0])
     if members and COLLECTION in members[0][0]:
         parts = [params[COLLECTION] for params, _ in members]
@@ -737,18 +768,33 @@ def member_outputs(
     trained: TrainedMembers, features: FamilyTokens, *, encoder: Encoder
 ) -> MemberOutputs:
     """Apply every trained member to every example."""
-    outputs, masks = [], encoder.dims.subset_masks
-    n, d_pooled = features.n_examples, encoder.config.d_pooled
-    for i, member in enumerate(trained.members):
-        params = jax.tree.map(lambda x, i=i: x[i], _network(trained.params))
-        if not any(map(np.any, jax.tree.leaves(params))):  # its outputs are zeros
-            outputs.append(
-                (np.zeros(n, np.float32), np.zeros((n, d_pooled), np.float32))
-            )
-            continue
-        mask = jnp.asarray(masks[member.subset])
-        outputs.append(apply_member(params, mask, features, encoder=encoder))
-    logits, pooled = map(np.stack, zip(*jax.device_get(outputs), strict=True))
+    params, n = {"params": trained.params["params"]}, len(trained.members)
+    masks = encoder.dims.subset_masks[[member.subset for member in trained.members]]
+    used = [np.any(x.reshape(n, -1), axis=1) for x in jax.tree.leaves(params)]
+    where = np.flatnonzero(np.any(used, axis=0))  # of the others all outputs are zeros
+    logits = np.zeros((n, features.n_examples), np.float32)
+    pooled = np.zeros((*logits.shape, encoder.config.d_pooled), np.float32)
+    is_shared = jax.default_backend() == "cpu" and is_folded(encoder.config)
+    size = n_in_turn(encoder.dims.n_subsets) if is_shared else 1
+
+    def outputs_of(some: np.ndarray) -> Any:
+        at = np.pad(some, (0, size - len(some)), "edge")
+        weights = jax.tree.map(lambda x: x[at], params)
+        if is_shared:
+            members = weights, masks[at], np.arange(size) < len(some)
+            with usual_jax(), _CORES:
+                return jax.device_get(
+                    _apply_in_turn(members, features, encoder=encoder, n_chunk=_AT_ONCE)
+                )
+        member = jax.tree.map(lambda x: x[0], (weights, masks[at]))
+        outputs = apply_member(*member, features, encoder=encoder)
+        return [x[None] for x in jax.device_get(outputs)]
+
+    groups = [where[i : i + size] for i in range(0, len(where), size)]
+    with ThreadPoolExecutor(n_cores()) as pool:
+        results = (pool.map if is_shared else map)(outputs_of, groups)
+        for some, outputs in zip(groups, results, strict=True):
+            logits[some], pooled[some] = (x[: len(some)] for x in outputs)
     if COLLECTION in trained.params:
-        logits = logits + _linear_logits(trained.params[COLLECTION], features)
+        logits += np.asarray(_linear_logits(trained.params[COLLECTION], features))
     return MemberOutputs(logits, pooled)

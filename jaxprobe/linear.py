@@ -24,9 +24,9 @@ from sklearn.svm import LinearSVC
 
 from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.checkpoint import Cache
-from beatrice.jaxprobe.encoder import COLLECTION, pooled_signals
+from beatrice.jaxprobe.encoder import COLLECTION
 from beatrice.jaxprobe.families import divisors_of, subset_masks
-from beatrice.jaxprobe.grid import TrainedMembers
+from beatrice.jaxprobe.grid import TrainedMembers, pooled_rows
 from beatrice.jaxprobe.metrics import auroc, is_gain
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import FamilyTokens
@@ -136,8 +136,6 @@ def both_classes(labels: Sequence[bool] | np.ndarray, n: int, split: str) -> np.
 
 N_FOLDS = 5
 
-_pooled = jax.jit(pooled_signals)
-
 
 class Pooled(NamedTuple):
     """Pooled signals of rows, see `jaxprobe.encoder`."""
@@ -153,10 +151,10 @@ class Pooled(NamedTuple):
         indices, pooled = [], []
         for rows, tokens in groups:
             indices.append(rows)
-            pooled.append([np.asarray(x)[:, : len(rows)] for x in _pooled(tokens)])
+            pooled.append([np.asarray(x)[: len(rows)] for x in pooled_rows(tokens)])
         order = np.argsort(np.concatenate(indices))
-        families = (np.concatenate(x, axis=1) for x in zip(*pooled, strict=True))
-        return cls(tuple(x.T[order] for x in families), labels)
+        families = map(np.concatenate, zip(*pooled, strict=True))
+        return cls(tuple(x[order] for x in families), labels)
 
 
 class LinearGrid(NamedTuple):

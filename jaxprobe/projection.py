@@ -292,10 +292,11 @@ def project_span(
         if batch.products is not None:
             placed: Any = _in_place(*batch.products, gates.any())
             parts.append(placed.reshape(shape))
-    noisy = [weight for _, weight in read if not _is_narrow(weight)]
-    if noisy and deviation and noise is not None:
-        every = jnp.concatenate(noisy, axis=1)
-        parts.append(_noise(every, noise, last, gates.any(), shape, deviation))
+    wide = [(f, weight) for f, weight in read if not _is_narrow(weight)]
+    if wide and deviation and noise is not None:
+        every = jnp.concatenate([weight for _, weight in wide], axis=1)
+        gate = gates[jnp.asarray([f for f, _ in wide])].any()
+        parts.append(_noise(every, noise, last, gate, shape, deviation))
     return reduce(jnp.add, parts)
 
 
