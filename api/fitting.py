@@ -282,7 +282,8 @@ def _train(
         def count(n: int) -> None:
             nonlocal done
             done += n
-            update(done, total)
+            if done:
+                update(done, total)
 
         if is_linear:
             trained, outputs = train_regression(data)

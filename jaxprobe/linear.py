@@ -208,7 +208,11 @@ def _unseen_logits(
 
 
 def fit_linear_parts(
-    train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
+    train: Pooled,
+    valid: Pooled,
+    questions: np.ndarray,
+    subsets: Sequence[int],
+    on_subset: Callable[[], None] = lambda: None,
 ) -> LinearGrid:
     """Fit the regressions of subsets of the families.
 
@@ -217,6 +221,7 @@ def fit_linear_parts(
       valid: validation rows, on which each regression's penalty is chosen.
       questions: `[n_train]`; rows of one question share a fold.
       subsets: numbers of the subsets.
+      on_subset: called in a thread before each subset; may raise to stop.
     """
     scales = [feature_scale(family) for family in train.families]
     scaled = [_scaled(rows.families, scales) for rows in (train, valid)]
@@ -235,6 +240,7 @@ def fit_linear_parts(
     )
 
     def fit_subset(subset: int) -> None:
+        on_subset()
         read = np.flatnonzero(masks[subset])
         x, y = (np.concatenate([rows[f] for f in read], axis=1) for rows in scaled)
         best = fit_linear(x, train.labels, y, valid.labels)

@@ -262,8 +262,9 @@ def train_encoders(
         its key must identify the data and the configuration, and nothing else. Streamed
         members are all finished at once.
       share: which of the members this process trains.
-      on_epochs: called with numbers of epochs that have been run, or will not be; each
-        member of the share has `expected_epochs`.
+      on_epochs: called with numbers of epochs that have been run, or will not be, 0
+        before each linear part; each member of the share has `expected_epochs`. To stop
+        the call it may raise.
 
     Returns:
       All members, seed-major with the subsets of a seed in order, and their outputs on
@@ -272,7 +273,7 @@ def train_encoders(
       members are in the cache.
     """
     subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
-    linear = _linear_parts(data, config, subsets, cache)
+    linear = _linear_parts(data, config, subsets, cache, partial(on_epochs, 0))
     mine = _members_of_share(config, data.dims, data.lengths, subsets, share)
     trained_blocks = [*_trained(data, config, mine, linear, cache, on_epochs)]
     if not share.is_whole:
@@ -475,7 +476,11 @@ def _labels_of(
 
 
 def _linear_parts(
-    data: TrainingSet, config: GridConfig, subsets: Sequence[int], cache: Cache
+    data: TrainingSet,
+    config: GridConfig,
+    subsets: Sequence[int],
+    cache: Cache,
+    on_subset: Callable[[], None],
 ) -> LinearGrid | None:
     """Fit the linear parts, or load those that an interrupted call has saved."""
     if not config.encoder.is_linear_first:
@@ -488,7 +493,7 @@ def _linear_parts(
         for split, where in zip(data.splits(), data.where, strict=True)
     )
     questions = data.rows.ids[data.where[0]]
-    linear = fit_linear_parts(train, valid, questions, subsets)
+    linear = fit_linear_parts(train, valid, questions, subsets, on_subset)
     save_linear(cache, linear)
     return linear
 

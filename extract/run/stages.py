@@ -149,7 +149,7 @@ def side_by_side(
 
     `work` gets an item, and a function to call after each step, or with a number of
     steps; all items together have `total` steps. If `work` fails, or the user
-    interrupts the run, the other items stop after their next step.
+    interrupts the run, the others stop at their next call, even of 0 steps.
     """
     lock, done, stop = threading.Lock(), 0, threading.Event()
 
@@ -157,6 +157,8 @@ def side_by_side(
         nonlocal done
         if stop.is_set():
             raise CancelledError("another part of the stage has stopped")
+        if not n_steps:  # else an estimate's clock would start
+            return
         with lock:
             done += n_steps
             update(done, total)

@@ -47,7 +47,7 @@ def test_the_error_of_a_failing_part_stops_the_others_and_is_raised():
         failed.wait()
         try:
             while True:  # until the other part fails
-                tick()
+                tick(0)
         except CancelledError:
             ended.append(item)
             raise
