@@ -189,6 +189,10 @@ class TextEncoder:
         self._model = model.eval().to(device)
         self.d_model = int(model.config.hidden_size)
         n_positions = getattr(model.config, "max_position_embeddings", None)
+        table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+        if getattr(table, "padding_idx", None) is not None:
+            # RoBERTa and its like count from the row after that of padding.
+            n_positions = table.num_embeddings - table.padding_idx - 1
         if n_positions is not None and config.max_tokens > n_positions:
             raise ValueError(
                 f"{config.path} reads texts of at most {n_positions} tokens, not "

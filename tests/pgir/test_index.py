@@ -1,5 +1,6 @@
 """Dense retrieval finds what exact search finds, and refuses files of others."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, XLMRobertaConfig, XLMRobertaModel
 
 from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.extract.run.files import seal, sha256_file, write_json_atomic
@@ -232,6 +233,14 @@ def test_more_tokens_than_an_encoder_has_positions_are_refused(tmp_path):
     config = index.read_encoder_config(save_encoder(tmp_path / "tiny").path)
     with pytest.raises(ValueError, match="at most 64 tokens, not 256"):
         index.TextEncoder(config)
+    bert = AutoConfig.from_pretrained(config.path).to_dict()
+    del bert["model_type"], bert["architectures"]
+    roberta = XLMRobertaConfig(**{**bert, "pad_token_id": 1})  # counts from 2
+    XLMRobertaModel(roberta).save_pretrained(config.path)
+    with pytest.raises(ValueError, match="at most 62 tokens, not 64"):
+        index.TextEncoder(dataclasses.replace(config, max_tokens=64))
+    encoder = index.TextEncoder(dataclasses.replace(config, max_tokens=62))
+    assert np.isfinite(encoder.encode(["a " * 99], "passage")).all()
 
 
 def test_passages_of_which_only_the_beginning_is_encoded_are_counted(tmp_path):
