@@ -311,6 +311,13 @@ def judge(
     store, indices = _store_of(signals)
     rows = _rows_of_labels(store, indices, labels, questions, splits)
     grouped, known = _grouped(rows, indices, groups), _distinct(detectors, pairs)
+    for detector in known:
+        if rows.setting not in detector.settings:
+            raise ValueError(
+                f"detectors: {detector.name} is defined only for "
+                f"{' and '.join(detector.settings)}, and the signals are of "
+                f"{rows.setting} answers; leave it out"
+            )
     inputs = DetectorInput.of(
         store,
         rows,

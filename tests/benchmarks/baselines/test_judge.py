@@ -242,6 +242,12 @@ def test_labels_that_do_not_fit_are_refused():
             judge(GIVEN.store, given, [ORACLE], splits=named)
 
 
+def test_a_detector_of_another_setting_is_refused():
+    (other,) = {"closed_book", "with_context"} - {planted.SETTING}
+    with pytest.raises(ValueError, match=f"x is defined only for {other}, and the sig"):
+        judge_planted(ORACLE, baseline_of(oracle, name="x", settings=(other,)))
+
+
 def test_an_unlabelled_answer_is_counted_as_failed():
     labels, test = GIVEN.rows.labels.tolist(), GIVEN.rows.where("test")
     masked = np.ma.masked_array(labels, np.isin(np.arange(150), test[:3]))
