@@ -189,7 +189,8 @@ class TextEncoder:
         self._model = model.eval().to(device)
         self.d_model = int(model.config.hidden_size)
         n_positions = getattr(model.config, "max_position_embeddings", None)
-        table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+        embeddings = getattr(model, "embeddings", None)
+        table: Any = getattr(embeddings, "position_embeddings", None)
         if getattr(table, "padding_idx", None) is not None:
             # RoBERTa and its like count from the row after that of padding.
             n_positions = table.num_embeddings - table.padding_idx - 1
