@@ -30,8 +30,8 @@ PROTOCOL = 3
 # format 12, the padding token and how a model is run were part of its config's hash.
 DETECTOR_FORMAT = 13
 # Version of the intervals beside measured values. Version 1 had only resamples for an
-# AUPRC, and for exact match and F1 of one set.
-INTERVAL_FORMAT = 2
+# AUPRC, and for exact match and F1 of one set; version 2 for differences in these.
+INTERVAL_FORMAT = 3
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -263,9 +263,9 @@ def _index(
     folder = index_folder(corpus, encoder.config.path.name)
     with progress.stage("encode") as update:
         vectors = build_vectors(folder, corpus, encoder, update)
-    if encoder.n_cut:
+    if n_cut := sum(vectors.facts.get("n_cut", {}).values()):
         progress.note(
-            f"encode: {encoder.n_cut} passages have more than "
+            f"encode: {n_cut} passages have more than "
             f"{encoder.config.max_tokens} tokens, and only their beginnings are "
             "encoded; --set max_tokens=N encodes more"
         )

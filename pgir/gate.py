@@ -537,9 +537,11 @@ def run_pgir(
         threshold=as_probability(threshold, "threshold"),
         budget=as_count(budget, "budget"),
     )
+    n_passages = as_count(n_passages, "n_passages")
     config = ControllerConfig(
-        n_passages=as_count(n_passages, "n_passages"),
+        n_passages=n_passages,
         max_budget=policy.budget,
+        depth=max(ControllerConfig.depth, n_passages * policy.budget),
         query=query,
     )
     cached, journal = UserRetriever(retriever), CallJournal(None, "")

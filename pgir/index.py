@@ -351,19 +351,23 @@ def build_vectors(
     if (folder / "vectors.json").exists():
         return Vectors(folder)
     step, n = facts["rows_per_shard"], len(corpus)
-    shards = {}
+    shards, n_cut = {}, dict(facts.get("n_cut", {}))  # by shard
     with exclusive_folder(folder):
         write_json_atomic(plan, seal(facts))
         for number, start in enumerate(range(0, n, step)):
             path, stop = folder / f"vectors-{number:05d}.npy", min(n, start + step)
-            if not path.exists():
+            if path.name not in n_cut or not path.exists():
+                before = encoder.n_cut
                 texts = [as_document(corpus[i]) for i in range(start, stop)]
                 vectors = encoder.encode(texts, "passage").astype(np.float16)
                 with write_stream_atomic(path) as stream:
                     np.save(stream, vectors)
+                n_cut[path.name] = encoder.n_cut - before
+                write_json_atomic(plan, seal(facts | {"n_cut": n_cut}))
             shards[path.name] = sha256_file(path)
             update(stop, n)
-        write_json_atomic(folder / "vectors.json", seal(facts | {"shards": shards}))
+        facts |= {"n_cut": n_cut, "shards": shards}
+        write_json_atomic(folder / "vectors.json", seal(facts))
     return Vectors(folder)
 
 
@@ -480,7 +484,9 @@ class DenseRetriever:
         n_passages = self._vectors.shape[0]
         depth = min(depth, n_passages)
         if self._form == "flat":
-            return self._index(queries, k=depth)[1]
+            scores, places = self._index(queries, k=depth)
+            order = np.lexsort((places, -scores))
+            return np.take_along_axis(places, order, axis=1)
         n = min(n_passages, max(depth, _N_RESCORED))
         candidates = self._index.search(queries, n)[1]
         best = np.empty((len(queries), depth), np.int64)

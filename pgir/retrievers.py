@@ -459,7 +459,7 @@ def _contents(document: Any) -> str:
     if isinstance(document, dict):
         if isinstance(document.get("contents"), str):
             return document["contents"]
-        title, text = document.get("title", ""), document.get("text")
+        title, text = document.get("title") or "", document.get("text")
         if isinstance(text, str) and isinstance(title, str):
             return as_served(Passage(title=title, text=text))
     raise ValueError("a document has neither 'contents' nor 'title' and 'text'")

@@ -133,7 +133,7 @@ STANDS_FOR = {
 }
 EXPECTED = {
     "fits": (3, "bef8166cc330"),
-    "intervals": (2, "0a23cd8285d6"),
+    "intervals": (3, "0a23cd8285d6"),
     "verdicts": ("4", "82d60ac1dab2"),
     "scores of detectors": ("5", "e975ecd1e678"),
     "analyses": (7, "d13653d5f4ed"),

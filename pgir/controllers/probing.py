@@ -158,7 +158,8 @@ def probing_rag(
             return reply.text
         query = question
         if passages:
-            query = f"{shown(passages)} {question} {reply.text}"
+            of_prompt = shown(passages[: reply.n_shown])
+            query = f"{of_prompt} {question} {reply.text}"
         ranking = yield Call("search", query, n=config.depth)
         if not ranking:
             return reply.text

@@ -346,8 +346,9 @@ class SearchService(BatchedService):
 class AnswerService(Service):
     """Serves "answer": a greedy answer under the run's template, for all controllers.
 
-    `escaped` are the passages with control tokens of the model, which were split by a
-    blank, as no prompt can have them. `overlong` are those that `fitting` left out.
+    `shown` are the passages of all prompts; control tokens of the model in them were
+    split by a blank, as no prompt can have them. `overlong` are those that `fitting`
+    left out.
     """
 
     def __init__(
@@ -362,7 +363,7 @@ class AnswerService(Service):
         self.probed = probed
         self.passages = passages
         self.journal = journal
-        self.escaped: set[int] = set()
+        self.shown: set[int] = set()
         self.overlong: set[int] = set()
         self._frames: dict[str, int] = {}  # tokens of a question's shortest prompt
         self._state_layers = list(state_layers)
@@ -429,6 +430,14 @@ class AnswerService(Service):
             f"has a window of {window}; give shorter passages, or use {other}"
         )
 
+    @property
+    def n_escaped(self) -> int:
+        """Number of passages that were not shown unchanged."""
+        tokenizer = self.probed.backbone.tokenizer
+        passages = [self.passages[place] for place in self.shown]
+        with self.probed.lock:
+            return sum(escape_passage(tokenizer, x) != x for x in passages)
+
     def _request(self, question: str, places: Sequence[int]) -> Request:
         """Return the prompt of a question with passages, escaped if necessary."""
         setting: Setting = "with_context" if places else "closed_book"
@@ -439,8 +448,6 @@ class AnswerService(Service):
             tokenizer = self.probed.backbone.tokenizer
             with self.probed.lock:
                 escaped = [escape_passage(tokenizer, passage) for passage in context]
-            pairs = zip(places, context, escaped, strict=True)
-            self.escaped |= {index for index, old, new in pairs if old != new}
             return self.probed.requests(setting, [question], [escaped])[0]
 
     def answer_of(self, call: Call, reply: Reply) -> Answer:
@@ -609,7 +616,8 @@ class AnswerService(Service):
         self._states.clear()
 
     def cost(self, call: Call, value: Reply) -> Cost:
-        """Return the cost of an answer, without seconds."""
+        """Return the cost of an answer, also a kept one, without seconds."""
+        self.shown.update(call.passages[: value.n_shown])
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
 

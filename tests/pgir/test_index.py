@@ -250,9 +250,10 @@ def test_passages_of_which_only_the_beginning_is_encoded_are_counted(tmp_path):
     lengths = [len(tokenizer(as_document(p))["input_ids"]) for p in corpus]
     for n in (min(lengths), max(lengths)):
         words = ("corpus", corpus.folder, "--encoder", path, "--set", f"max_tokens={n}")
-        counts = re.findall(r"encode: (\d+) passages", beatrice(*words).stderr)
         n_cut = sum(length > n for length in lengths)
-        assert counts == ([str(n_cut)] if n_cut else [])
+        for _ in range(2):  # a finished index says so again
+            counts = re.findall(r"encode: (\d+) passages", beatrice(*words).stderr)
+            assert counts == ([str(n_cut)] if n_cut else [])
         shutil.rmtree(corpus.folder / "index")
     assert min(lengths) < max(lengths)
 

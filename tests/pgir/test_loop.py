@@ -466,6 +466,23 @@ def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(np.array(means)))
 
 
+@pytest.mark.parametrize("n_better", [0, 3, 20])
+def test_a_gain_on_few_questions_is_no_surer_than_by_a_sign_test(n_better):
+    examples = tuple(an_example(id=f"q{i}", golds=("yes",)) for i in range(30))
+    questions = QuestionSet(dataset="world", split="test", examples=examples)
+    ours = [Outcome("yes", Cost())] * 30
+    other = [Outcome("no" if i < n_better else "yes", Cost()) for i in range(30)]
+    config = BootstrapConfig(n_resamples=200)
+    rows = control_rows([questions], [{"pgir": ours, "no_rag": other}], config)
+    paired = [r for r in rows if (r.against, r.metric) == ("no_rag", "em")]
+    for row in paired:  # of the set, and of all
+        assert row.value == pytest.approx(n_better / 30)
+        assert (row.ci_low > 0) == (n_better == 20)
+        assert row.p_value >= min(1, 2 ** (1 - n_better)) and row.p_value <= 1
+        assert (row.p_value < 0.05) == (n_better == 20)
+    assert len(paired) == 2
+
+
 def test_cases_are_chosen_from_every_question_set_by_one_rule():
     given = traced()
     others = [
