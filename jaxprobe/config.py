@@ -30,7 +30,8 @@ PROTOCOL = 3
 # format 12, the padding token and how a model is run were part of its config's hash.
 DETECTOR_FORMAT = 13
 # Version of the intervals beside measured values. Version 1 had only resamples for an
-# AUPRC, and for exact match and F1 of one set; version 2 for differences in these.
+# AUPRC, and for exact match and F1 of one set; version 2 for differences in these and
+# for answers of equal length.
 INTERVAL_FORMAT = 3
 
 

@@ -5,7 +5,8 @@ questions, with all seeds and both wordings of a context, so it is the interval 
 mean. Resamples of few right or wrong answers are too similar: with 10 among 100, such
 intervals of AUROC covered the truth .87 to .91 of the time. So the wider of this and
 `metrics.auroc_interval` is used (for a difference, `auroc_gain_interval`), for AUPRC
-that of `metrics.wider_auprc_interval` (for a difference, only resamples).
+that of `metrics.wider_auprc_interval` (for a difference, only resamples), and for
+answers of equal length that of `metrics.wider_stratified_interval`.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from beatrice.jaxprobe.metrics import (
     auroc,
     auroc_gain_interval,
     interval_of,
+    paired_strata,
     resamples,
     stratified_auroc,
     two_sided_p,
@@ -33,6 +35,7 @@ from beatrice.jaxprobe.metrics import (
     weighted_stratified,
     wider_auprc_interval,
     wider_interval,
+    wider_stratified_interval,
 )
 from beatrice.jaxprobe.rows import StoreRows
 
@@ -130,6 +133,13 @@ class _Measured:
     def mean(self, metric: str) -> float:
         return float(np.mean([p.value for p in self.seeds[metric]]))
 
+    @property
+    def n_rarer(self) -> int:
+        """Questions of the rarer class, among the strata that have both."""
+        rows = np.concatenate(paired_strata(self.labels, self.strata))
+        labels, questions = self.labels[rows], self.questions[rows]
+        return min(len(np.unique(questions[x])) for x in (labels, ~labels))
+
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
         """Return the row of a metric's mean over seeds, then those of each seed."""
         fields = _with_more_failures(fields, int((~self.where).sum()))
@@ -139,7 +149,7 @@ class _Measured:
             return [ResultRow(**fields, value=None, reason=self.reason(metric))]
         answers = self.labels, self.questions
         if self.strata is not None:
-            low, high = interval_of(draws)
+            low, high = wider_stratified_interval(draws, value, *answers, self.strata)
         elif metric == "auroc":
             low, high = wider_interval(draws, self.scores, *answers)
         else:
@@ -188,6 +198,21 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
     return ResultRow(**fields, value=value, ci_low=low, ci_high=high, p_value=p)
 
 
+def no_surer_than_signs(row: ResultRow, n: int) -> ResultRow:
+    """Return a difference with p at least that of a sign test of `n` questions.
+
+    Resamples of few questions may all have the same sign: 3 of 3 would be significant.
+    Unless p is below .05, the interval includes zero.
+    """
+    least = min(1.0, 2.0 ** (1 - n))
+    if least <= (row.p_value or 0.0):
+        return row
+    low, high = row.ci_low or 0.0, row.ci_high or 0.0
+    if least >= 0.05:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return msgspec.structs.replace(row, p_value=least, ci_low=low, ci_high=high)
+
+
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
     metric = fields["metric"]
     draws, others = ours.draws(metric), rival.draws(metric)
@@ -197,8 +222,9 @@ def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
         return ResultRow(**fields, value=None, reason=reason)
     value = ours.mean(metric) - rival.mean(metric)
     row = difference_row(value, draws - others, **fields)
-    is_paired = np.array_equal(ours.labels, rival.labels)
-    if metric != "auroc" or ours.strata is not None or not is_paired:
+    if ours.strata is not None:
+        return no_surer_than_signs(row, min(ours.n_rarer, rival.n_rarer))
+    if metric != "auroc" or not np.array_equal(ours.labels, rival.labels):
         return row
     low, high, p = auroc_gain_interval(
         ours.scores, rival.scores, ours.labels, ours.questions

@@ -142,9 +142,12 @@ def auroc_gain_interval(
     n_rarer = min(len(np.unique(questions[rows])) for rows in (labels, ~labels))
     if n_rarer < 2:
         return -1.0, 1.0, 1.0
+    if not error and gain:  # all of the rarer class are on the same side
+        half, p = 1 - 0.025 ** (1 / n_rarer), 2.0 ** (1 - n_rarer)
+        return max(-1.0, gain - half), min(1.0, gain + half), p
     half = float(student.ppf(0.975, n_rarer - 1)) * error
-    p = 2 * float(student.sf(abs(gain) / error, n_rarer - 1)) if error else 0.0
-    return max(-1.0, gain - half), min(1.0, gain + half), p if gain else 1.0
+    p = 2 * float(student.sf(abs(gain) / error, n_rarer - 1)) if error else 1.0
+    return max(-1.0, gain - half), min(1.0, gain + half), p
 
 
 def _numbered(questions: np.ndarray | None, labels: np.ndarray) -> np.ndarray:
@@ -443,12 +446,36 @@ def wider_auprc_interval(
     return min(low for low, _ in both), max(high for _, high in both)
 
 
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
+def wider_stratified_interval(
+    draws: np.ndarray,
+    value: float,
+    labels: np.ndarray,
+    questions: np.ndarray,
+    strata: np.ndarray,
+) -> tuple[float, float]:
+    """Return a stratified AUROC's 95 % interval: the union of bootstrap and Wilson's.
+
+    The latter takes AUROC as a share of as many independent pairs as have the variance
+    of Hanley and McNeil (Radiology, 1982), with the larger of its two terms for both.
+    Arguments are as in `wider_auprc_interval`, and `strata` as in `stratified_auroc`.
+    """
+    groups = paired_strata(labels, strata)
+    rows, sizes = np.concatenate(groups), np.array([len(x) for x in groups])
+    right = np.array([labels[x].sum() for x in groups])
+    pairs, most = right * (sizes - right), max(value, 1 - value)
+    variances = pairs * (1 + (sizes - 2) * most / (1 + most))
+    share = len(np.unique(questions[rows])) / len(rows)
+    ends = wilson_interval(value, share * pairs.sum() ** 2 / variances.sum())
+    low, high = interval_of(draws)
+    return min(low, ends[0]), max(high, ends[1])
+
+
+def wilson_interval(share: float, n: float) -> tuple[float, float]:
     """Return the 95 % interval of a share of `n` (Wilson, JASA 1927), also for 0 or 1.
 
     Args:
       share: in [0, 1]; may be a mean over seeds.
-      n: at least 1.
+      n: more than 0.
     """
     z2 = NormalDist().inv_cdf(0.975) ** 2 / n
     middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))

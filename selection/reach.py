@@ -407,6 +407,8 @@ def backbones(inputs: AnalysisInput) -> AnalysisOutput:
         both = inputs.settings[setting], inputs.other[setting]
         config, set_fields = both[0].bootstrap, both[0].set_fields(IN_DOMAIN, "test")
         ranked = [_test_answers(deployed) for deployed in both]
+        if not all(len(answers.ids) for answers in ranked):
+            continue  # a run without labelled test answers
         for kind, source, side in zip(
             ("first", "second"), inputs.models, ranked, strict=True
         ):

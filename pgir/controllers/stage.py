@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from beatrice.extract.backbone.loading import open_backbone
@@ -30,7 +29,7 @@ from beatrice.jaxprobe.calibrate import N_FOLDS, fold_calibrators, run_bootstrap
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.config import CALIBRATE_PRESETS, set_compiler
 from beatrice.jaxprobe.detector import Detector
-from beatrice.jaxprobe.evaluation import difference_row
+from beatrice.jaxprobe.evaluation import difference_row, no_surer_than_signs
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     interval_of,
@@ -129,22 +128,12 @@ class _ResampledMean(NamedTuple):
         return ResultRow(value=self.value, ci_low=low, ci_high=high, **fields)
 
     def minus(self, other: "_ResampledMean", **fields: Any) -> ResultRow:
-        """Return the row of the difference, resampled over the same questions.
-
-        Of few questions with a difference, resamples all have the same sign: 3 of 3
-        would be significant. By a sign test p is at least `2 ** (1 - few)`.
-        """
+        """Return the row of the difference, resampled over the same questions."""
         fields |= {"setting": "both", "n": len(self.values)}
         row = difference_row(
             self.value - other.value, self.draws - other.draws, **fields
         )
-        least = min(1.0, 2.0 ** (1 - np.count_nonzero(self.values != other.values)))
-        if least <= (row.p_value or 0.0):
-            return row
-        low, high = row.ci_low or 0.0, row.ci_high or 0.0
-        if least >= 0.05:
-            low, high = min(low, 0.0), max(high, 0.0)
-        return msgspec.structs.replace(row, p_value=least, ci_low=low, ci_high=high)
+        return no_surer_than_signs(row, np.count_nonzero(self.values != other.values))
 
 
 Drawn = dict[tuple[str, str], _ResampledMean]  # by controller and metric

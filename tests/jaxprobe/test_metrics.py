@@ -19,6 +19,7 @@ from beatrice.jaxprobe.metrics import (
     two_sided_p,
     weighted_metrics,
     weighted_stratified,
+    wider_stratified_interval,
     wilson_interval,
 )
 
@@ -201,6 +202,31 @@ def test_a_gain_of_zero_is_rarely_significant_if_few_answers_are_right():
     assert sure[2] < 0.05 and sure[0] > 0
     first = np.arange(300) < 1
     assert auroc_gain_interval(*np.eye(300)[:2], first, questions) == (-1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("n_right", [3, 8])
+def test_a_gain_without_spread_is_no_surer_than_its_few_right_answers(n_right):
+    labels = np.arange(20) < n_right
+    gain = auroc_gain_interval(labels * 1.0, np.zeros(20), labels, np.arange(20))
+    low, high, p = gain
+    assert p == 2.0 ** (1 - n_right) and low <= 0.5 <= high
+    assert (low > 0) == (p < 0.05) == (n_right == 8)
+
+
+def test_intervals_of_few_answers_of_equal_length_cover_the_truth():
+    rng, covered = np.random.default_rng(0), np.zeros(2)
+    for seed in range(60):
+        strata, labels = rng.integers(0, 10, 30), rng.random(30) < 0.3
+        scores, questions = 2.5 * labels + rng.standard_normal(30), np.arange(30)
+        value = stratified_auroc(scores, labels, strata).value
+        weights = weights_of(questions, n_resamples=200, seed=seed)
+        drawn = weighted_stratified(scores, labels, weights, strata=strata)["auroc"]
+        given = drawn, value, labels, questions, strata
+        for i, ends in enumerate(
+            (interval_of(drawn), wider_stratified_interval(*given))
+        ):
+            covered[i] += ends[0] <= 0.9615 <= ends[1]
+    assert covered[0] < 40 and covered[1] >= 57
 
 
 def test_intervals_of_seed_means_lie_between_the_seeds_and_of_a_best_are_wider():
