@@ -136,6 +136,7 @@ class _Measured:
     @property
     def n_rarer(self) -> int:
         """Questions of the rarer class, among the strata that have both."""
+        assert self.strata is not None
         rows = np.concatenate(paired_strata(self.labels, self.strata))
         labels, questions = self.labels[rows], self.questions[rows]
         return min(len(np.unique(questions[x])) for x in (labels, ~labels))

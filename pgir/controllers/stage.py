@@ -133,7 +133,8 @@ class _ResampledMean(NamedTuple):
         row = difference_row(
             self.value - other.value, self.draws - other.draws, **fields
         )
-        return no_surer_than_signs(row, np.count_nonzero(self.values != other.values))
+        n_differing = int(np.count_nonzero(self.values != other.values))
+        return no_surer_than_signs(row, n_differing)
 
 
 Drawn = dict[tuple[str, str], _ResampledMean]  # by controller and metric

@@ -348,6 +348,11 @@ def test_backbones_rank_encoders_alike_or_in_reverse(deployed):
         assert getattr(first, end) == pytest.approx(getattr(row, end))
     with pytest.raises(ValueError, match="no setting in common"):
         reach.backbones(inputs_of(deployed, other={"with_context": deployed}))
+    rows = deployed.rows
+    known = dataclasses.replace(rows, is_labelled=rows.splits == "ood")
+    other = {"closed_book": dataclasses.replace(deployed, rows=known)}
+    results = results_of(reach.backbones(inputs_of(deployed, other=other)))
+    assert set(results.experiment) == {reach.OTHER_PAIRS}  # without test answers
 
 
 def test_without_the_span_or_family_that_knows_scores_are_worse(deployed, tmp_path):
