@@ -434,6 +434,14 @@ def finding(passage=PASSAGE):
     return Fixed(lambda queries, depth: [[passage]] * len(queries))
 
 
+def test_a_ranking_is_as_deep_as_all_retrievals_may_show(scorer):
+    depths = []
+    retriever = Fixed(lambda queries, depth: depths.append(depth) or [[PASSAGE]])
+    doubt = {"threshold": 1.0, "judge": lambda *draft: 0.1}
+    run_pgir(scorer, [QUESTION], retriever, n_passages=40, **doubt)
+    assert set(depths) == {80}
+
+
 def test_the_readmes_retriever_and_judge_work_in_python(scorer, notes):
     from my_search import stands_in_a_passage
 

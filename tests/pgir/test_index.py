@@ -262,7 +262,10 @@ def test_passages_of_which_only_the_beginning_is_encoded_are_counted(tmp_path):
 def test_flat_and_a_rescored_lossy_index_find_the_highest_inner_products(built, form):
     corpus, encoder, vectors = built
     queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
-    flat = index.DenseRetriever(corpus, encoder).search_vectors(queries, 20)
+    dense = index.DenseRetriever(corpus, encoder)
+    flat = dense.search_vectors(queries, 20)
+    ties = dense.search_vectors(np.zeros_like(queries), 20)
+    assert (np.diff(ties, axis=1) > 0).all()  # equal scores
     lossy = index.DenseRetriever(corpus, encoder, form)
     result = lossy.search_vectors(queries, 20)
     assert result.shape == (len(queries), 20) and (result >= 0).all()
