@@ -76,7 +76,7 @@ def test_a_passage_comes_back_unchanged_whatever_its_title_and_line_ends():
     request = {"query": ["q"], "top_n": len(passages)}
     with RetrievalServer(Ranked(*range(99)), passages, port=0) as server:
         replies = [server.answer("/batch_search", request)]
-    fields = [{"title": p.title, "text": p.text} for p in passages]
+    fields = [{"title": p.title or None, "text": p.text} for p in passages]
     for reply in (*replies, [fields]):  # ours, and one with separate fields
         (documents,) = read_reply(reply, 1, len(passages))
         assert [from_document(document) for document in documents] == passages
