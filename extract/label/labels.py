@@ -268,7 +268,7 @@ class ImportedLabels:
     """The labels of all answers, and counts of the file's lines."""
 
     labels: tuple[Label, ...]  # one per answer; None if the file does not decide it
-    n_lines: int = 0  # all lines of the file
+    n_lines: int = 0  # all lines of the file but blank ones
     n_other_question: int = 0  # lines whose question is not in the run
     n_other_answer: int = 0  # lines whose answer the run's model did not give
     n_undecided: int = 0  # lines on an answer of the run, without a verdict
@@ -279,6 +279,8 @@ def _judged_lines(path: Path) -> Iterator[tuple[str, JudgedAnswer | Label]]:
     """Yield each line with its place; it may also be one of a run's labels.jsonl."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             where = f"{path}, line {number}"
             try:
                 is_label = "example_id" in json.loads(line)

@@ -313,6 +313,9 @@ def test_an_imported_label_holds_only_for_the_same_question_and_answer(tmp_path)
     assert {label.reason for label in result.labels[:2]} == {"imported from mine.jsonl"}
     assert result.labels[2].reason == "not imported from mine.jsonl"
     assert (result.n_lines, result.n_other_question, result.n_other_answer) == (4, 1, 1)
+    with (tmp_path / "mine.jsonl").open("a") as file:
+        file.write("\n \n")  # blank lines are no lines
+    assert import_labels(tmp_path / "mine.jsonl", ANSWERS, QUESTIONS) == result
     row = judged("Capital of Mali?", "Bamako", True, setting="with_context")
     with pytest.raises(ValueError, match="no line of 1 labels an answer of this run"):
         imported(tmp_path, [row])
