@@ -264,12 +264,6 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
     return pairs
 
 
-def _joined(sentences: Sequence[str]) -> str:
-    """Join sentences to a paragraph; HotpotQA's include spaces, 2Wiki's do not."""
-    has_spaces = any(sentence[:1].isspace() for sentence in sentences[1:])
-    return ("" if has_spaces else " ").join(filter(None, sentences)).strip()
-
-
 def supporting_titles(value: Any) -> list[str]:
     """Return the gold titles in order, each once."""
     # Sentence numbers are not used: published files hold some that are out of range.
@@ -280,8 +274,8 @@ def supporting_titles(value: Any) -> list[str]:
 
 def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
     """Return the paragraphs; those under a gold title are supporting."""
-    passages = []
-    for i, (title, sentences) in enumerate(_pairs(value, "context", _SENTENCES)):
+    pairs = _pairs(value, "context", _SENTENCES)
+    for i, (title, sentences) in enumerate(pairs):
         if not (
             isinstance(title, str)
             and isinstance(sentences, list)
@@ -291,11 +285,19 @@ def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
                 f"'context[{i}]': expected a title and a list of sentences, found "
                 f"{kind_of(title)} and {kind_of(sentences)}"
             )
-        body, is_gold = _joined(sentences), title in gold_titles
-        passages.append(Passage(title=title, text=body, is_supporting=is_gold))
-    if not passages:
+    if not pairs:
         raise ValueError("'context' holds no paragraph")
-    return tuple(passages)
+    # HotpotQA's sentences include spaces, though not each; 2Wiki's do not.
+    has_spaces = any(x[:1].isspace() for _, body in pairs for x in body[1:])
+    between = "" if has_spaces else " "
+    return tuple(
+        Passage(
+            title=title,
+            text=between.join(filter(None, sentences)).strip(),
+            is_supporting=title in gold_titles,
+        )
+        for title, sentences in pairs
+    )
 
 
 def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:

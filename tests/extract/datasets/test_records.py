@@ -361,6 +361,28 @@ def test_a_layout_gives_the_set_the_id_and_the_gold_passages(
     assert (question.passages[0].title, question.passages[0].text) == (title, text)
 
 
+FILES = [
+    ("hotpotqa/hotpot_dev_distractor_v1.sample200.json", ""),
+    ("2wikimultihopqa/dev.sample164.json", " "),
+]
+
+
+@pytest.mark.parametrize(("file", "between"), FILES)
+def test_sentences_of_published_paragraphs_are_joined_as_their_set_is(file, between):
+    path = pub.samples() / file
+    rows = list(open_dataset(path).read())
+    for row, record in zip(rows, json.loads(path.read_bytes()), strict=True):
+        texts = [between.join(x).strip() for _, x in record["context"]]
+        assert [x.text for x in row.question.passages] == [x for x in texts if x]
+
+
+def test_a_paragraph_without_a_space_is_joined_like_the_others_of_its_record(tmp_path):
+    band, toto, rush = hotpot()["context"]
+    record = hotpot(context=[band, [toto[0], ["Toto!", '" (1978)']], rush])
+    texts = [passage.text for passage in question_of(tmp_path, record).passages]
+    assert texts[:2] == [BAND, 'Toto!" (1978)']
+
+
 def test_further_fields_of_a_record_are_kept_with_its_question(tmp_path):
     assert question_of(tmp_path, pub.musique()).meta == {"hops": "2hop"}
     assert question_of(tmp_path, pub.popqa(3)).meta["prop"] == "prop 3"
