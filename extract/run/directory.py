@@ -544,7 +544,9 @@ class RunDir(contextlib.AbstractContextManager["RunDir"]):
             ("output", record.outputs, self._digests(record.outputs)),
         ):
             if changed := then.items() ^ current.items():
-                path, _ = min(changed)
+                # What was replaced says more than what was added or removed.
+                both = then.keys() & current.keys()
+                path, _ = min(changed, key=lambda x: (x[0] not in both, x[0]))
                 return f"stage {name}: its {kind} {path} has changed since"
         return None
 

@@ -290,6 +290,9 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
     assert run.stage_done("sweep", inputs)
     gap = run.stage_gap("sweep", inputs | {"model": "def"})
     assert gap == "stage sweep: its input model has changed since"
+    other = {k: v for k, v in inputs.items() if k != "model"} | {"examples.jsonl": "0"}
+    gap = run.stage_gap("sweep", other | {"added": "1"})
+    assert gap == "stage sweep: its input examples.jsonl has changed since"
     write_text_atomic(run.answers / "b.jsonl", "{}\n")
     assert run.stage_gap("sweep") == "stage sweep: its input answers has changed since"
     (run.answers / "b.jsonl").unlink()
