@@ -18,6 +18,7 @@ from beatrice.extract.datasets.loading import (
     DatasetFile,
     Loaded,
     Refusal,
+    none_usable,
     open_dataset,
     unread_in_words,
 )
@@ -154,6 +155,8 @@ def _read_pool(
         numbers[name] = row.number
         pool[name] = Candidate(name, text_key(question.question), question.split)
     n = counts["records"]
+    if len(refusals) == n:
+        raise ValueError(none_usable(source.path, n, refusals[0]))
     if counts["of_another_split"] == n:
         raise ValueError(
             f"{source.path}: all {n} records name a split that --{source.role} does "

@@ -328,6 +328,14 @@ def unread_in_words(counts: Mapping[str, int]) -> str:
     return f"fields not read: {names}"
 
 
+def none_usable(path: Path, n_records: int, first: Refusal) -> str:
+    """Return the error for a file whose every record is refused."""
+    return (
+        f"{path}: none of {n_records} records can be used; record {first.number} "
+        f"({first.at}): {first.reason}"
+    )
+
+
 # A value in a reason, in either kind of Python quotes.
 _A_VALUE = re.compile(
     r"(found|the id|the filter|records,|its 'dataset' is|the evidence file) "
@@ -377,11 +385,8 @@ def inspect_file(
         identity = _identity(file)
         identity |= {"datasets": dict(datasets), "formats": dict(formats)}
     if error is None and not counts["loaded"]:
-        first = refusals[0]
-        error = (
-            f"{path}: none of {counts['records']} records can be used; record "
-            f"{first['record']} ({first['at']}): {first['reason']}"
-        )
+        first = Refusal(*refusals[0].values())
+        error = none_usable(path, counts["records"], first)
     report: dict[str, Any] = {"file": str(path)}
     if path.is_file():
         report |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}

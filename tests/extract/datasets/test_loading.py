@@ -443,6 +443,12 @@ def test_a_refused_record_stops_the_build_or_is_listed(sources, tmp_path):
     manifest = build(tmp_path / "out", sources, skip_bad=True)
     (refusal,) = manifest["sources"][0]["refusals"]
     assert refusal["number"] == 5
+    twins = [pub.musique(i, answerable=False) for i in range(2)]
+    path = pub.write_lines(tmp_path / "twins", twins)
+    every = [source("musique", "train", path), *sources]
+    with pytest.raises(ValueError, match="none of 2 records can be used") as caught:
+        build(tmp_path / "all", every, skip_bad=True)
+    assert str(caught.value) == inspect_file(path)["error"]
 
 
 def test_a_context_equal_to_the_default_is_not_written_down():
