@@ -41,7 +41,11 @@ from beatrice.benchmarks.stages import BASELINES_PRESETS, BaselinesConfig
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.datasets.loading import Refusal, open_dataset
 from beatrice.extract.engines import ANSWER
-from beatrice.extract.generate.answers import answer_config, load_tokenizer_only
+from beatrice.extract.generate.answers import (
+    answer_config,
+    load_tokenizer_only,
+    read_drawing,
+)
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.label.labels import LABEL_PRESETS, RULES
 from beatrice.extract.label.stage import label_run
@@ -545,20 +549,41 @@ def labelling_options(rule: str) -> str | None:
     return f"--judge {name}" if kind == "judge" else None
 
 
+def published_rivals(
+    run: RunDir, config: BaselinesConfig, note: Callable[[str], None]
+) -> list[Baseline]:
+    """Return the detectors that `baselines` last judged and that can score new answers.
+
+    What the others lack is noted. Raises ValueError if the new answers' samples were
+    drawn with other options than the run's.
+    """
+    inner, rivals = _inner(run), []
+    draws = [read_drawing(x).get("draws") for x in (run, inner)]
+    if None not in draws and draws[0] != draws[1]:
+        raise ValueError(
+            f"{inner.samples} was drawn with other options than {run.samples}; draw "
+            "again with those in the latter's config.json"
+        )
+    for rival in chosen_detectors(config):
+        lack = unmet(rival, run, config)
+        # A detector trained on drawn answers has the run's, and needs no new ones.
+        if not (lack or rival.draws_for) and (lack := unmet(rival, inner, config)):
+            lack += ", with the options of the run's own samples"
+        if lack:
+            note(f"transfer: {rival.name} {lack}")
+        else:
+            rivals.append(rival)
+    return rivals
+
+
 def _transfer(
     run: RunDir, config: TransferConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
     detector, intervals = Detector.load(run.detector), run_bootstrap(run)
     questions, rows = asked_questions(read_examples(run), config), []
-    how, detectors = baselines_config(run), []
-    for rival in chosen_detectors(how):
-        # A detector trained on drawn answers has the run's, and needs no new ones.
-        places = (run,) if rival.draws_for else (run, _inner(run))
-        if lack := next(filter(None, (unmet(rival, x, how) for x in places)), None):
-            progress.note(f"transfer: {rival.name} {lack}")
-        else:
-            detectors.append(rival)
+    how = baselines_config(run)
+    detectors = published_rivals(run, how, progress.note)
     relations = open_relations(run, how, detectors, progress)
     for index, setting in enumerate(SETTINGS):
         scenario = run_scenario(run, _inner(run), setting, how, relations)

@@ -46,6 +46,7 @@ from beatrice.benchmarks.transfer import (
     asked_questions,
     encoder_scores,
     open_inner,
+    published_rivals,
     published_scores,
     rival_scores,
     run_scenario,
@@ -69,6 +70,7 @@ from beatrice.extract.records import (
 )
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import (
     Subject,
     encoder,
@@ -568,6 +570,31 @@ def test_closed_book_answers_are_reused_and_changed_questions_answered_again(tmp
             assert inner.stage_done("answer") == is_done
             assert (inner.path / "features").exists() == is_done
     assert notes == ["retrieved: passages or questions have changed; answering again"]
+
+
+DRAWING = ("sep:words", "semantic_entropy_bayesian:words")
+
+
+def test_new_answers_are_judged_by_draws_with_the_options_of_the_runs_own(tmp_path):
+    run, config, notes = RunDir(tmp_path), BaselinesConfig(only=DRAWING), []
+
+    def draw(run, n_samples):
+        write_text_atomic(run.samples_file, "")
+        drawing = {"draws": {"n_samples": n_samples}, "splits": ["train"]}
+        write_json_atomic(run.samples / "config.json", drawing)
+
+    def rivals():
+        return [x.name for x in published_rivals(run, config, notes.append)]
+
+    draw(run, 4)
+    assert rivals() == ["sep:words"]  # it has learned from the run's draws
+    line = f"`beatrice sample {tmp_path}/retrieved --split train .*`, with the options "
+    assert re.search(line + "of the run's own samples$", notes.pop())
+    draw(RunDir(tmp_path / "retrieved"), 10)
+    with pytest.raises(ValueError, match="drawn with other options than .*samples; "):
+        rivals()
+    draw(RunDir(tmp_path / "retrieved"), 4)
+    assert sorted(rivals()) == sorted(DRAWING) and not notes
 
 
 def test_transfer_answers_nothing_if_a_detectors_code_is_not_named(smoke_run, tmp_path):
