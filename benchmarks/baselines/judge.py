@@ -184,6 +184,8 @@ def score(
             f"{detector.name} returns scores of shape {shape}, expected "
             f"[n_seeds, {n_rows}]; for one seed, add an axis with `scores[None]`"
         )
+    if not reason and np.isnan(output.scores).any(axis=0).all():
+        reason = DetectorScores.reason
     seconds = clock() - began
     if "samples" in detector.needs and not detector.draws_for:
         # Rows without samples take no time to score.

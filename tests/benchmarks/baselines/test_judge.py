@@ -319,6 +319,16 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
     assert all(r.value is not None for r in rows if r not in detector_rows)
 
 
+def test_a_detector_without_any_score_has_a_reason():
+    scores = np.full((2, 4), np.nan)
+    scores[1, 1:] = -np.inf  # one of its seeds is not enough
+    detector = baseline_of(lambda _: DetectorOutput(scores))
+    given = drawn_inputs([["a"]] * 4)
+    assert score(detector, given).reason == DetectorScores.reason
+    scores[0, 1] = -np.inf
+    assert not score(detector, given).reason
+
+
 BARE, DRAWN = baseline_of(None), baseline_of(None, needs=frozenset({"samples"}))
 SHOWN = baseline_of(None, reads=("p_true",))  # reads what was drawn
 ALL_DRAWN, SOME_DRAWN = [["a", "b"], ["a", "c"]], [["a", "b"], []]
@@ -565,7 +575,9 @@ def test_every_rival_without_samples_has_its_rows_and_its_costs(run):
     }
     costs = judged(run)
     assert set(costs) == possible
-    assert all(x.seconds > 0 and not x.reason for x in costs.values())
+    assert all(x.seconds > 0 for x in costs.values())
+    # Its option is no single token of the embedded model.
+    assert {x.name for x in costs.values() if x.reason} == {"p_true"}
     assert costs["lumina", "with_context"].n_forwards == 2
     assert costs["p_true", "closed_book"].n_forwards == 1
     assert costs["saplma_last", "closed_book"].n_forwards == 0
