@@ -92,10 +92,10 @@ def rows_at_equal_length(
     `n_tokens` are the lengths of the answers, `[n_rows]`.
 
     Returns:
-      Rows of the experiment "at_equal_length", with `n` the number of answers with a
-      counterpart of the other class; the first detector's gains over the others, as
-      "at_equal_length_paired"; and for each set the share of labelled answers without
-      a counterpart ("unmatched"), which do not count here.
+      Rows of the experiment "at_equal_length", with `n` the number of scored answers
+      that have a counterpart of the other class; the first detector's gains over the
+      others, as "at_equal_length_paired"; and for each set the share of labelled
+      answers without a counterpart ("unmatched"), which do not count here.
     """
     experiment, (ours, *rivals) = "at_equal_length", names.AT_EQUAL_LENGTH
     measured = detection_rows(
@@ -106,11 +106,17 @@ def rows_at_equal_length(
         {f"{experiment}_paired": [(ours, rival) for rival in rivals]},
         strata=n_tokens,
     )
-    n_matched, unmatched = {}, []
+    is_scored = {x.subject: x.is_defined for x in detectors}
+
+    def n_matched(where: np.ndarray, *subjects: Subject) -> int:
+        for subject in subjects:
+            where = where[is_scored[subject][where]]
+        return sum(map(len, paired_strata(rows.labels[where], n_tokens[where])))
+
+    unmatched = []
     for dataset, split in rows.evaluated_sets():
         where = rows.where(split, dataset)
-        strata = paired_strata(rows.labels[where], n_tokens[where])
-        n = n_matched[dataset, split] = sum(map(len, strata))
+        n = n_matched(where)
         row = ResultRow(
             experiment=experiment,
             detector="answers",
@@ -120,10 +126,11 @@ def rows_at_equal_length(
             **rows.fields_of(dataset, split),
         )
         unmatched.append(row)
-    of_matched = (
-        msgspec.structs.replace(row, n=n_matched[row.dataset, row.split])
-        for row in measured
-    )
+    of_matched = []
+    for row in measured:
+        where, rival = rows.where(row.split, row.dataset), row.rival or row.subject
+        n = n_matched(where, row.subject, rival)
+        of_matched.append(msgspec.structs.replace(row, n=n))
     return [*of_matched, *unmatched]
 
 

@@ -37,7 +37,7 @@ from beatrice.benchmarks.results.evaluate import (
     layer_rows,
     prompt_rows,
 )
-from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, probe
+from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, PERPLEXITY, probe
 from beatrice.benchmarks.results.tables import find, results_of
 from beatrice.extract.generate.prompts import UnaskedQuestion
 from beatrice.extract.generate.templates import PromptConfig
@@ -336,9 +336,14 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
     where |= {"against": None}
     n = find(table, detector="champion", metric="auroc", seed="mean", **where).n
     assert 0 < n < share.n and share.value == pytest.approx(1 - n / share.n)
-    undefined = find(
-        table, detector="champion", **where | {"split": "validation"}, metric="auroc"
-    )
+    perplexity = next(x for x in detectors if x.subject == PERPLEXITY)
+    perplexity.scores[0, rows.where("test")[10:]] = np.nan
+    table = results_of(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
+    where |= {"metric": "auroc", "seed": "mean"}
+    assert find(table, detector="champion", **where).n == n > 10
+    assert find(table, detector="perplexity", **where).n == 10
+    assert find(table, **where | {"against": "perplexity"}).n == 10
+    undefined = find(table, detector="champion", **where | {"split": "validation"})
     assert undefined.value is None and "no stratum" in undefined.reason
 
 
