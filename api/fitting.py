@@ -399,13 +399,14 @@ def drawn_splits(
 ) -> dict[Setting, np.ndarray]:
     """Draw validation groups: three tenths of the groups per number of right answers.
 
-    Groups whose number of right answers is unique are sorted by it and drawn at even
-    distances from a random start, so that each can be drawn with some seed.
+    Groups without labels are not drawn. Groups whose number of right answers is unique
+    are sorted by it and drawn at even distances from a random start, so that each can
+    be drawn with some seed.
     """
     n_right: dict[str, int] = {}
     for setting, ids in names.items():
         labels, is_labelled = truth[setting]
-        for name, is_right in zip(ids, labels & is_labelled, strict=True):
+        for name, is_right in zip(ids[is_labelled], labels[is_labelled], strict=True):
             n_right[name] = n_right.get(name, 0) + int(is_right)
     rng, validation, unlike = np.random.default_rng(seed), set(), []
     for count in sorted(set(n_right.values())):

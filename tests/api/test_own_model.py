@@ -212,6 +212,15 @@ def test_each_of_a_few_unlike_groups_validates_under_some_seeds(n):
     assert n_times.min() > 15  # at least 30 are expected
 
 
+def test_answers_without_a_label_do_not_change_how_many_wrong_ones_validate():
+    names, is_labelled = {"closed_book": np.arange(1000)}, np.arange(1000) < 80
+    truth = {"closed_book": (np.arange(1000) < 40, is_labelled)}
+    for seed in range(20):
+        (splits,) = drawn_splits(names, truth, seed).values()
+        validation = np.flatnonzero((splits == "validation") & is_labelled)
+        assert np.bincount(validation // 40).tolist() == [12, 12]
+
+
 def test_groups_and_questions_are_matched_across_both_settings():
     lengths, rows = np.full(40, 2), np.ones((80, 2))
     spans = np.tile([[0, 1], [1, 1], [1, 2]], (40, 1, 1))
