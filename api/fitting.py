@@ -7,7 +7,6 @@ and fuse encoders, calibrate.
 
 import contextlib
 import dataclasses
-from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -453,14 +452,24 @@ def _provenance(
     """Return the signals' model, prompt and layer; None without a language model."""
     first = next(iter(passes.values()))
     model, abouts = first.model, [x.store.spec.fingerprint for x in passes.values()]
-    # All stores, because signals of existing answers do not record how they ended.
-    facts = ChainMap(*map(dict, abouts))
+    facts, stop_ids = abouts[0], [x.get("stop_id") for x in abouts]
     if layer is None or any("name" not in about for about in abouts):
         return None
-    for name in ("model", "dtype", "answer_span", "attention_layers", "prompt"):
+    # `answer` leaves defaults out; `read` does not know how answers were generated.
+    generated = [
+        about
+        for part, about in zip(passes.values(), abouts, strict=True)
+        if part.store.spec.path == "decode" or {"max_new_tokens", "stop"} & {*about}
+    ]
+    limits = [x.get("max_new_tokens", MAX_NEW_TOKENS) for x in generated]
+    # A store on disk turns tuples into lists.
+    stops = [msgspec.convert(x.get("stop"), tuple[str, ...] | None) for x in generated]
+    for name in ("model", "dtype", "answer_span", "attention_layers", "prompt", "stop"):
         values = [about.get(name, "all") for about in abouts]
-        if name == "prompt":  # a store on disk turns tuples into lists
+        if name == "prompt":
             values = [msgspec.convert(value, PromptConfig) for value in values]
+        if name == "stop":
+            values = stops
         if any(value != values[0] for value in values):
             raise ValueError(
                 "signals: expected both settings to be read in the same way by one "
@@ -474,13 +483,13 @@ def _provenance(
         stored_as=stored_dtypes(first.store),
         answer_span=facts["answer_span"],
         prompt=msgspec.convert(facts["prompt"], PromptConfig),
-        stop_id=facts["stop_id"],
+        stop_id=next((x for x in stop_ids if x is not None), None),
         # Signals stored by earlier versions do not record scripts.
         scripts=tuple(sorted({x for y in abouts for x in y.get("scripts", ())})),
         paths={setting: part.store.spec.path for setting, part in passes.items()},
         attention_layers=facts.get("attention_layers", "all"),
-        max_new_tokens=facts.get("max_new_tokens", MAX_NEW_TOKENS),
-        stop=None if facts.get("stop") is None else tuple(facts["stop"]),
+        max_new_tokens=max(limits, default=MAX_NEW_TOKENS),
+        stop=next(iter(stops), None),
         **({} if model is None else model.backbone.identity()),
     )
 

@@ -35,7 +35,7 @@ from beatrice.extract.backbone.names import (
     fetch_model,
     locked_folder,
 )
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.templates import MAX_NEW_TOKENS, PromptConfig
 from beatrice.extract.records import SETTINGS
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.files import user_cache
@@ -351,6 +351,22 @@ def test_a_probe_records_how_the_answers_of_each_setting_were_read(model):
     probe = beatrice.fit(both, labels, progress=False)
     paths = {"closed_book": "decode", "with_context": "teacher_forced"}
     assert probe.detector.provenance.paths == paths
+    assert probe.detector.provenance.max_new_tokens == 3  # `read` does not know it
+
+
+def test_a_probe_of_both_settings_takes_what_ends_answers_from_both(model):
+    shown, right = {"contexts": [PASSAGE] * 20, "read": True}, [True, False] * 10
+    _, cut = model.answer(PLACES, max_new_tokens=1, read=True)
+    whole, ended = (model.answer(PLACES, **shown, stop=x)[1] for x in (None, ["Falls"]))
+    both = {"closed_book": cut, "with_context": whole}
+    provenance = beatrice.fit(
+        both, dict.fromkeys(both, right), progress=False
+    ).detector.provenance
+    assert provenance.max_new_tokens == MAX_NEW_TOKENS
+    assert provenance.stop_id == whole.store.spec.fingerprint["stop_id"] is not None
+    with pytest.raises(ValueError, match=r"their stop are None and \('Falls',\)"):
+        both["with_context"] = ended
+        beatrice.fit(both, dict.fromkeys(both, right), progress=False)
 
 
 def test_loading_a_model_does_not_change_the_verbosity_of_transformers():
