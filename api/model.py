@@ -251,7 +251,7 @@ class LanguageModel:
         Raises:
           ValueError: a text is empty or contains a control token, counts differ, a
             prompt exceeds the model's window (nothing is truncated), or with
-            `read=True` an `Example` occurs twice.
+            `read=True` an `Example` occurs twice or there are no questions.
         """
         max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
         is_usual = isinstance(layers, str) and layers == "middle"
@@ -323,6 +323,8 @@ class LanguageModel:
 
         Answers are saved in `<written>.written`, and signals in `store`.
         """
+        if not requests:
+            raise ValueError("questions: expected some to answer and read, found none")
         numbers: dict[str, int] = {}
         for number, request in enumerate(requests):  # signals are kept by id
             if (first := numbers.setdefault(request.example_id, number)) != number:

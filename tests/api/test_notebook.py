@@ -581,6 +581,7 @@ def test_a_model_that_cannot_be_opened_is_refused_in_one_sentence(given, named):
         ({"stop": [3]}, r"stop\[0\]: expected a text"),
         ({"store": "signals"}, "store: only applies to signals; add read=True"),
         ({"layers": [2]}, "layers: only applies to signals; add read=True"),
+        ({"read": True, "questions": []}, "questions: expected some .* found none"),
         ({"read": True, "layers": []}, "layers: expected numbers"),
         ({"read": True, "layers": None}, "layers: expected numbers"),
         ({"read": True, "layers": [2.5]}, "layers: expected numbers"),
