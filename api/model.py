@@ -351,7 +351,7 @@ class LanguageModel:
             folder = Path(f"{written}.written")
             with locked_folder(folder):
                 answers, reader = _answer_on_disk(
-                    reader, requests, generation, config, folder
+                    reader, requests, generation, config, folder, store
                 )
         return answers, self._store(reader, answers, store, config, generation)
 
@@ -529,6 +529,7 @@ def _answer_on_disk(
     generation: GenerationConfig,
     config: "ExtractConfig",
     folder: Path,
+    store: str | Path | None,
 ) -> tuple[list[Answer], Reader]:
     """Answer and read in groups; answers of an earlier call in `folder` are kept."""
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
@@ -542,6 +543,9 @@ def _answer_on_disk(
         if (row := rows.get(request.example_id)) is None
         or row.prompt_ids != request.prompt.ids
     ]
+    if store is not None and any(x.example_id in rows for x in missing):
+        # New answers to other prompts would hide those that are stored.
+        _check_store(store, (), config.hidden_layers)
     # Sorted by length, so that batches need little padding.
     missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
     # Saved group by group, so that a kill loses at most one.
@@ -558,7 +562,7 @@ def _answer_on_disk(
 
 
 def _check_store(
-    store: str | Path, requests: Sequence[Request], layers: tuple[int, ...]
+    store: str | Path, requests: Sequence[Request], layers: tuple[int, ...] | None
 ) -> None:
     """Check, before questions are answered, that a store has no other signals."""
     from beatrice.extract.store.store import open_store

@@ -526,6 +526,17 @@ def test_a_store_of_other_signals_is_refused_before_anything_is_answered(
     assert [path.name for path in tmp_path.iterdir()] == ["signals"]
 
 
+def test_a_store_of_other_prompts_is_refused_and_its_answers_stay_recorded(
+    model, tmp_path
+):
+    options = {"read": True, "store": tmp_path / "signals", "max_new_tokens": 2}
+    model.answer(QUESTIONS, CONTEXTS, **options)
+    lines = (tmp_path / "signals.written" / "answers.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="other answers or layers"):
+        model.answer(QUESTIONS, CONTEXTS[::-1], **options)
+    assert (tmp_path / "signals.written" / "answers.jsonl").read_bytes() == lines
+
+
 def test_the_identity_of_a_model_in_memory_ignores_how_it_is_used(model):
     backbones, uses = [], {"use_cache": False, "transformers_version": "9"}
     uses |= {"output_hidden_states": True, "architectures": None}  # as if from no file
