@@ -242,7 +242,8 @@ class LanguageModel:
           layers: see the method `read`.
           store: see the method `read`. With `read=True`, answers and signals of each
             batch are also kept in `<store>.written`, from which the same call resumes;
-            keep both folders or neither.
+            keep both folders or neither. With a URL nothing is kept, and the same call
+            answers again.
 
         Returns:
           The answers, in the order of the questions, with the exact token ids read and
@@ -576,7 +577,7 @@ def _check_store(
         raise ValueError(
             f"store: {store} holds signals of other answers or layers; choose another "
             "place, or delete it (a call that only adds questions then continues from "
-            f"{store}.written)"
+            f"{store}.written, unless that is a URL)"
         )
 
 
