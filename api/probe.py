@@ -210,6 +210,7 @@ class Probe(AnswerScorer):
         stores: dict[Setting, FeatureStore] = {
             setting: reading.store for setting, reading in passes.items()
         }
+        examples: dict[Setting, np.ndarray] = {s: x.indices for s, x in passes.items()}
         if not len(signals):
             return np.zeros(0)
         # Torch needs no compilation for new numbers or lengths of answers.
@@ -219,7 +220,7 @@ class Probe(AnswerScorer):
             branch,
             stores,
             layer=self.layer,
-            examples=signals.indices,
+            examples=examples,
             score=TorchForward(self.detector, device).score,
         )
         if len(odd := np.flatnonzero(np.isnan(scores.p_correct))):

@@ -300,14 +300,14 @@ def score_store(
     *,
     layer: int | None,
     score: ScoreBatch,
-    examples: np.ndarray | None = None,
+    examples: Mapping[Setting, np.ndarray] | None = None,
 ) -> Scores:
     """Return a detector's scores of stored answers, read in batches.
 
-    The answers are those of the branch's setting, or `examples` `[n]` of them, at least
-    one. A head that also reads closed-book encoders uses the closed-book answer to the
-    same question. `layer` is as in `TrainedGrid`; for `score` see
-    `pgir.forward.TorchForward`.
+    The answers are those of the branch's setting, at least one. A head that also reads
+    closed-book encoders uses the closed-book answer to the same question. `examples`
+    are the answers `[n]` to use of each setting, by default all. `layer` is as in
+    `TrainedGrid`; for `score` see `pgir.forward.TorchForward`.
     """
     setting = branch_setting(branch)
     passes = detector.passes_of(branch)
@@ -315,15 +315,18 @@ def score_store(
         raise ValueError(
             f"scoring {branch} needs the signals of {' and '.join(sorted(missing))}"
         )
-    ids = _ids(stores[setting])
-    where = np.arange(len(ids)) if examples is None else np.asarray(examples)
+    chosen: dict[Setting, np.ndarray] = {
+        name: np.arange(len(store.spec.keys)) for name, store in stores.items()
+    }
+    chosen |= examples or {}
+    ids = {name: _ids(stores[name])[where] for name, where in chosen.items()}
     rows, lengths = {}, {}
     for name in passes:
         store, bank = stores[name], detector.banks[name]
         _check_families(bank.dims, store)
-        rows[name] = (
-            where if name == setting else closed_book_rows(ids[where], _ids(store))
-        )
+        rows[name] = chosen[name]
+        if name != setting:
+            rows[name] = rows[name][closed_book_rows(ids[setting], ids[name])]
         lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
     indices, scores = [], []
     every = np.concatenate(list(lengths.values()), axis=1)

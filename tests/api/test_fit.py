@@ -291,6 +291,8 @@ def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
     probe = beatrice.fit(passes, verdicts, groups=groups, splits=splits, **how)
     where = np.arange(100, 160)
     p = probe.predict(stored[where], closed_book=passes["closed_book"])
+    with pytest.raises(ValueError, match="has no closed-book answer"):
+        probe.predict(stored[where], closed_book=passes["closed_book"][:1])
     report = probe.report.query("head == 'with_context' and metric == 'brier'")
     assert np.square(p - labels[where]).mean() == pytest.approx(
         report["value"].item(), abs=1e-6

@@ -171,14 +171,14 @@ def test_stored_answers_are_scored_with_their_questions_closed_book_answers(dete
     scores = read(stores)
     np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
     some = np.array([80, 3, 41])
-    subset = read(stores, examples=some)
+    subset = read(stores, examples={"with_context": some})
     np.testing.assert_allclose(subset.encoders, expected.encoders[some], atol=1e-5)
     with pytest.raises(ValueError, match="needs the signals of closed_book"):
         read({"with_context": stores["with_context"]})
     with pytest.raises(ValueError, match="'q0' has no closed-book answer"):
         stores["closed_book"] = stored("closed_book", context[1:])
         read(stores)
-    read(stores, examples=some)
+    read(stores, examples={"with_context": some})
 
 
 def test_no_more_answers_are_encoded_at_once_than_a_gibibyte_holds(detector):
@@ -311,7 +311,8 @@ def test_a_detector_can_be_made_saved_and_scored_from_arrays_only(trained, tmp_p
     np.testing.assert_allclose(output.raw, scores.mean(axis=0), atol=1e-5)
     test = rows.where("test")
     assert auroc(output.p_correct[test], rows.labels[test]).value > 0.85
-    some = score_all(loaded, "closed_book", stores, examples=test[::-1])
+    some = {"closed_book": test[::-1]}
+    some = score_all(loaded, "closed_book", stores, examples=some)
     np.testing.assert_allclose(some.p_correct, output.p_correct[test[::-1]], atol=1e-6)
     dims = dataclasses.replace(data.dims, names=("mute", "loud", "new"))
     bank = dataclasses.replace(loaded.banks["closed_book"], dims=dims)
