@@ -346,7 +346,7 @@ def check_classes(rows: StoreRows, where: tuple[np.ndarray, np.ndarray]) -> None
         if not len(indices):
             raise ValueError(
                 f"{rows.setting}: there are no labelled {split} answers; label answers "
-                "to more questions, or of that split"
+                "to more questions, in more groups, or of that split"
             )
         n_right = int(rows.labels[indices].sum())
         if n_right in (0, len(indices)):
