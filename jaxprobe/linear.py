@@ -62,6 +62,7 @@ def fit_linear(
       valid_labels: `[n_validation]`.
       regression_of: returns an unfitted regression for an inverse penalty.
     """
+    use_one_blas_thread()
     is_correct = both_classes(labels, train.shape[0], "training")
     is_valid_correct = both_classes(valid_labels, valid.shape[0], "validation")
 

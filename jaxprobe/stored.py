@@ -171,7 +171,9 @@ def use_one_blas_thread() -> None:
 
     On a CPU, JAX hands a Cholesky factor and its triangular solves to SciPy's OpenBLAS,
     which spreads 64 x 64 numbers over every core and then lets its threads spin for
-    some milliseconds: at the paper's widths a training step took 1.3 times as long.
+    some milliseconds: at the paper's widths a training step took 1.3 times as long. A
+    regression's last digits depend on the number of threads, and so would depend on
+    what else the process has done.
 
     The limit is never undone, since several trainings may run side by side. It has no
     effect if another living thread has set limits through `threadpoolctl`, or on

@@ -69,6 +69,7 @@ from beatrice.jaxprobe.evaluation import DetectorScores, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.rows import StoreRows, check_groups_unsplit, rows_of
 from beatrice.jaxprobe.stages import chosen_layer
+from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.train import open_rows
 from beatrice.pgir.arguments import as_labels, as_list, as_names, as_splits
 
@@ -170,6 +171,7 @@ def score(
     def clock() -> float:
         return time.monotonic() + getattr(inputs.relations, "owed", 0.0)
 
+    use_one_blas_thread()
     begin_peak()
     began, reason, n_rows = clock(), "", len(inputs.rows.ids)
     try:

@@ -40,6 +40,7 @@ from scipy.sparse import csr_array
 from beatrice.extract.records import UNSPACED, Example, Setting, split_words
 from beatrice.jaxprobe.calibrate import FIT_MAP
 from beatrice.jaxprobe.config import MapKind
+from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import answer_log_probs
 from beatrice.pgir.controllers.loop import (
     Call,
@@ -237,6 +238,7 @@ def fit_router(vectors: QuestionVectors, labels: Sequence[str], strength: float)
 
     if len(set(labels)) < 2:
         return DummyClassifier().fit(vectors, labels)
+    use_one_blas_thread()
     return LogisticRegression(C=strength, max_iter=1000).fit(vectors, labels)
 
 

@@ -44,6 +44,7 @@ from beatrice.jaxprobe.tokens import split_families
 from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from tests.jaxprobe.samples import assert_same_leaves, rows_like, store_like
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
+from tests.process import run_python
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=1)
@@ -380,3 +381,15 @@ def test_training_only_a_regression_compiles_no_network(caplog):
     logits, vectors = apply_member(params, mask, tokens, encoder=encoder)
     np.testing.assert_allclose(outputs.logits[0, valid], logits, atol=1e-5)
     assert not np.any(vectors) and not outputs.pooled.any()
+
+
+def test_a_regression_has_the_same_bits_whatever_ran_before_in_the_process():
+    program = """
+import numpy as np
+from threadpoolctl import threadpool_info
+from beatrice.jaxprobe.linear import fit_linear
+x, y = np.eye(8), np.arange(8) % 2 > 0
+fit_linear(x, y, x, y)
+print({lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"})
+"""
+    assert run_python(program, OPENBLAS_NUM_THREADS="2").stdout == "{1}\n"
