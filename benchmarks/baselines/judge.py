@@ -308,20 +308,13 @@ def judge(
       on_score: called with a detector's name after it has scored.
 
     Returns:
-      Rows as in results.jsonl: AUROC and AUPRC with intervals, choices on validation
-      ("chosen"), and differences of pairs with p-values ("paired").
+      Rows of results.jsonl: "detection", "chosen" (on validation) and "paired".
     """
     set_library_compiler()
     store, indices = _store_of(signals)
     rows = _rows_of_labels(store, indices, labels, questions, splits)
-    grouped, known = _grouped(rows, indices, groups), _distinct(detectors, pairs)
-    for detector in known:
-        if rows.setting not in detector.settings:
-            raise ValueError(
-                f"detectors: {detector.name} is defined only for "
-                f"{' and '.join(detector.settings)}, and the signals are of "
-                f"{rows.setting} answers; leave it out"
-            )
+    grouped = _grouped(rows, indices, groups)
+    known = _distinct(detectors, pairs, rows.setting)
     inputs = DetectorInput.of(
         store,
         rows,
@@ -443,14 +436,25 @@ def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
 
 
 def _distinct(
-    detectors: Iterable[Baseline], pairs: Iterable[tuple[str, str]] = ()
+    detectors: Iterable[Baseline],
+    pairs: Iterable[tuple[str, str]] = (),
+    setting: Setting | None = None,
 ) -> list[Baseline]:
-    """Return each detector once; check that names are unique and pairs are known."""
+    """Return each detector once; check that names are unique and pairs are known.
+
+    Check too that all are defined for the setting, if one is given.
+    """
     by_name: dict[str, Baseline] = {}
     for detector in detectors:
         if by_name.setdefault(detector.name, detector) is not detector:
             raise ValueError(
                 f"two detectors are named {detector.name!r}; rename one of them"
+            )
+        if setting is not None and setting not in detector.settings:
+            raise ValueError(
+                f"detectors: {detector.name} is defined only for "
+                f"{' and '.join(detector.settings)}, and the signals are of "
+                f"{setting} answers; leave it out"
             )
     if unknown := [name for pair in pairs for name in pair if name not in by_name]:
         raise ValueError(
