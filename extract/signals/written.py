@@ -90,7 +90,13 @@ def save_batch(
         values = [getattr(of_answer, name) for of_answer in rows.values()]
         edges[name] = np.cumsum([0, *map(len, values)]).tolist()
         # Viewed as integers of the same size, since safetensors has no NumPy bfloat16.
-        codes = encode(np.concatenate(values), dtype).codes
+        encoded = encode(np.concatenate(values), dtype)
+        if encoded.n_overflowed:
+            raise ValueError(
+                f"{encoded.n_overflowed} values of {name!r} are too large for "
+                f"{dtype}; make the run with --set dtype=bf16"
+            )
+        codes = encoded.codes
         tensors[name] = codes.view(f"<u{codes.dtype.itemsize}")
         stretches = itertools.pairwise(edges[name])
         sums[name] = [zlib.crc32(tensors[name][i:j].tobytes()) for i, j in stretches]

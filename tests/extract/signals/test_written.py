@@ -208,21 +208,35 @@ def test_answer_and_extract_read_the_attention_that_the_run_chose(tmp_path):
     assert spec.fingerprint["attention_layers"] == "full"
 
 
+def save_one(folder, config, entries, scale=1, i=0):
+    """Save the signals of an answer, with states of these layers."""
+    shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
+    answer = an_answer(example_id=f"q{i}", prompt_ids=(1, 2 + i), stop_id=2)
+    reader = SimpleNamespace(hidden_layers=entries, hidden_spans="all")
+    reader.fingerprint = {"model": "m"}
+    reader.shapes = shapes | {"hidden": (len(entries), 1)}
+    values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
+    hidden = scale * np.tile(np.float32(entries)[:, None], (3, 1, 1))
+    save_batch(
+        folder, reader, config, [answer], [SimpleNamespace(**values, hidden=hidden)]
+    )
+
+
 @pytest.mark.parametrize("layers", [[(0, 1, 2), (2,)], [(2,), (0, 1, 2)]])
 def test_layers_chosen_between_two_starts_apply_to_every_answer(layers, tmp_path):
-    model, wanted = {"model": "m"}, dataclasses.replace(EXTRACT, hidden_layers=(2,))
-    shapes = {"prob": (5,), "resid": (8,), "attn": (2, 2, 2, 1)}
+    wanted = dataclasses.replace(EXTRACT, hidden_layers=(2,))
     for i, entries in enumerate(layers):
-        answer = an_answer(example_id=f"q{i}", prompt_ids=(1, 2 + i), stop_id=2)
-        reader = SimpleNamespace(hidden_layers=entries, hidden_spans="all")
-        reader.fingerprint = model
-        reader.shapes = shapes | {"hidden": (len(entries), 1)}
-        values = {name: np.zeros((3, *shape)) for name, shape in shapes.items()}
-        hidden = np.tile(np.float32(entries)[:, None], (3, 1, 1))
-        signals = SimpleNamespace(**values, hidden=hidden)
-        save_batch(tmp_path, reader, wanted, [answer], [signals])
-    signals = WrittenSignals.open(tmp_path, model, wanted)
+        save_one(tmp_path, wanted, entries, i=i)
+    signals = WrittenSignals.open(tmp_path, {"model": "m"}, wanted)
     assert [np.unique(of_answer.hidden) for of_answer in signals.values()] == [2, 2]
+
+
+def test_states_too_large_for_their_dtype_are_refused_while_they_are_read(tmp_path):
+    half = dataclasses.replace(EXTRACT, dtype="float16")
+    with pytest.raises(ValueError, match="3 values of .*'hidden'.*float16.*=bf16"):
+        save_one(tmp_path, half, (0, 2), scale=4e4)
+    assert not [*tmp_path.iterdir()]
+    save_one(tmp_path, half, (0, 2), scale=3e4)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
