@@ -247,6 +247,11 @@ def _people(
     rng: random.Random, first: list[str], last: list[str], n: int
 ) -> tuple[str, ...]:
     """Return `n` full names; most last names belong to one person only."""
+    if n > len(first) * len(last):
+        raise ValueError(
+            f"{n} people need as many full names, {len(first)} first and {len(last)} "
+            "last names make fewer; raise n_last_names"
+        )
     names: dict[str, None] = {}
     unique = iter(rng.sample(last, len(last)))
     while len(names) < n:

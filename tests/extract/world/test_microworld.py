@@ -59,6 +59,12 @@ def test_a_world_too_small_for_the_questions_is_refused(world):
         make_examples(world, QuestionConfig(n_train=100_000))
 
 
+def test_more_people_than_full_names_are_refused():
+    with pytest.raises(ValueError, match="300 people .* raise n_last_names"):
+        make_world(dataclasses.replace(SMALL, n_first_names=2, n_last_names=149))
+    make_world(dataclasses.replace(SMALL, n_first_names=2, n_last_names=150))
+
+
 def test_no_two_in_domain_splits_ask_about_the_same_name():
     """Names are subjects and bridges in questions and golds of the embedded world."""
     whole = embedded_world()
