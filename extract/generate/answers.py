@@ -11,7 +11,6 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from beatrice.extract.backbone.names import BackboneConfig
@@ -152,12 +151,15 @@ def summarize_answers(
 _BACKEND = "backend.json"  # next to the answers
 
 
-def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Record a folder's backend, or check that it is the one recorded."""
-    path = folder / _BACKEND
+def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
+    """Record what answers a run, or check that it is what gave the answers so far."""
+    path = run.answers / _BACKEND
     # Through JSON, so that tuples compare equal to lists.
     wanted = json.loads(json.dumps(dict(identity)))
-    if not path.exists():
+    files = answer_files(run)
+    is_answered = files.path.exists() or bool(files.part_files())
+    # Other workers of a share may be about to write their first answers.
+    if not path.exists() or (run.share.is_whole and not is_answered):
         write_json_atomic(path, wanted)
         return
     again = "restore it, or delete the folder to answer again"
@@ -165,9 +167,9 @@ def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
     for name in sorted(recorded.keys() | wanted.keys()):
         if recorded.get(name) != wanted.get(name):
             raise ValueError(
-                f"{folder} holds answers with {name}={recorded.get(name)!r}, expected "
-                f"{wanted.get(name)!r}; start another run directory, or delete this "
-                "folder to answer again"
+                f"{run.answers} holds answers with {name}={recorded.get(name)!r}, "
+                f"expected {wanted.get(name)!r}; start another run directory, or "
+                "delete this folder to answer again"
             )
 
 
@@ -359,7 +361,7 @@ def _answer(
     """Answer a share of the run's batches, and return how many answers are missing."""
     engine = open_engine(run, config)
     identity = dict(engine.generator.identity) | answer_identity(config)
-    record_backend(run.answers, identity)
+    record_backend(run, identity)
     progress.note(f"answer: {settings_in_words(run)}")
     listed = _requests_of(run, engine.model, config)
     if listed.left_out:
@@ -426,7 +428,7 @@ def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
 
     def identity(config: AnswerConfig) -> dict[str, str]:
         backend = dict(engine.generator.identity) | answer_identity(config)
-        record_backend(run.answers, backend)  # fails before the stage starts over
+        record_backend(run, backend)  # fails before the stage starts over
         return {"server": sha256_json(backend)}
 
     stage = dataclasses.replace(

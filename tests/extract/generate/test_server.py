@@ -56,8 +56,9 @@ from beatrice.extract.label.rewrite import (
     count_rewrites,
     rewrite_contexts,
 )
-from beatrice.extract.records import Passage
+from beatrice.extract.records import Passage, write_lines
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import Share
 from tests.extract.generate.loopback import (
     GREEDY,
     open_replies,
@@ -660,13 +661,14 @@ import pathlib, sys
 from beatrice.extract.backbone.loading import BackboneConfig, open_backbone
 from beatrice.extract.generate.answers import load_tokenizer_only
 from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.process import Share
 run = RunDir(pathlib.Path(sys.argv[1]))
 print(load_tokenizer_only(run)[1])
 for answers in (run.answers, run.path / "unanswered"):
     print(open_backbone(run.section("backbone", BackboneConfig), answers).revision)
 """
     with RunDir.open(tmp_path / "run", smoke("owner/name")) as run:
-        record_backend(run.answers, {"backend": "served", "revision": written})
+        record_backend(run, {"backend": "served", "revision": written})
     done = run_python(program, run.path, HF_HUB_CACHE=str(tmp_path))
     assert done.stdout.splitlines() == ["(2,)", written, newer]
 
@@ -698,8 +700,12 @@ def test_a_run_with_answers_refuses_another_backend_or_setting(tmp_path):
     def identity(config=config, **fields):
         return backend | fields | answer_identity(config)
 
-    record_backend(run.answers, identity())
-    record_backend(run.answers, identity())  # the same again
+    record_backend(run, {"backend": "served"})  # of an attempt without an answer
+    with pytest.raises(ValueError, match="holds answers"):  # others may be answering
+        record_backend(RunDir(tmp_path, Share(0, 2)), identity())
+    record_backend(run, identity())
+    run.answers_file.write_text(write_lines([an_answer()]))
+    record_backend(run, identity())  # the same again
     others = [identity(revision="s"), identity(dtype="bfloat16")]
     others.append(identity() | {"schema": identity()["schema"] + 1})
     for section, field in (
@@ -713,4 +719,4 @@ def test_a_run_with_answers_refuses_another_backend_or_setting(tmp_path):
         others.append(identity(dataclasses.replace(config, **{section: changed})))
     for other in others:
         with pytest.raises(ValueError, match="start another run directory"):
-            record_backend(run.answers, other)
+            record_backend(run, other)
