@@ -549,7 +549,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
             fields["extra_body"] = {**extra, "return_token_ids": True}
         elif top_k is not None:
             raise ValueError(
-                "top_k is not a field of OpenAI's protocol; leave it out, or use a "
-                "vLLM server with the dialect 'vllm'"
+                "top_k is not a field of OpenAI's protocol; draw without it (`--set "
+                "top_k=0`), or use a vLLM server with the dialect 'vllm'"
             )
         return fields

@@ -129,7 +129,7 @@ def test_a_plain_server_gets_only_text_and_standard_fields(client, server, local
     with pytest.raises(ValueError, match="422.*dialect 'openai'"):
         texts(client(), [QUESTION])
     sampling = SamplingConfig(temperature=1.0, top_k=5)
-    with pytest.raises(ValueError, match="top_k is not a field"):
+    with pytest.raises(ValueError, match="top_k is not a field.*--set top_k=0"):
         texts(client(dialect="openai"), [QUESTION], sampling)
 
 
@@ -188,6 +188,11 @@ def test_a_retry_waits_as_long_as_the_server_asks_up_to_the_time_out(
     asked, least, most
 ):
     assert least <= seconds_before_retry(busy(asked), 0, 600.0) <= most
+
+
+def test_the_pause_before_a_retry_grows_up_to_eight_seconds():
+    first, later, last = (seconds_before_retry(busy(""), n, 9.0) for n in (0, 4, 5000))
+    assert first <= 0.5 and 6 <= min(later, last) and max(later, last) <= 8
 
 
 def test_a_retry_waits_for_the_date_that_the_server_gives():
