@@ -132,7 +132,7 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int, most: float) -
             return min(seconds, most)
     # As in the `openai` client. Random, since requests that failed together would
     # otherwise fail together again.
-    return min(0.5 * 2**attempt, 8) * random.uniform(0.75, 1.0)
+    return 0.5 * 2 ** min(attempt, 4) * random.uniform(0.75, 1.0)
 
 
 # Reasons for which a server withholds a text or its end, and codes of such refusals.
