@@ -13,6 +13,7 @@ import os
 import random
 import ssl
 import threading
+import urllib.parse
 from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
@@ -283,6 +284,7 @@ def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
     """
     key = _api_key()
     try:
+        _ = urllib.parse.urlsplit(url).port  # the client accepts any number
         return openai.AsyncOpenAI(
             base_url=url,
             # Local servers need no key, but the client insists on one.

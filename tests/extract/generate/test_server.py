@@ -397,7 +397,8 @@ def test_a_key_is_sent_without_the_line_feed_of_its_file(client, server, monkeyp
         ("SSL_CERT_FILE", "/no/such/file", "http://x/v1", "No such file"),
         ("ALL_PROXY", "socks://me:hush@x:1080", "http://x/v1", "Unknown scheme"),
         ("ALL_PROXY", "http://me:hu/sh@x:1080", "http://x/v1", "invalid URL"),
-        ("ALL_PROXY", "", "http://[::1/v1", "invalid URL"),
+        ("ALL_PROXY", "", "http://[::1/v1", "Invalid IPv6 URL"),
+        ("ALL_PROXY", "", "http://localhost:80000/v1", "Port out of range"),
     ],
 )
 def test_a_url_proxy_or_certificate_that_cannot_be_used_is_named_and_no_secret_shown(
