@@ -103,7 +103,7 @@ def _import(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     # Any exception that a user's module raises while it loads is a mistake in it.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The missing module is the one to import, or a parent package of it.
         is_missing = isinstance(error, ModuleNotFoundError)
         if is_missing and f"{name}.".startswith(f"{error.name}."):

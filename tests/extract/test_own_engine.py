@@ -201,6 +201,7 @@ def test_an_entry_point_of_the_group_is_loaded_by_its_name(folder):
         ("no_such_package.inner:judge", ["no_such_package", "no_such_package.py"]),
         ("flawed:judge", ["flawed", "ModuleNotFoundError", "absent_library"]),
         ("failing:judge", ["failing", "ZeroDivisionError"]),
+        ("script:judge", ["script", "SystemExit"]),
         ("sound:jugde", ["sound", "jugde", "judge"]),
         ("sound:judge.inner", ["sound", "judge.inner"]),
         ("sound:", ["sound:"]),
@@ -212,6 +213,7 @@ def test_an_entry_point_of_the_group_is_loaded_by_its_name(folder):
 def test_a_plug_that_cannot_be_loaded_is_named_with_the_reason(folder, spec, named):
     (folder / "flawed.py").write_text("import absent_library\n")
     (folder / "failing.py").write_text("judge = 1 / 0\n")
+    (folder / "script.py").write_text("import sys\njudge = len\nsys.exit()\n")
     (folder / "sound.py").write_text("judge = len\n")
     with pytest.raises(ValueError) as error:
         load_plug(spec, GROUP)
