@@ -153,9 +153,9 @@ _NOTHING = Generated(
 def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Generated:
     """Return the generated text of a reply to a prompt.
 
-    A server may leave the stop token out of its ids. If the model has only one
-    (`stop_ids`, as far as known), it was that one, unless the server says that it
-    stopped at a string.
+    A server may leave the stop token out of its ids. If it does not name it either, and
+    the model has only one (`stop_ids`, as far as known), it was that one, unless the
+    server says that it stopped at a string.
     """
     choices = getattr(reply, "choices", None) or []
     if not choices and (error := getattr(reply, "error", None)):
@@ -175,12 +175,13 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
             f"it ended a text for the reason {finish!r}; expected 'stop' or 'length'"
         )
     ids, stop_id = getattr(choice, "token_ids", None), None
+    reason = getattr(choice, "stop_reason", None)  # of vLLM: a token id, or a string
+    if type(reason) is int:
+        stop_ids = (reason,)
     if ids is not None and finish == "stop":
         if ids and ids[-1] in stop_ids:
             *ids, stop_id = ids
-        elif len(stop_ids) == 1 and not isinstance(
-            getattr(choice, "stop_reason", None), str
-        ):
+        elif len(stop_ids) == 1 and not isinstance(reason, str):
             (stop_id,) = stop_ids
     log_probs = getattr(choice.logprobs, "token_logprobs", None)
     content = getattr(choice.logprobs, "content", None)
@@ -210,7 +211,8 @@ def _read(reply: Any, prompt: GeneratorPrompt, stop_ids: Collection[int]) -> Gen
         **counts,
     }
     reply = msgspec.convert(fields, Generated)  # the client does not check types
-    if any(n is not None and n < 0 for n in (*(ids or ()), *counts.values())):
+    numbers = (*(ids or ()), stop_id, *counts.values())
+    if any(n is not None and n < 0 for n in numbers):
         raise TypeError("a token id or a count of tokens is negative")
     details = getattr(usage, "prompt_tokens_details", None)
     n_cached = getattr(details, "cached_tokens", None) or 0  # some count them apart

@@ -267,6 +267,28 @@ def test_log_probs_are_read_in_both_layouts_and_count_as_missing_if_one_is(
         assert texts(client(), [QUESTION])[0].log_probs == expected
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason", "expected"),
+    [
+        ([7, 9], 9, ((7,), 9)),
+        ([7], 9, ((7,), 9)),
+        ([7, 2], None, ((7,), 2)),
+        ([7], None, ((7,), 2)),
+        ([7], "\n", ((7,), None)),
+        ([7, 1], True, ((7, 1), 2)),
+        ([7], [9], ((7,), 2)),
+    ],
+)
+def test_the_token_that_ended_a_text_is_the_one_that_the_server_names(
+    client, server, ids, reason, expected
+):
+    """Otherwise the model's only one, unless the text ended at a string."""
+    choice = {"finish_reason": "stop", "text": "a", "token_ids": ids}
+    server.failures = [(200, {"choices": [{**choice, "stop_reason": reason}]})]
+    (reply,) = texts(client(), [QUESTION])
+    assert (reply.token_ids, reply.stop_id) == expected
+
+
 FILTER = {"message": "triggered a policy", "code": "content_filter"}
 
 
@@ -308,6 +330,7 @@ UNIT_PRICES = {"price_prompt": 1e6, "price_new": 1e6}
         ({"token_ids": {"0": 5}}, {}),
         ({"token_ids": [1.5]}, {}),
         ({"token_ids": [-1]}, {}),
+        ({"stop_reason": -1}, {}),
         ({"text": "a\ud800"}, {}),
         ({}, {"prompt_tokens": "3"}),
         ({}, {"completion_tokens": -2}),
