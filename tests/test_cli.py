@@ -221,6 +221,7 @@ NOT_THERE = [
     ),
     ("label RUN", ["answers is missing", "run `beatrice answer "]),
     ("score RUN --question q? --answer a", ["detector is missing", *LEFT.split(", ")]),
+    ("export RUN /", ["detector is missing"]),
     ("answer NOTHING", ["nothing"]),
     ("doctor --verify NOTHING", ["nothing"]),
 ]

@@ -114,7 +114,7 @@ class NewPath(GivenPath):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path."""
         path = super().convert(value, param, ctx)
-        folder = next(above for above in path.absolute().parents if above.exists())
+        folder = next((x for x in path.absolute().parents if x.exists()), path)
         is_writable = folder.is_dir() and os.access(folder, os.W_OK)
         if not is_writable and not path.exists():
             what = "is not writable" if folder.is_dir() else "is not a folder"
