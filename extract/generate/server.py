@@ -55,7 +55,8 @@ class Account:
     def reserve(self, n_prompt: int, n_new: int) -> float:
         """Set aside the most that one request can cost."""
         most, cap = self._cost(n_prompt, n_new), self._server.max_cost
-        if cap is not None and self.spent + self._reserved + most > cap:
+        total = self.spent + self._reserved + most
+        if cap is not None and total > cap * (1 + 1e-9):  # costs are rounded sums
             raise SpendingCapReached(
                 f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
                 "spent (by earlier processes too), and the next request may cost "

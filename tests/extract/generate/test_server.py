@@ -45,6 +45,7 @@ from beatrice.extract.generate.prompts import (
     make_requests,
 )
 from beatrice.extract.generate.server import (
+    Account,
     ServedGenerator,
     SpendingCapReached,
     seconds_before_retry,
@@ -511,6 +512,15 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert len(again.generate(richer, prompts, GREEDY)) == 20
     assert again.n_reused == n_before
     assert again.n_new == 20 - n_before == len(server.requests) - n_sent
+
+
+def test_rounding_errors_of_a_sum_do_not_reach_the_cap_early():
+    account = Account(ServerOptions(server="http://x", price_new=1e5, max_cost=5.0))
+    for _ in range(20):  # of 0.2, whose sum is 4.000000000000001
+        account.book(account.reserve(0, 2), 0, 2)
+    account.reserve(0, 10)
+    with pytest.raises(SpendingCapReached):
+        account.reserve(0, 1)
 
 
 def test_a_request_that_the_cap_may_not_allow_waits_for_those_under_way(
