@@ -338,17 +338,21 @@ def verify_checksums(
 ) -> None:
     """Check every file of a folder against its checksum by `write_checksums`.
 
-    With `files`, check only these names: others, such as the Hub's cache, may add more.
+    With `files`, the folder is a snapshot in the Hub's cache, where other tools may add
+    files: only these names are checked.
     """
-    expected = read_json(folder / CHECKSUMS, dict[str, str], _COPY_AGAIN)
+    again = _COPY_AGAIN
+    if files is not None:  # a snapshot only links to the repository's files
+        again = f"delete {folder.parents[1]}, and load it again"
+    expected = read_json(folder / CHECKSUMS, dict[str, str], again)
     names = [n for n in _names(folder) if files is None or n in files]
     if odd := sorted(set(expected) ^ set(names)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
-        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {_COPY_AGAIN}")
+        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {again}")
     for name in names:
         if sha256_of(folder / name) != expected[name]:
             raise ValueError(
-                f"{folder} is damaged: {name} does not match its SHA-256; {_COPY_AGAIN}"
+                f"{folder} is damaged: {name} does not match its SHA-256; {again}"
             )
 
 

@@ -138,6 +138,15 @@ def test_a_cached_probe_loads_despite_a_refusing_proxy_and_other_files(tmp_path)
     assert "fitted on embedded" in done.stdout == in_hotel.stdout
 
 
+def test_a_damaged_download_is_to_be_deleted_with_the_files_it_links_to(tmp_path):
+    repository = tmp_path / "models--acme--probe"
+    folder = shutil.copytree(PROBES / "embedded", repository / "snapshots" / COMMIT)
+    (folder / "config.json").write_text("{}")
+    words = f"score --probe hf://acme/probe@{COMMIT} --question q?".split()
+    done = call(*words, code=1, HF_HUB_CACHE=str(tmp_path))
+    assert done.stderr.endswith(f"; delete {repository}, and load it again\n")
+
+
 def test_a_licence_next_to_a_probe_does_not_count_as_damage(tmp_path):
     folder = shutil.copytree(PROBES / "embedded", tmp_path / "clone")
     for name in ("LICENSE", "NOTICE"):
