@@ -162,11 +162,8 @@ def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
         trait = {"family": letter, "kind": reads}
         add("encoders_in_best_set", _mean(is_read, best), len(best), **trait)
         add("encoders_in_set", _mean(is_read, ranking.sets), n_sets, **trait)
-    is_closed_book = np.any(
-        [read for (_, reads), read in by_trait.items() if reads == "closed_book"],
-        axis=0,
-    )
-    if not is_closed_book.all():
+    closed = [x for (_, reads), x in by_trait.items() if reads == "closed_book"]
+    if closed and not (is_closed_book := np.any(closed, axis=0)).all():
         n_of_set = is_closed_book[ranking.sets].sum(axis=1)
         for k in range(SET_SIZE + 1):
             n_best = float((is_closed_book[best].sum(axis=1) == k).sum())

@@ -418,6 +418,13 @@ def test_the_best_sets_of_a_ranking_are_described_by_what_they_read():
     for k in (1, 20):
         shares = [value("share", n_closed_book=n, bin=k) for n in range(4)]
         assert sum(shares) == pytest.approx(1.0)
+    # A run asked only with context has no closed-book encoders to count.
+    ranking = Ranking(all_sets(N_SUBSETS, 3), np.zeros((455, 1), np.float32))
+    alone = inputs_of(
+        Pass("with_context", [0], [0]), rankings={"with_context": ranking}
+    )
+    metrics = {row.metric for row in decisions.combinations(alone)}
+    assert metrics == {"encoders_in_best_set", "encoders_in_set"}
 
 
 class Pass:
