@@ -404,7 +404,7 @@ def _rows_of_labels(
 def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Describe what a detector needs and the run lacks, or return None."""
     if "samples" in detector.needs:
-        if not run.samples_file.exists():
+        if not (run.samples_file.exists() and run.stage_done("sample")):
             return f"needs samples: `{SAMPLE.format(shlex.quote(str(run.path)))}`"
         splits = read_drawing(run).get("splits", ())
         lacking = [split for split in detector.draws_for if split not in splits]

@@ -582,6 +582,7 @@ def test_new_answers_are_judged_by_draws_with_the_options_of_the_runs_own(tmp_pa
         write_text_atomic(run.samples_file, "")
         drawing = {"draws": {"n_samples": n_samples}, "splits": ["train"]}
         write_json_atomic(run.samples / "config.json", drawing)
+        run.mark_stage("sample", {}, 1.0)
 
     def rivals():
         return [x.name for x in published_rivals(run, config, notes.append)]

@@ -502,6 +502,8 @@ def test_what_a_run_lacks_is_reported(tmp_path):
     assert set(drawn["split"]) == {"train", "validation", "test", "ood"}
     run.samples_file.parent.mkdir()
     run.samples_file.touch()
+    run.examples.touch()
+    run.mark_stage("sample", run.hash_inputs(run.examples), 1.0)
     assert "--nli" in unmet(known["semantic_entropy"], run, BaselinesConfig())
     for name in ("semantic_entropy:words", "saplma_last"):
         assert unmet(known[name], run, BaselinesConfig()) is None
@@ -515,6 +517,8 @@ def test_what_a_run_lacks_is_reported(tmp_path):
     assert unmet(known["semantic_entropy:words"], run, BaselinesConfig()) is None
     write_json_atomic(run.samples / "config.json", {"splits": ["train", "test"]})
     assert unmet(known["sep:words"], run, BaselinesConfig()) is None
+    run.examples.write_text("other passages")  # sampled answers are of the old ones
+    assert "needs samples" in unmet(known["sep:words"], run, BaselinesConfig())
     bare = make_run(tmp_path / "bare", [an_example()])
     assert "only for with_context" in unmet(known["redeep"], bare, BaselinesConfig())
     assert unmet(known["tfidf_svm"], bare, BaselinesConfig()) is None
