@@ -19,7 +19,7 @@ from beatrice.benchmarks.results.paper import (
     with_summaries,
 )
 from beatrice.benchmarks.results.tables import results_of
-from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.records import ACROSS_SETS, IN_DOMAIN
 from beatrice.extract.run.rows import encoder
 from beatrice.pgir.controllers import CONTROLLERS
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
@@ -92,6 +92,12 @@ PLACES = {place(cell) for cell in CELLS}
 
 def test_no_number_of_the_paper_has_two_lines():
     assert len(PLACES) == len(CELLS)
+
+
+def test_every_table_uses_a_set_as_the_paper_does():
+    uses = {(c.dataset, c.split) for c in CELLS if c.split in ("test", "ood")}
+    splits = collections.Counter(name for name, _ in uses if name not in ACROSS_SETS)
+    assert set(splits.values()) == {1}, splits
 
 
 def test_numbers_marked_best_and_second_are_so_in_every_column():
