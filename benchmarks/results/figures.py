@@ -111,7 +111,9 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<g) id="[^"]*"', r"\1", svg)  # nothing refers to groups
-    svg = re.sub(r"(\.\d\d)\d{3,}", r"\1", svg)
+    svg = re.sub(  # coordinates, not numbers in names
+        r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg
+    )
     svg = re.sub(r"\s*\n\s*", "\n", svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

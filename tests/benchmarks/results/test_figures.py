@@ -246,7 +246,9 @@ def test_numbers_on_tints_have_a_contrast_of_4_5_in_either_scheme(scheme):
     assert len(contrasts) == 6 and min(contrasts) >= 4.5
 
 
-@pytest.mark.parametrize("title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字"])
+@pytest.mark.parametrize(
+    "title", ["$\\frac{1$", "cost in $, not in $", "_own", "漢字", "lr 0.00125"]
+)
 def test_a_title_is_drawn_literally(title):
     point, kind = {"budget": 1, "generations": 1.0, "em": 0.5}, "plain"
     for figure in (
