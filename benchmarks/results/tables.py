@@ -186,7 +186,7 @@ def find(results: pandas.DataFrame, **columns: Any) -> ResultRow | None:
 
 def _only(rows: Sequence[ResultRow], columns: Key) -> ResultRow | None:
     if len(rows) > 1:
-        raise LookupError(
+        raise ValueError(
             f"expected one row for {columns}, found {len(rows)}; the first two are "
             f"({rows[0].where}) and ({rows[1].where})"
         )

@@ -103,7 +103,7 @@ def test_rows_are_found_by_value_absence_and_membership():
     assert find(results, families=None).detector == "champion"
     assert len(where(results, families=("HP", "P"))) == 2
     assert find(results, families="A") is None
-    with pytest.raises(LookupError, match="found 2; .*families=HP.*families=P"):
+    with pytest.raises(ValueError, match="found 2; .*families=HP.*families=P"):
         find(results, detector="encoder")
 
 
@@ -116,7 +116,7 @@ def test_a_pivot_takes_exactly_the_rows_that_line_and_column_name():
     lines = [("hidden", {"family": "H", "head": None}), ("none", {"family": "A"})]
     table = pivot(results, "x", lines, columns)
     assert labels(table) == ["hidden"] and table.lines[0].cells[0][0].row == rows[0]
-    with pytest.raises(LookupError, match="expected one row .*head=3"):
+    with pytest.raises(ValueError, match="expected one row .*head=3"):
         pivot(results, "x", [("hidden", {"family": "H"})], columns)
 
 
