@@ -158,11 +158,16 @@ def _on_request(run: RunDir) -> dict[Part, Path]:
     }
 
 
+def _other_run(config: AnatomyConfig) -> RunDir | None:
+    """Return the run of another backbone; None if none was named or it is gone."""
+    run = None if config.other is None else RunDir(Path(config.other))
+    return run if run is not None and run.manifest.exists() else None
+
+
 def _other(config: AnatomyConfig) -> dict[Part, str]:
-    """Return the identity of the run of another backbone, if one is given."""
-    if config.other is None:
+    """Return the identity of the run of another backbone, if there is one."""
+    if (other := _other_run(config)) is None:
         return {}
-    other = RunDir(Path(config.other))
     files = [*row_files(other), *encoder_folders(other)]
     return {"other": " ".join(str(sha256_tree(file)) for file in files)}
 
@@ -174,7 +179,7 @@ def _parts(run: RunDir, config: AnatomyConfig) -> dict[Part, str]:
 
 
 def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
-    other = None if config.other is None else RunDir(Path(config.other))
+    other = _other_run(config)
     parts, settings, searches = _parts(run, config), settings_of(run), _searches(run)
     without_hidden: dict[Setting, np.ndarray] = {
         setting: scores
@@ -237,6 +242,10 @@ def _anatomy(
 ) -> None:
     set_compiler(run.preset)
     inputs, chosen = _input(run, config), chosen_analyses(config)
+    if config.other is not None and not inputs.other:
+        progress.note(
+            f"anatomy: no run is at {config.other} now; its rows are left out"
+        )
     base = " ".join(run.hash_inputs(*_inputs(run)).values())
     outputs: list[ResultRow | CaseStudy] = []
     for name, analysis in ANALYSES.items():

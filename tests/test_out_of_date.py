@@ -87,6 +87,10 @@ def test_another_format_ranking_or_other_run_makes_the_anatomy_outdated(
     assert is_done(run.path, ANATOMY)
     beatrice("label", other, "--match", "containment")
     assert not is_done(run.path, ANATOMY)
+    other.rename(tmp_path / "gone")
+    done = beatrice("anatomy", run.path, "--only", "backbones")
+    assert f"no run is at {other} now; its rows are left out" in done.stderr
+    assert "backbones needs another backbone" in done.stderr
 
 
 def test_encoders_of_another_protocol_count_as_untrained_and_are_not_compared(run):
