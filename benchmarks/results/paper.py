@@ -569,7 +569,9 @@ PAPER = {
     "Training seeds": "3",
     "Resamples": "10,000",
 }
+_EVERY_WORDING = "every wording of a context; the paper uses only the original"
 _MISSING = "this run has none of the table's sets or detectors"
+_NO_CONTROL = "this run has no rows of `beatrice control` on the table's sets"
 _NO_ANATOMY = "this run has no such rows of `beatrice anatomy`"
 _NO_ROWS = {
     RETRIEVED: "this run has no rows of `beatrice transfer`",
@@ -627,6 +629,7 @@ def _note(
     n, n_failed = (max(getattr(b.row, x) for b in numbers) for x in ("n", "n_failed"))
     is_of_answers = paper.detector != "backbone" and ":" not in paper.table
     is_of_answers &= paper.experiment != RETRIEVED  # 500 of each set, asked again
+    is_of_answers &= (paper.ours or paper.metric) != "flip_precision"  # n: the flipped
     if there not in (None, n) and is_of_answers:
         parts.append(f"{n:,} answers here, {there:,.0f} questions in the paper")
     if n_failed:
@@ -718,8 +721,10 @@ def as_markdown(
                 c.reason or c.experiment and _NO_ROWS.get(c.experiment, _NO_ANATOMY)
                 for c in cells_of_table
             )
+            is_control = all(c.setting == "both" for c in cells_of_table)
             named = "; ".join(dict.fromkeys(filter(None, reasons)))
-            absent += f"* {heading}, {n_whole} numbers: {named or _MISSING}\n"
+            named = named or (_NO_CONTROL if is_control else _MISSING)
+            absent += f"* {heading}, {n_whole} numbers: {named}\n"
             continue
         parts.append(f"## {heading} ({_backbones(cells_of_table)})\n")
         parts.append(f"{n_matched} of its {n_whole} numbers have a counterpart here.\n")
@@ -733,6 +738,12 @@ def as_markdown(
     return "\n".join(filter(None, parts))
 
 
+def _in_one_wording(cell: PaperCell) -> PaperCell:
+    """Drop that our rows are of every wording, for a run that has only the paper's."""
+    departs = (cell.departs or "").removeprefix(_EVERY_WORDING).removeprefix("; ")
+    return msgspec.structs.replace(cell, departs=departs or None)
+
+
 def ledger(
     rows: Sequence[ResultRow],
     here: Mapping[str, str],
@@ -741,6 +752,8 @@ def ledger(
 ) -> str:
     """Return the paper's tables with an evaluated run's numbers, as Markdown."""
     cells, results = read_ledger(), with_summaries(results_of(rows))
+    if all(variant == "original" for _, _, variant in labels):
+        cells = [_in_one_wording(cell) for cell in cells]
     numbers = paper_pairs(cells, results, count_correct(examples, labels))
     differing = experiments_differ(here, cells, examples)
     return as_markdown(cells, numbers, differing, signs(numbers, results))

@@ -11,6 +11,7 @@ from beatrice.benchmarks.results.paper import (
     PaperCell,
     as_markdown,
     experiments_differ,
+    ledger,
     paper_pairs,
     read_ledger,
     signs,
@@ -23,7 +24,7 @@ from beatrice.extract.records import ACROSS_SETS, IN_DOMAIN
 from beatrice.extract.run.rows import encoder
 from beatrice.pgir.controllers import CONTROLLERS
 from tests.benchmarks.results.sample import anatomy_rows, row, undefined
-from tests.records import an_example
+from tests.records import a_label, an_example
 
 # How many numerals the LaTeX of each table has; counted by a reader that knows no
 # columns, when the tables were transcribed.
@@ -151,6 +152,8 @@ def test_every_controller_of_the_paper_is_compared_with_the_runs_own():
         ("pgir-application", "DRAGIN", "PopQA"),
         ("gemma-pgir", "DRAGIN", "PopQA"),
     }
+    absent = "* tab:gemma-pgir, 120 numbers: this run has no rows of `beatrice control`"
+    assert absent in page_of() and absent not in page_of(done)
 
 
 def test_detectors_on_retrieved_passages_are_compared_with_the_papers():
@@ -306,6 +309,13 @@ def test_the_rank_of_the_greedy_set_among_all_sets_is_compared():
     (ours,) = (x for x in page.splitlines() if x.startswith(line))
     assert "| 1 → 3 |" in ours
     assert "no rows of `beatrice select --exhaustive` (Rank of the greedy" in page
+
+
+def test_flipped_answers_are_not_taken_for_a_sets_size():
+    name, fields = encoder("HPRA"), {"family": "P", "n": 60}
+    for metric, is_size in (("flip_rate", True), ("flip_precision", False)):
+        page = page_of(of_run("anatomy_flips", name, metric, 0.5, **fields))
+        assert ("60 answers here" in page) == is_size
 
 
 def test_an_order_that_our_intervals_decide_agrees_or_differs():
@@ -481,3 +491,15 @@ OTHERWISE = {  # words for what our rows measure differently, and in which lines
 def test_numbers_measured_differently_from_the_paper_say_how(words):
     cells = [cell for cell in CELLS if OTHERWISE[words](cell)]
     assert cells and all(words in (cell.departs or "") for cell in cells)
+
+
+def test_only_a_run_of_several_wordings_differs_in_them():
+    fields = {"experiment": "paired", "rival": "hidden_only"}
+    gain = row("champion", "with_context", (IN_DOMAIN, "test"), "auroc", 0.1, **fields)
+    here, labels = {"Backbone": "b", **PAPER}, {}
+    for variant, n in (("original", 0), ("rewritten", 1)):
+        label = a_label(True, setting="with_context", variant=variant)
+        labels[label.key] = label
+        text = ledger([gain], here, [an_example()], labels)
+        assert text.count("* Different here: every wording of a context;") == n
+        assert "the larger p of bootstrap and placements" in text
