@@ -32,7 +32,7 @@ Key = tuple[str, str, str]  # identifies an answer: example, setting, variant
 # Stands in place of a set's name in results over the questions of all in-domain sets
 # together (the paper's column "Test"); a set's own name cannot contain a space.
 IN_DOMAIN = "all in-domain"
-ACROSS_SETS = (IN_DOMAIN, "macro")  # names of the rows over several sets
+ACROSS_SETS = (IN_DOMAIN, "macro", "all_sets")  # names of the rows over several sets
 MAX_NAME, MAX_ID = 64, 200  # characters
 NAME_IN_WORDS = (
     f"name (letters, digits, '.', '_' and '-', at most {MAX_NAME} characters, the "

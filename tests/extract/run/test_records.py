@@ -131,6 +131,7 @@ def line(**changes):
         ({"dataset": "a" * 65}, "at most 64 characters"),
         ({"dataset": "städte"}, "is not a name"),
         ({"dataset": "macro"}, "none of all in-domain, macro"),
+        ({"dataset": "all_sets"}, "none of all in-domain, macro, all_sets"),
         ({"id": "../"}, "'../' is empty"),
         ({"id": "capitals-../../x"}, "a path to another folder"),
         ({"id": ""}, "'' is empty"),
