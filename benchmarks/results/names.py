@@ -92,10 +92,6 @@ FAMILY_PAIRS = (
 # Also measured among answers of equal token count; the first is compared with the rest.
 AT_EQUAL_LENGTH = {CHAMPION: DETECTORS[CHAMPION], **COMPARED}
 CONTROLS = {Subject("permuted_labels"): "Trained on permuted labels"}
-SPAN_DECISIONS = {
-    Subject("emitting"): "From the position that emits the answer",
-    Subject("literal"): "Answer tokens only",
-}
 # The seven variants of the paper's ablation table, in its order.
 WITHOUT_HIDDEN = Subject("without_family", "PRA")
 FEATURES = {

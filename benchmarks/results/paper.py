@@ -75,7 +75,6 @@ class PaperCell(Record, frozen=True, kw_only=True):
     # section.
     table: str
     backbone: str
-    group: str | None = None  # heading above the row, if there is one
     row: str  # its label as printed
     column: str  # its label as printed, with the headings above it
     metric: str  # "auroc", "ci_low", "accuracy_percent", "n", ...

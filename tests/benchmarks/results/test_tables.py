@@ -13,7 +13,6 @@ from beatrice.benchmarks.results.names import (
     RANKED,
     REFERENCE,
     RETRIEVED,
-    SPAN_DECISIONS,
     SPAN_VARIANTS,
     WITHOUT_HIDDEN,
     probe,
@@ -335,11 +334,9 @@ def test_a_span_that_a_setting_lacks_has_no_value():
         assert lacks == [line.label.startswith("Context")] * 4 + [False] * 4
 
 
-def test_controls_span_decisions_and_ranked_sets_have_tables_of_their_own():
+def test_controls_and_ranked_sets_have_tables_of_their_own():
     permuted = detection_table(sample_results(), labels=CONTROLS)
     assert labels(permuted) == list(CONTROLS.values())
-    spans = validated_table(sample_results(), "span_decision", SPAN_DECISIONS, "x")
-    assert labels(spans) == list(SPAN_DECISIONS.values())
     columns = exhaustive(sample_results()).columns
     assert [c.detail for c in columns[:3]] == ["validation", "test", "held out"]
 
