@@ -55,6 +55,10 @@ def share_outside(
     `[n_examples, n_families]` in [0, 1]. NaN counts as outside, and an answer without
     tokens has share 0.
     """
+    # A token of every prompt may be an extreme itself; its values are rounded
+    # differently in other batches.
+    slack = np.float32(1e-5) * np.maximum(np.abs(low), np.abs(high))
+    low, high = low - slack, high + slack
     n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
     for span, real in enumerate(map(np.asarray, features.masks)):

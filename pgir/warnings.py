@@ -233,6 +233,7 @@ def warn_after(
     """Return for each answer the warnings for signals unlike those of training."""
     bank = detector.banks[setting]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
+    shares = shares.astype(bank.scope.limits.dtype)  # else equal ones may be larger
     limits = list(zip(bank.dims.names, bank.scope.limits, strict=True))
     return [
         [

@@ -76,6 +76,20 @@ def test_limits_are_quantiles_of_all_long_answers_read_a_few_at_a_time():
     np.testing.assert_allclose(scope.limits, np.quantile(share, 0.999, axis=0))
 
 
+def test_a_token_of_every_prompt_stays_inside_when_it_is_rounded_differently():
+    def read(rows, factor=1.0):
+        features = normal_features(rows)
+        for tokens in features.tokens:
+            tokens[:, 0] = 300 * np.float32(factor)
+        return features
+
+    rows = np.arange(300)
+    low, high, _ = fit_scope(read, DIMS, np.full(300, 20), rows[:200], rows[200:])
+    shares = [share_outside(read(rows, 1 + x), DIMS, low, high) for x in (0, 1e-6, 0.1)]
+    np.testing.assert_array_equal(shares[1], shares[0])
+    assert (shares[2] >= 0.1).all()
+
+
 def test_ranges_ignore_hidden_states_that_a_store_did_not_keep():
     dims = dataclasses.replace(DIMS, spans=("answer", *DIMS.spans[1:]))
 
