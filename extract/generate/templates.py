@@ -124,6 +124,11 @@ class Words:
             raise ValueError("expected closed_book or with_context, found neither")
         if self.closed_book and "{question}" not in self.closed_book:
             raise ValueError(f"closed_book has no {{question}}: {self.closed_book!r}")
+        if "{context}" in self.closed_book:
+            raise ValueError(
+                "closed_book asks without passages, and has {context}; call it "
+                f"with_context: {self.closed_book!r}"
+            )
         _, *after = self.with_context.split("{context}")
         if self.with_context and not (len(after) == 1 and "{question}" in after[0]):
             raise ValueError(

@@ -566,6 +566,7 @@ def test_a_system_message_among_custom_words_begins_the_chat(bytewise, context):
     [
         ({"closed_book": "", "with_context": ""}, "found neither"),
         ({"closed_book": "why?"}, r"closed_book has no \{question\}"),
+        ({"closed_book": "{context} {question}"}, "closed_book asks without passages"),
         ({"with_context": "{question}"}, r"expected \{context\} once"),
         ({"with_context": "{question} {context}"}, r"\{question\} after it"),
         ({"with_context": "{context} {context} {question}"}, "once"),
