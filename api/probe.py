@@ -300,8 +300,12 @@ class Probe(AnswerScorer):
         columns["warnings"] = ["; ".join(texts) for texts in columns["warnings"]]
         # Types that do not depend on the scores, so that frames can be concatenated.
         if hasattr(table, "assign"):
-            columns["p_correct"] = np.array(columns["p_correct"], float)
-            return table.assign(**columns)
+            import pandas
+
+            types = dict.fromkeys(added, object) | {"p_correct": float}
+            return table.assign(
+                **{x: pandas.Series(columns[x], table.index, types[x]) for x in added}
+            )
         import polars
 
         types = dict.fromkeys(added, polars.String) | {"p_correct": polars.Float64}

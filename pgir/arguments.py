@@ -287,20 +287,23 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
 def as_rows(value: Any, columns: Collection[str]) -> list[Any]:
     """Return the rows of a table (pandas, polars, pyarrow, datasets) or any iterable.
 
-    Named tuples count as rows of a frame (pandas' `itertuples`). Missing cells (NaN,
-    NA) are left out of a frame's rows; a cell of `context` may hold a list as JSON, as
-    in a file of answers. A warning names the columns that are not read, except `id`,
-    which is left out of mappings too. The contents of rows are not checked here.
+    Named tuples and series count as rows of a frame (pandas' `itertuples`, `iloc`).
+    Missing cells (NaN, NA) are left out of a frame's rows; a cell of `context` may hold
+    a list as JSON, as in a file of answers. A warning names the columns that are not
+    read, except `id`, which is left out of mappings too. The contents of rows are not
+    checked here.
     """
     if _is_table(value):
         rows: list[Any] = _table_rows(value)
         of_frame = dict(enumerate(rows))
     else:
         rows = as_list(value, "rows", "a list of rows or a data frame")
-        named = {i: row for i, row in enumerate(rows) if hasattr(row, "_asdict")}
-        of_frame = {i: _present_cells(row._asdict()) for i, row in named.items()}
-        for row in of_frame.values():
-            row.pop("Index", None)  # of pandas
+        of_frame = {}
+        for i, row in enumerate(rows):
+            cells_of = getattr(row, "_asdict", None) or getattr(row, "to_dict", None)
+            if cells_of is not None and not _is_table(row):
+                of_frame[i] = _present_cells(cells_of())
+                of_frame[i].pop("Index", None)  # of pandas
     columns_there = {key: None for row in of_frame.values() for key in row}
     if unread := [key for key in columns_there if key not in (*columns, "id")]:
         names = ", ".join(map(repr, unread))

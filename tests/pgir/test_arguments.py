@@ -216,12 +216,13 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
         assert as_rows(table, ARGUMENTS) == [ROW]
 
 
-def test_an_unread_column_is_named_once_for_a_frame_or_its_tuples(scorer):
+def test_an_unread_column_is_named_once_for_a_frame_or_its_rows(scorer):
     frame = pd.DataFrame([{"id": 7, **ROW}, {**ROW, "context": PASSAGE, "gold": "Ann"}])
-    kinds = (frame, frame.itertuples(), [*frame.itertuples(index=False)])
+    kinds = [frame, frame.itertuples(), [*frame.itertuples(index=False)]]
+    kinds.append([row for _, row in frame.iterrows()])
     with pytest.warns(UserWarning, match=r"^rows: columns not read: 'gold'$") as noted:
         scores = [scorer.score_many(rows) for rows in kinds]
-    assert scores == [scores[0]] * 3 and len(noted) == 3
+    assert scores == [scores[0]] * 4 and len(noted) == 4
     assert [score.error for score in scores[0]] == [None, None]
 
 
