@@ -148,7 +148,7 @@ class QuestionBatch:
 
     def __post_init__(self) -> None:
         """Check and convert every argument."""
-        texts, n, stop = None, 1, None
+        texts, n, stop, limit = None, 1, None, None
         if self.messages is None or self.texts is not None:
             texts = as_texts(self.texts, "questions")
             n = len(texts)
@@ -157,12 +157,13 @@ class QuestionBatch:
         for i, text in enumerate(texts or ()):
             check_text(text, self.name_of(i, n))
         if self.max_new_tokens is not None:
-            as_count(self.max_new_tokens, "max_new_tokens")
+            limit = as_count(self.max_new_tokens, "max_new_tokens")
         if self.stop is not None:
             stop = tuple(as_texts(self.stop, "stop"))
         for name, value in {
             "texts": texts,
             "contexts": as_contexts(self.contexts, n),
+            "max_new_tokens": limit,
             "stop": stop,
             "temperature": as_temperature(self.temperature, "temperature"),
             "seed": as_count(self.seed, "seed", least=0),
@@ -382,7 +383,7 @@ class AnswerScorer(abc.ABC):
         """
         if every is not None:
             every = as_count(every, "every")
-        is_chat = question is None and messages
+        is_chat = question is None and messages is not None
         batch = QuestionBatch(
             texts=None if is_chat else [as_text(question, "question")],
             contexts=_contexts_of_question(context, "context"),

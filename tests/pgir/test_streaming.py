@@ -38,7 +38,7 @@ def words_of(scorer, context):
     "options",
     [
         {},
-        {"max_new_tokens": 1},
+        {"max_new_tokens": np.int64(1)},
         {"temperature": 5.0, "seed": 3, "max_new_tokens": 6},
         {"stop": ["WHOLE"]},  # an answer without a token
         {"stop": ["HALF"]},  # one that ends within a token
@@ -214,6 +214,7 @@ def test_an_answer_to_a_chat_has_the_score_that_it_gets_afterwards(backbone, nam
         ({"temperature": "hot"}, "temperature"),
         ({"seed": 0.5}, "seed"),
         ({"messages": "hello"}, "messages"),
+        ({"question": None, "messages": []}, "messages: expected a list of at least"),
     ],
 )
 def test_bad_arguments_of_stream_are_refused_in_one_sentence(scorer, arguments, named):
