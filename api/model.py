@@ -682,6 +682,8 @@ def _check_answers(answers: Iterable[Answer]) -> list[Answer]:
             expected = "an Answer of LanguageModel.answer or as_answers"
             raise argument_error(name, expected, answer)
     settings = {answer.setting for answer in checked}
+    if not checked:
+        raise ValueError("answers: expected at least one, found none")
     if len(settings) != 1:
         raise ValueError(
             f"answers: expected those of one setting, found {len(settings)} settings; "

@@ -359,8 +359,8 @@ def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
     )
     if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not has_spans:
         raise ValueError(
-            f"{store.url} has {stored}, but the detector was trained on {dims}; pass a "
-            "store of the signals that it was trained on"
+            f"the signals are {stored.in_words()}, but the detector was trained on "
+            f"{dims.in_words()}; pass signals that were read like these"
         )
 
 

@@ -79,6 +79,11 @@ class FamilyDims:
                 f"{n}, {len(self.sizes)} and {len(self.spans)}"
             )
 
+    def in_words(self) -> str:
+        """Return each family with its number of channels and its spans."""
+        families = zip(self.names, self.sizes, self.spans, strict=True)
+        return ", ".join(f"{name} of {n} ({spans})" for name, n, spans in families)
+
     @property
     def n_families(self) -> int:
         """Number of families."""

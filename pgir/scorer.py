@@ -492,9 +492,8 @@ def backbone_of(model: Any) -> Backbone:
     if not isinstance(backbone, Backbone):
         raise argument_error(
             "model",
-            "a path or Hub id, a Backbone (`Backbone.from_model(model, tokenizer)` "
-            "makes one from a Transformers model), or an object with one as its "
-            "`backbone`",
+            "a path or Hub id, or a model in memory as "
+            "`beatrice.LanguageModel(model, tokenizer)`",
             model,
         )
     return backbone
