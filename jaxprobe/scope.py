@@ -57,8 +57,8 @@ def share_outside(
     """
     # A token of every prompt may be an extreme itself; its values are rounded
     # differently in other batches.
-    slack = np.float32(1e-5) * np.maximum(np.abs(low), np.abs(high))
-    low, high = low - slack, high + slack
+    slack = np.float32(1e-5)
+    low, high = low - slack * np.abs(low), high + slack * np.abs(high)
     n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
     for span, real in enumerate(map(np.asarray, features.masks)):
