@@ -464,6 +464,8 @@ def attending_through(layout: Layout, reading: AttentionReading) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         if asks := decoder._can_set_attn_implementation():
             stack.callback(decoder.set_attn_implementation, before)
+            # Again: an interrupt may come in the middle of one.
+            stack.callback(decoder.set_attn_implementation, before)
             decoder.set_attn_implementation(NAME)
         stack.callback(_active.reset, _active.set(reading))
         if not asks:

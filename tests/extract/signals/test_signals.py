@@ -119,19 +119,23 @@ def test_reading_leaves_the_model_as_it_was(family):
 
 
 class Interrupted(LlamaModel):
-    """A decoder that is interrupted while its attention is being replaced."""
+    """A decoder that is interrupted when its attention is first set to `due`."""
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
-        super().set_attn_implementation(attn_implementation, *args, **kwargs)
-        if attn_implementation == NAME:
+        is_due = attn_implementation == self.due
+        if attn_implementation == NAME or not is_due:
+            super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        if is_due:
+            self.due = None
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_a_reading_begins_restores_the_attention():
+@pytest.mark.parametrize("due", [NAME, "sdpa"])
+def test_an_interrupt_while_a_reading_begins_or_ends_restores_the_attention(due):
     reader = reader_of("llama")
     decoder, batch = reader.backbone.layout.decoder, make_batch()
     expected, name = reader.read(batch), decoder.config._attn_implementation
-    decoder.__class__ = Interrupted
+    decoder.__class__, decoder.due = Interrupted, due
     with pytest.raises(KeyboardInterrupt):
         reader.read(batch)
     assert decoder.config._attn_implementation == name
