@@ -301,6 +301,7 @@ def read_questions(
     stem = path.name.partition(".")[0]
     default = file.dataset or (stem if is_safe_name(stem) else "questions")
     examples: dict[str, Example] = {}
+    next_number: dict[str, int] = {}
     unread = collections.Counter[str]()
     for row in file.read():
         if isinstance(row, Refusal):
@@ -312,9 +313,11 @@ def read_questions(
         split = question.split or "train"
         example = question.as_example(split, question.context(context))
         # A question without an id may occur several times.
-        for number in itertools.count(2):
+        base = example.id
+        for number in itertools.count(next_number.get(base, 2)):
             if examples.setdefault(example.id, example) is example:
                 break
+            next_number[base] = number + 1
             name = f"{question.dataset}-{question.id}-{number}"
             example = msgspec.structs.replace(example, id=name)
     if unread:
