@@ -229,12 +229,11 @@ def _last_message(
 
 
 def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
-    wrong = [i for i in ids if not 0 <= i < len(tokenizer)]
+    n = len(tokenizer)  # slow for some tokenizers
+    wrong = [i for i in ids if not 0 <= i < n]
     if wrong or not ids:
         shown = wrong[0] if wrong else "none"
-        raise ValueError(
-            f"{name}: expected token ids from 0 to {len(tokenizer) - 1}, found {shown}"
-        )
+        raise ValueError(f"{name}: expected token ids from 0 to {n - 1}, found {shown}")
 
 
 def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
