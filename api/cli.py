@@ -488,10 +488,10 @@ def _score_file(
         title = f"{answers.name}, scored by {name}"
         html = page(title, tally.in_words(), shown, thresholds)
         write_text_atomic(how.html, html)
-    if tally.bad:
+    if tally.n_bad:
         raise click.ClickException(
-            f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
-            f"{tally.bad[0]}"
+            f"{tally.n_bad} of {tally.n_done} rows could not be scored; the first, "
+            f"{tally.first_bad}"
         )
 
 

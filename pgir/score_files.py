@@ -226,8 +226,8 @@ class Tally:
     decisions: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
-    # For each row without a score, where it is and why.
-    bad: list[str] = dataclasses.field(default_factory=list)
+    n_bad: int = 0  # rows without a score
+    first_bad: str = ""  # where the first of them is, and why it is bad
     # For each field that is not read, how many rows have it.
     unread: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -235,7 +235,8 @@ class Tally:
         """Count one result."""
         self.n_done += 1
         if "error" in result:
-            self.bad.append(f"{row.at}: {result['error']}")
+            self.n_bad += 1
+            self.first_bad = self.first_bad or f"{row.at}: {result['error']}"
         else:
             self.decisions[result["decision"]] += 1
         for name in row.unread:
@@ -245,7 +246,7 @@ class Tally:
         """Return the counts as JSON values."""
         counts = {"n_rows": self.n_done}
         counts |= {name: self.decisions[name] for name in SIGNS if name != "bad"}
-        return {**counts, "bad": len(self.bad), "unread": self.unread}
+        return {**counts, "bad": self.n_bad, "unread": self.unread}
 
     def in_words(self) -> str:
         """Return the counts as a sentence."""
@@ -253,7 +254,7 @@ class Tally:
             f"{self.n_done} row{'' if self.n_done == 1 else 's'}: "
             f"{self.decisions['trust']} trusted, "
             f"{self.decisions['distrust']} distrusted, {self.decisions['unknown']} "
-            f"unknown, {len(self.bad)} bad"
+            f"unknown, {self.n_bad} bad"
         )
         names = [f"{name!r} ({n})" for name, n in self.unread.items()]
         return f"{text}; fields not read: {', '.join(names)}" if names else text
