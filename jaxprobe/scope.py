@@ -78,6 +78,12 @@ def _sampled_rows(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return rows[np.linspace(0, len(rows) - 1, n).astype(np.int64)]
 
 
+def _parts(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Split rows into parts of about `MOST_TOKENS` tokens at most, when padded."""
+    n = -(-len(rows) * int(lengths[rows].max()) // MOST_TOKENS)
+    return np.array_split(rows, min(max(1, n), len(rows)))
+
+
 def fit_scope(
     read: Callable[[np.ndarray], Features],
     dims: FamilyDims,
@@ -91,22 +97,23 @@ def fit_scope(
     all validation answers, about as many tokens at a time. `lengths` `[n_rows]` are the
     numbers of tokens read. There must be at least one row of each split.
     """
-    features = read(_sampled_rows(train, lengths))
+    tokens: list[np.ndarray] = []
+    for rows in _parts(_sampled_rows(train, lengths), lengths):
+        features = read(rows)
+        for span, real in enumerate(map(np.asarray, features.masks)):
+            x = np.asarray(features.tokens[span])[real]
+            x[:, ~_is_read(dims, span, features.n_spans)] = np.nan
+            tokens.append(x)
+        del features  # else it would stay alive until the next one is read
     low, high = np.zeros((2, dims.total), np.float32)
     for first in range(0, dims.total, _CHANNELS_AT_ONCE):
         channels = slice(first, first + _CHANNELS_AT_ONCE)
-        values = []
-        for span, real in enumerate(map(np.asarray, features.masks)):
-            x = np.asarray(features.tokens[span])[real][:, channels]
-            is_read = _is_read(dims, span, features.n_spans)[channels]
-            values.append(np.where(is_read, x, np.nan))
         low[channels], high[channels] = np.nanquantile(
-            np.concatenate(values), QUANTILES, axis=0
+            np.concatenate([x[:, channels] for x in tokens]), QUANTILES, axis=0
         )
-    n_batches = -(-len(validation) * int(lengths[validation].max()) // MOST_TOKENS)
     shares = [
         share_outside(read(rows), dims, low, high)
-        for rows in np.array_split(validation, min(max(1, n_batches), len(validation)))
+        for rows in _parts(validation, lengths)
     ]
     limits = np.quantile(np.concatenate(shares), 1 - FLAGGED, axis=0)
     return Scope(low, high, limits.astype(np.float32))

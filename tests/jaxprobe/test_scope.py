@@ -63,15 +63,18 @@ def test_two_in_a_thousand_values_lie_outside_and_all_of_a_shifted_family(scope)
     assert share_outside(features, DIMS, *scope[:2])[0, 1] >= 1 / 20
 
 
-def test_limits_are_quantiles_of_all_long_answers_read_a_few_at_a_time():
+def test_scopes_of_long_answers_are_found_reading_a_few_at_a_time():
     rows, every, n_read = np.arange(900), normal_features(np.arange(900)), []
 
     def read(rows):
         n_read.append(len(rows))
         return Features(*(tuple(x[rows] for x in part) for part in every))
 
-    scope = fit_scope(read, DIMS, np.full(900, 600), rows[:500], rows[500:])
-    assert sum(n_read) > 400 and max(n_read) * 600 <= 2**14
+    for lengths in (np.full(900, 600), np.where(rows % 30, 10, 600)):
+        scope = fit_scope(read, DIMS, lengths, rows[:500], rows[500:])
+    assert sum(n_read) > 1300 and max(n_read) * 600 <= 2**14
+    whole = fit_scope(read, DIMS, np.full(900, 10), rows[:500], rows[500:])
+    np.testing.assert_array_equal(np.concatenate(scope), np.concatenate(whole))
     share = share_outside(read(rows[500:]), DIMS, *scope[:2])
     np.testing.assert_allclose(scope.limits, np.quantile(share, 0.999, axis=0))
 
