@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from beatrice.extract.run.process import n_cores
+from beatrice.extract.run.process import StoppablePool, n_cores
 from beatrice.jaxprobe.config import (
     EncoderConfig,
     PlannedConfig,
@@ -656,7 +656,7 @@ def fit_blocks(
     """
     fixed: dict[str, Any] = {"encoder": encoder, "config": config}
 
-    def train_alone(block: Block) -> TrainedMembers:
+    def train_alone(block: Block, on_epoch: OnEpoch = on_epoch) -> TrainedMembers:
         with usual_jax(), _CORES:
             return fit_block(block, train, valid, **fixed, on_epoch=on_epoch)
 
@@ -682,13 +682,11 @@ def fit_blocks(
         blocks = blocks[1:]
     if n_threads is None:
         n_threads = n_cores() if is_in_turn(config) else 1
-    with ThreadPoolExecutor(n_threads) as pool:
-        futures = [pool.submit(train_alone, block) for block in blocks]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with StoppablePool(n_threads) as pool:
+        checked = pool.checked(on_epoch)
+        futures = [pool.submit(train_alone, block, checked) for block in blocks]
+        for future in as_completed(futures):
+            yield future.result()
 
 
 def join(blocks: Sequence[TrainedMembers], order: Sequence[Member]) -> TrainedMembers:

@@ -11,7 +11,6 @@ alone by more than chance explains (`jaxprobe.metrics.is_gain`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 from sklearn.svm import LinearSVC
 
-from beatrice.extract.run.process import n_cores
+from beatrice.extract.run.process import StoppablePool, n_cores
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.encoder import COLLECTION
 from beatrice.jaxprobe.families import divisors_of, subset_masks
@@ -198,12 +197,16 @@ def _folds(labels: np.ndarray, questions: np.ndarray) -> Folds:
 
 
 def _unseen_logits(
-    x: np.ndarray, labels: np.ndarray, folds: Folds, inverse_penalty: float
+    x: np.ndarray,
+    labels: np.ndarray,
+    folds: Folds,
+    regression_of: Callable[[float], LogisticRegression],
+    inverse_penalty: float,
 ) -> np.ndarray:
     """Return logits `[n_rows]`, each from a regression that has not seen its fold."""
     logits = np.zeros(len(x))
     for seen, unseen in folds:
-        fold = logistic_regression(inverse_penalty).fit(x[seen], labels[seen])
+        fold = regression_of(inverse_penalty).fit(x[seen], labels[seen])
         logits[unseen] = fold.decision_function(x[unseen])
     return logits
 
@@ -244,17 +247,18 @@ def fit_linear_parts(
         on_subset()
         read = np.flatnonzero(masks[subset])
         x, y = (np.concatenate([rows[f] for f in read], axis=1) for rows in scaled)
-        best = fit_linear(x, train.labels, y, valid.labels)
+        best = fit_linear(x, train.labels, y, valid.labels, checked)
         grid.inverse_penalty[subset] = best.C
         grid.fitted[subset] = best.decision_function(x)
         grid.valid[subset] = best.decision_function(y)
-        grid.train[subset] = _unseen_logits(x, train.labels, folds, best.C)
+        grid.train[subset] = _unseen_logits(x, train.labels, folds, checked, best.C)
         kernels = _linear_weights(best, {f: scales[f] for f in read.tolist()})
         for name, values in kernels.items():
             grid.parts[name][subset] = values
 
     use_one_blas_thread()
-    with ThreadPoolExecutor(n_cores()) as pool:
+    with StoppablePool(n_cores()) as pool:
+        checked = pool.checked(logistic_regression)
         list(pool.map(fit_subset, subsets))
     return grid
 
@@ -287,8 +291,9 @@ def fit_ridge(
     folds = _folds(labels, questions)
     _, question = np.unique(questions, return_inverse=True)
     use_one_blas_thread()
-    with ThreadPoolExecutor(n_cores()) as pool:
-        fit = partial(_unseen_logits, x, labels, folds)
+    with StoppablePool(n_cores()) as pool:
+        checked = pool.checked(logistic_regression)
+        fit = partial(_unseen_logits, x, labels, folds, checked)
         logits = np.stack(list(pool.map(fit, INVERSE_PENALTIES)))
     losses = np.logaddexp(0.0, np.where(labels, -logits, logits))
     by_question = np.stack([np.bincount(question, row) for row in losses])

@@ -6,11 +6,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
+from beatrice.extract.run.process import n_cores
 from beatrice.jaxprobe.config import XLA_FLAGS, old_emitter
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +106,30 @@ def forked(work) -> int:
         work()
         os._exit(0)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupted_once():
+    """Yield a function that interrupts the block when another thread first calls it.
+
+    After that each core may have made one call, but none makes another.
+    """
+    calls, main = [], threading.main_thread()
+
+    def interrupt(*_):
+        if threading.current_thread() is not main:
+            calls.append(None)
+            if len(calls) == 1:
+                signal.pthread_kill(main.ident, signal.SIGINT)
+            time.sleep(0.1)  # by then the main thread has been interrupted
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 1 <= len(calls) <= n_cores()
 
 
 def start(*words, **environ) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""One process: its share of a stage's work, its GPU, and its memory.
+"""One process: its share of a stage's work, its threads, its GPU, and its memory.
 
 glibc returns freed blocks above a size to the system, and raises that size each time,
 up to 32 MiB. A process that frees the same blocks thousands of times pays for new pages
@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
@@ -168,6 +169,30 @@ def n_cores() -> int:
     """Return how many cores this process may use; Slurm and Docker may limit them."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+class StoppablePool(ThreadPoolExecutor):
+    """Threads that stop at their next checked call if the `with` block fails.
+
+    Otherwise a user who interrupts it waits for all that has begun.
+    """
+
+    _is_stopped = False
+
+    def checked(self, function: Callable[..., Item]) -> Callable[..., Item]:
+        """Return a function that raises `CancelledError` once the block has failed."""
+
+        def call(*args: Any) -> Item:
+            if self._is_stopped:
+                raise CancelledError("the block that uses these threads has failed")
+            return function(*args)
+
+        return call
+
+    def __exit__(self, *error: Any) -> None:
+        """Wait for the threads, after stopping them if the block has failed."""
+        self._is_stopped = error[0] is not None
+        self.shutdown(cancel_futures=self._is_stopped)
 
 
 def gpu_of_process(

@@ -47,7 +47,7 @@ from beatrice.jaxprobe.memory import Sizes
 from beatrice.jaxprobe.rows import rows_at_once
 from beatrice.jaxprobe.tokens import empty_span, split_families
 from tests.jaxprobe.samples import assert_same_leaves
-from tests.process import run_line
+from tests.process import interrupted_once, run_line
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=8, hidden=8, n_blocks=1, n_groups=2)
@@ -162,6 +162,14 @@ def test_with_a_plan_that_fills_memory_one_block_trains_at_a_time(parts):
     assert len([*fit_blocks(blocks, *groups, encoder=ENCODER, config=config)]) == 4
     first_and_others = 2
     assert len(WatchedBlock.threads) == first_and_others
+
+
+@two_cores
+def test_an_interrupt_ends_blocks_after_their_epoch(parts):
+    groups, blocks = ([x] for x in parts), [Block((k,), (0,)) for k in range(4)]
+    protocol = {"encoder": ENCODER, "config": TRAIN, "n_threads": 2}
+    with interrupted_once() as interrupt:
+        list(fit_blocks(blocks, *groups, **protocol, on_epoch=interrupt))
 
 
 def test_labels_and_tokens_of_rows_with_weight_zero_have_no_influence(parts):

@@ -44,7 +44,7 @@ from beatrice.jaxprobe.tokens import split_families
 from beatrice.jaxprobe.train import LINEAR_ONLY, train_encoders, train_regression
 from tests.jaxprobe.samples import assert_same_leaves, rows_like, store_like
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
-from tests.process import run_python
+from tests.process import interrupted_once, run_python
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=1)
@@ -324,6 +324,26 @@ def test_a_ridge_does_not_change_if_every_row_is_repeated_ten_times():
         ridge, _ = fit_ridge(Pooled((x,), y), questions)
         kernels.append(ridge["kernel_0"])
     np.testing.assert_allclose(*kernels, rtol=0.02)
+
+
+class WatchedLabels(np.ndarray):
+    """Labels that call `on_look_up` whenever some of them are looked up."""
+
+    def __getitem__(self, where):
+        self.on_look_up()
+        return np.asarray(self)[where]
+
+
+def fit_parts(train, questions):
+    return fit_linear_parts(train, train, questions, range(len(SUBSETS)))
+
+
+@pytest.mark.parametrize("fit", [fit_ridge, fit_parts])
+def test_an_interrupt_ends_regressions_before_the_next_fold(rows, fit):
+    train = pooled(*rows[0])
+    labels = np.asarray(train.labels).view(WatchedLabels)
+    with interrupted_once() as labels.on_look_up:
+        fit(train._replace(labels=labels), EVERYTHING)
 
 
 N_EPOCHS = 24  # enough for networks to be reviewed
