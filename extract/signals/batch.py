@@ -30,6 +30,9 @@ class ReadingBudget:
     n_words_per_block: int = 2**11
 
 
+# A trial that fails wastes a pass: at most about one in 50.
+_PARTS_PER_TRIAL = 100
+
 Done = TypeVar("Done")
 
 
@@ -59,13 +62,16 @@ class BatchSplitter:
     """Runs batches, splitting them in half when they do not fit in device memory.
 
     Once a batch has not fitted, any of its size or more is split at once, unless a
-    single text did not fit either. Splitting changes values only by rounding.
+    single text did not fit either. After every 100 parts, twice that size is allowed:
+    the device may have been full only for a moment. Splitting changes values only by
+    rounding.
     """
 
     # One per model: hooks see every pass of it, whichever thread runs it, and its
     # tokenizer keeps the settings of its last call.
     lock: ForkLock = dataclasses.field(default_factory=ForkLock)
     _too_many: float = math.inf  # tokens of a batch that did not fit, with padding
+    _n_parts: int = 0  # done of batches that were split
     _is_noted: bool = False  # whether it was reported that batches are split
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,6 +115,9 @@ class BatchSplitter:
         try:
             for part in (rows[:middle], rows[middle:]):
                 yield from self.run(work, part, n_tokens_of)
+                self._n_parts += 1
+                if self._n_parts % _PARTS_PER_TRIAL == 0:
+                    self._too_many *= 2
         except DoesNotFit:
             # The batch size was not the problem: a single text is too long, or
             # something else filled the device for a moment.

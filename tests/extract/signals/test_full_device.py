@@ -12,7 +12,7 @@ from beatrice.extract.generate.generator import SamplingConfig
 from beatrice.extract.generate.local import generate
 from beatrice.extract.readings.reader import read
 from beatrice.extract.run.console import in_one_sentence, is_of_machine
-from beatrice.extract.signals.batch import DoesNotFit
+from beatrice.extract.signals.batch import BatchSplitter, DoesNotFit
 from beatrice.extract.signals.decode import generate_and_read, read_stepwise
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.signals.test_decode import (
@@ -106,6 +106,23 @@ def test_batches_are_whole_again_after_a_time_in_which_no_text_fitted(capsys):
         assert generate(backbone, requests, CONFIG) == expected
     assert refused[0] == len(requests)
     assert capsys.readouterr().err.count("are run in halves") == 1
+
+
+@pytest.mark.parametrize("n_rows", [1, 4])
+def test_a_batch_that_did_not_fit_is_tried_again_but_rarely(n_rows):
+    splitter, passes, most = BatchSplitter(), [], n_rows
+
+    def work(rows):
+        passes.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError(FULL)
+
+    for most, n_batches in ((n_rows, 200), (8, 300)):
+        passes.clear()
+        for _ in range(n_batches):
+            assert [*splitter.run(work, range(8), lambda row: 9)]
+        assert sum(n > most for n in passes) < 0.03 * len(passes)
+    assert passes[-200:] == [8] * 200
 
 
 @pytest.mark.parametrize(
