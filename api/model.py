@@ -43,7 +43,7 @@ from beatrice.extract.generate.templates import (
     as_words,
 )
 from beatrice.extract.records import Answer, Example, Passage, Setting, to_json
-from beatrice.extract.run.console import transformers_silenced
+from beatrice.extract.run.console import Progress, Update, transformers_silenced
 from beatrice.extract.run.files import JsonLines, sha256_json, write_text_atomic
 from beatrice.extract.signals.decode import (
     check_decoding,
@@ -208,6 +208,7 @@ class LanguageModel:
         read: Literal[True],
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
         store: str | Path | None = None,
+        progress: bool = False,
     ) -> "tuple[list[Answer], Signals]": ...
 
     def answer(
@@ -220,6 +221,7 @@ class LanguageModel:
         read: bool = False,
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
         store: str | Path | None = None,
+        progress: bool = False,
     ) -> "list[Answer] | tuple[list[Answer], Signals]":
         r"""Answer questions greedily, in batches of similar length.
 
@@ -244,6 +246,7 @@ class LanguageModel:
             batch are also kept in `<store>.written`, from which the same call resumes;
             keep both folders or neither. With a URL nothing is kept, and the same call
             answers again.
+          progress: show progress.
 
         Returns:
           The answers, in the order of the questions, with the exact token ids read and
@@ -256,7 +259,11 @@ class LanguageModel:
         """
         max_new_tokens = as_count(max_new_tokens, "max_new_tokens")
         is_usual = isinstance(layers, str) and layers == "middle"
-        for name, is_given in (("layers", not is_usual), ("store", store is not None)):
+        for name, is_given in (
+            ("layers", not is_usual),
+            ("store", store is not None),
+            ("progress", progress),
+        ):
             if is_given and not read:
                 raise ValueError(f"{name}: only applies to signals; add read=True")
         stop = self.prompt.usual_stop if stop is None else as_texts(stop, "stop")
@@ -264,7 +271,8 @@ class LanguageModel:
         requests, config = self._requests(questions, contexts, max_new_tokens, stop)
         if read:
             chosen = self._layers(layers)
-            return self._answer_and_read(requests, config, chosen, store, store)
+            places = store, store
+            return self._answer_and_read(requests, config, chosen, *places, progress)
         return generate(self.backbone, requests, config)
 
     def answer_ahead(
@@ -319,6 +327,7 @@ class LanguageModel:
         layers: tuple[int, ...],
         written: str | Path | None,
         store: str | Path | None,
+        progress: bool = False,
     ) -> "tuple[list[Answer], Signals]":
         """Answer, and keep the signals of the passes that write the answers.
 
@@ -346,15 +355,19 @@ class LanguageModel:
             warnings.warn(f"{reason}; the answers are read again", stacklevel=3)
             answers = generate(self.backbone, requests, generation)
         elif not isinstance(written, Path):  # in memory, or at a URL
-            answers, signals = generate_and_read(reader, requests, generation)
+            with _shown("answer", requests, progress) as update:
+                answers, signals = generate_and_read(
+                    reader, requests, generation, progress=update
+                )
             reader = WrittenReader.of(reader, answers, signals)
         else:
             folder = Path(f"{written}.written")
-            with locked_folder(folder):
+            with locked_folder(folder), _shown("answer", requests, progress) as update:
                 answers, reader = _answer_on_disk(
-                    reader, requests, generation, config, folder, store
+                    reader, requests, generation, config, folder, store, update
                 )
-        return answers, self._store(reader, answers, store, config, generation)
+        signals = self._store(reader, answers, store, config, generation, progress)
+        return answers, signals
 
     def as_answers(
         self, rows: Iterable[Any], *, names: Sequence[str] | None = None
@@ -408,6 +421,7 @@ class LanguageModel:
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
         store: str | Path | None = None,
         config: "ExtractConfig | None" = None,
+        progress: bool = False,
     ) -> "Signals":
         """Read the signals of answers, in one forward pass per answer.
 
@@ -420,6 +434,7 @@ class LanguageModel:
             resumes there (in a folder, after waiting for any call that is still
             running). None keeps the signals in memory.
           config: dtypes, spans and batch sizes; its `hidden_layers` is replaced.
+          progress: show progress.
 
         Raises:
           ValueError: there are no answers, they mix both settings, or another model
@@ -438,7 +453,7 @@ class LanguageModel:
         chosen = self._layers(layers)
         config = dataclasses.replace(config, hidden_layers=chosen)
         reader = self._reader(chosen, config.hidden_spans)
-        return self._store(reader, answers, store, config, None)
+        return self._store(reader, answers, store, config, None, progress)
 
     def _store(
         self,
@@ -447,6 +462,7 @@ class LanguageModel:
         store: str | Path | None,
         config: "ExtractConfig",
         generation: GenerationConfig | None,
+        progress: bool,
     ) -> "Signals":
         """Read answers into a store; `generation` is None if unknown."""
         from beatrice.extract.signals.extract import extract
@@ -460,7 +476,8 @@ class LanguageModel:
             # Keep the stored name if the model has moved: the revision identifies it.
             with suppress(ValueError, KeyError):
                 about |= {"name": open_store(url).spec.fingerprint["name"]}
-            extract(reader, answers, url, config, about=about)
+            with _shown("read", answers, progress) as update:
+                extract(reader, answers, url, config, about=about, progress=update)
             return Signals(open_store(url), model=self)
 
     def _layers(self, layers: Any) -> tuple[int, ...]:
@@ -524,6 +541,13 @@ class LanguageModel:
         return build_prompt(self.backbone.tokenizer, template, "?", passages).ids
 
 
+def _shown(
+    verb: str, rows: Sequence[Request | Answer], progress: bool
+) -> AbstractContextManager[Update | None]:
+    """Show a stage, if asked to, on rows of one setting."""
+    return Progress().stage(f"{verb} {rows[0].setting}") if progress else nullcontext()
+
+
 def _answer_on_disk(
     reader: SignalReader,
     requests: Sequence[Request],
@@ -531,6 +555,7 @@ def _answer_on_disk(
     config: "ExtractConfig",
     folder: Path,
     store: str | Path | None,
+    update: Update | None,
 ) -> tuple[list[Answer], Reader]:
     """Answer and read in groups; answers of an earlier call in `folder` are kept."""
     about = [reader.fingerprint, generation.max_new_tokens, list(generation.stop)]
@@ -549,12 +574,16 @@ def _answer_on_disk(
         _check_store(store, (), config.hidden_layers)
     # Sorted by length, so that batches need little padding.
     missing.sort(key=lambda request: len(request.prompt.ids), reverse=True)
+    n_done = 0
     # Saved group by group, so that a kill loses at most one.
     for some in groups_in_memory(reader, missing, generation.max_new_tokens):
         answers, signals = generate_and_read(reader, some, generation)
         save_batch(folder, reader, config, answers, signals)
         lines.append(map(to_json, answers))
         rows |= {answer.example_id: answer for answer in answers}
+        n_done += len(some)
+        if update is not None:
+            update(n_done, len(missing))
     ordered = [rows[request.example_id] for request in requests]
     written = WrittenSignals.open(folder, reader.fingerprint, config)
     if written is None:

@@ -234,7 +234,9 @@ def answer_and_label(
         if is_ahead:
             answers = model.answer_ahead(some, contexts, store)
         else:
-            answers, signals = model.answer(some, contexts, read=True, store=store)
+            answers, signals = model.answer(
+                some, contexts, read=True, store=store, progress=True
+            )
         pairs = zip(answers, some, strict=True)
         labels = np.array([exact_match(a.text, q.golds) for a, q in pairs])
         texts = [q.question for q in some]
@@ -375,7 +377,7 @@ def read_given(
         store = work / _store_name(model, about)
         if not store.exists():
             _with_forecast(model.read, part.answers, setting, note)
-        signals = model.read(part.answers, store=store)
+        signals = model.read(part.answers, store=store, progress=True)
         parts[setting] = part._replace(signals=signals)
     return parts
 

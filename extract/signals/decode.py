@@ -35,6 +35,7 @@ from beatrice.extract.generate.local import (
 )
 from beatrice.extract.generate.prompts import GenerationConfig, Prompt, Request
 from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.run.console import Update
 from beatrice.extract.signals import probability, residual
 from beatrice.extract.signals.attention import AttentionReading, attending_through
 from beatrice.extract.signals.batch import raising_does_not_fit
@@ -512,6 +513,7 @@ def generate_and_read(
     answer_span: AnswerSpan = "emitting",
     sampling: SamplingConfig | None = None,
     runs_last: bool = True,
+    progress: Update | None = None,
 ) -> tuple[list[Answer], list[AnswerSignals]]:
     """Answer requests, and read the answers in the passes that write them.
 
@@ -540,6 +542,8 @@ def generate_and_read(
         )
         for rows, pairs in parts:
             written |= zip(rows, pairs, strict=True)
+            if progress is not None:
+                progress(len(written), len(requests))
     ordered = [written[i] for i in range(len(requests))]
     return [answer for answer, _ in ordered], [signals for _, signals in ordered]
 

@@ -540,6 +540,8 @@ def test_a_model_and_questions_become_a_probe_that_reports_its_quality(
     done = fit_verb("embedded", questions, tmp_path / "probe", "--untrustworthy")
     for words in ("text alone", "length alone", "ECE", "decisions", "minutes"):
         assert words in done.output
+    for verb in ("answer", "read"):
+        assert done.output.count(f"{verb} closed_book: done in") == 1
     lines = (tmp_path / "probe" / "examples.jsonl").read_text().splitlines()
     assert len(lines) == 5  # their P is checked when the probe is loaded
     card = (tmp_path / "probe" / "README.md").read_text()
@@ -592,6 +594,7 @@ def test_labelled_answers_to_passages_become_a_probe_that_reads_passages(
     path, folder = write_lines(tmp_path / "labelled.jsonl", rows), tmp_path / "probe"
     done = fit_verb("embedded", "--labelled", path, folder, "--untrustworthy")
     assert "fields not read" not in done.output
+    assert done.output.count("read with_context: done in") == 1
     probe = beatrice.load(folder)
     question, answer, _, context = rows[0].values()
     right, wrong = (probe.score(question, x, context) for x in (answer, "Guzolt Falls"))

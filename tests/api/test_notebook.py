@@ -514,6 +514,16 @@ def test_questions_and_signals_may_lie_in_the_home_folder(
         model.read(answers, store=True)
 
 
+def test_progress_is_shown_only_if_asked_for(model, tmp_path, capsys):
+    for progress in (False, True):
+        for store in (None, tmp_path / str(progress)):
+            options = {"max_new_tokens": 2, "store": store, "progress": progress}
+            model.answer(PLACES, read=True, **options)
+            shown = capsys.readouterr().err
+            for words in ("answer closed_book: done", "read closed_book: done"):
+                assert (words in shown) == progress
+
+
 def test_a_store_of_other_signals_is_refused_before_anything_is_answered(
     model, tmp_path
 ):
@@ -591,6 +601,7 @@ def test_a_model_that_cannot_be_opened_is_refused_in_one_sentence(given, named):
         ({"stop": "Falls"}, "stop: expected a list of texts"),  # not letter by letter
         ({"stop": [3]}, r"stop\[0\]: expected a text"),
         ({"store": "signals"}, "store: only applies to signals; add read=True"),
+        ({"progress": True}, "progress: only applies to signals; add read=True"),
         ({"layers": [2]}, "layers: only applies to signals; add read=True"),
         ({"read": True, "questions": []}, "questions: expected some .* found none"),
         ({"read": True, "layers": []}, "layers: expected numbers"),

@@ -85,8 +85,11 @@ def read_again(reader, answers):
 
 def assert_unchanged(reader, requests, expected, atol=5e-4):
     """Check answers and signals, of one pass or two, against those of earlier."""
-    answers, signals = expected
-    written = generate_and_read(reader, requests, CONFIG)
+    (answers, signals), counts = expected, []
+    written = generate_and_read(
+        reader, requests, CONFIG, progress=lambda *n: counts.append(n)
+    )
+    assert counts[-1] == (len(requests), len(requests))
     assert written[0] == answers == generate(reader.backbone, requests, CONFIG)
     rows = [*written[1], *read_again(reader, answers)]
     assert_same_signals(rows, signals * 2, atol)
