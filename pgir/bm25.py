@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from beatrice.extract.records import Passage, spaced, word_pattern
+from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.files import (
     replaced_folder,
     sha256_json,
@@ -62,7 +63,8 @@ def open_bm25(corpus: Corpus, note: Callable[[str], None]) -> Bm25Retriever:
     identity = sha256_json([WORDS, corpus.identity, bm25s.__version__])
     if (index := _load(folder, identity, note)) is not None:
         return Bm25Retriever(corpus, index)
-    retriever = Bm25Retriever(corpus)
+    with Progress().stage("index words") as update:
+        retriever = Bm25Retriever(corpus, _index(corpus, update))
     try:
         with replaced_folder(folder) as work:
             retriever.index.save(work, show_progress=False)
@@ -100,18 +102,20 @@ def _library() -> Any:
     return bm25s
 
 
-def _index(passages: Sequence[Passage]) -> Any:
+def _index(passages: Sequence[Passage], update: Update | None = None) -> Any:
     bm25s = _library()
     # SciPy sorts by counting; the other backend packs and sorts all words as int64.
     index = bm25s.BM25(method="lucene", csc_backend="scipy")
-    ids, numbers = _word_ids(passages)
+    ids, numbers = _word_ids(passages, update)
     if not numbers:
         raise ValueError("BM25 needs at least one passage with a word, found none")
     index.index(bm25s.tokenization.Tokenized(ids, numbers), show_progress=False)
     return index
 
 
-def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
+def _word_ids(
+    passages: Sequence[Passage], update: Update | None
+) -> tuple[list[Any], dict[str, int]]:
     """Return the words of passages as numbers, and the number of each word.
 
     The numbers of a passage are an array with 4 bytes for each; lists for all passages
@@ -124,6 +128,8 @@ def _word_ids(passages: Sequence[Passage]) -> tuple[list[Any], dict[str, int]]:
         for words in _words([f"{passage.title} {passage.text}" for passage in some]):
             of_passage = [numbers.setdefault(word, len(numbers)) for word in words]
             ids.append(array.array("I", of_passage))
+        if update is not None:
+            update(3 * len(ids), 4 * len(passages))  # the rest is for weighing words
     return ids, numbers
 
 

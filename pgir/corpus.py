@@ -21,7 +21,7 @@ import numpy as np
 
 from beatrice.extract.datasets.fields import Question
 from beatrice.extract.datasets.loading import FileRefused, Loaded, Refusal, open_dataset
-from beatrice.extract.datasets.rows import read_raw
+from beatrice.extract.datasets.rows import OnRead, read_raw
 from beatrice.extract.records import (
     Passage,
     Record,
@@ -31,7 +31,7 @@ from beatrice.extract.records import (
     text_key,
     to_json,
 )
-from beatrice.extract.run.console import shell_line, table_head, table_row
+from beatrice.extract.run.console import Progress, shell_line, table_head, table_row
 from beatrice.extract.run.directory import acquire_lock
 from beatrice.extract.run.files import (
     read_sealed,
@@ -187,16 +187,19 @@ def _has_passages(path: Path, error: FileRefused) -> bool:
 
 
 def read_source(
-    path: Path, note: Note
+    path: Path, note: Note, on_read: OnRead
 ) -> Iterator[tuple[Question | None, Sequence[Passage]]]:
-    """Yield the passages of a file, or its questions with their passages."""
+    """Yield the passages of a file, or its questions with their passages.
+
+    For `on_read`, see `read_raw`.
+    """
     try:
         questions = open_dataset(path)
     except ValueError as error:
         if not (isinstance(error, FileRefused) and _has_passages(path, error)):
             note(f"{path.name}: {_NO_SOURCE}")
             return
-        for raw in read_raw(path, error.type):
+        for raw in read_raw(path, error.type, on_read=on_read):
             if raw.value is None:
                 raise ValueError(f"{path}, {raw.at}: {raw.problem}") from None
             passage = as_passage(raw.value, f"{path}, {raw.at}")
@@ -204,7 +207,7 @@ def read_source(
             yield None, [Passage(title=title, text=text)]
         return
     refused: list[Refusal] = []
-    for row in questions.read():
+    for row in questions.read(on_read):
         if isinstance(row, Loaded):
             yield row.question, row.question.passages
         else:
@@ -321,13 +324,19 @@ def _write_passages(
     folder: Path, files: Sequence[Path], hashes: Sequence[Sequence[str]], note: Note
 ) -> tuple[_Writer, list[dict[str, Any]]]:
     writer, reports = _Writer(), []
+    sizes = [path.stat().st_size for path in files]
     with (
+        Progress().stage("corpus") as update,
         write_stream_atomic(folder / "passages.jsonl") as passages,
         write_stream_atomic(folder / "gold.jsonl") as golds,
     ):
-        for path, (name, sha256) in zip(files, hashes, strict=True):
+        for i, (path, (name, sha256)) in enumerate(zip(files, hashes, strict=True)):
+
+            def on_read(n_bytes: int, n_before: int = sum(sizes[:i])) -> None:
+                update(n_before + n_bytes, sum(sizes))
+
             writer.counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
-            for question, of_record in read_source(path, note):
+            for question, of_record in read_source(path, note, on_read):
                 places = [writer.add(passage, passages) for passage in of_record]
                 if question is not None:
                     writer.add_golds(question, places, golds)

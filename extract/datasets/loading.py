@@ -34,7 +34,14 @@ from beatrice.extract.datasets.readers import (
     find_evidence,
     recognise_record,
 )
-from beatrice.extract.datasets.rows import FileType, RawRecord, read_raw, recognise
+from beatrice.extract.datasets.rows import (
+    FileType,
+    OnRead,
+    RawRecord,
+    ignore_bytes,
+    read_raw,
+    recognise,
+)
 from beatrice.extract.datasets.splits import Context
 from beatrice.extract.records import (
     NAME_IN_WORDS,
@@ -97,11 +104,11 @@ class DatasetFile:
     # Other fields of an object around the records; filled once they are read.
     envelope: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def read(self) -> Iterator[Loaded | Refusal]:
-        """Yield every record, in file order."""
+    def read(self, on_read: OnRead = ignore_bytes) -> Iterator[Loaded | Refusal]:
+        """Yield every record, in file order; see `read_raw`."""
         numbers: dict[int, int] = {}  # number of the first record with an id
         log_filter: str | None = None
-        for raw in read_raw(self.path, self.type, self.envelope):
+        for raw in read_raw(self.path, self.type, self.envelope, on_read):
             row = self.read_one(raw)
             if isinstance(row, Loaded):
                 # Only in a log: examples made from one have `filter` in their `meta`.

@@ -17,7 +17,7 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,7 @@ _SPACE = re.compile(r"\s*+", re.ASCII)
 _SURROGATE = re.compile(r"\\u[dD]")  # a lone one is invalid, but Python accepts it
 _AT_END = 16  # characters; the window's end may cut an escape or a literal
 _decode = json.JSONDecoder().raw_decode
+OnRead = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +97,18 @@ class RawRecord:
     line: int | None = None  # first line, if the file is made of lines
 
 
-def _chunks(path: Path, is_gzipped: bool) -> Iterator[bytes]:
+def ignore_bytes(n_bytes: int) -> None:
+    """Stand in where nobody asks how many bytes were read."""
+
+
+def _chunks(
+    path: Path, is_gzipped: bool, on_read: OnRead = ignore_bytes
+) -> Iterator[bytes]:
     with path.open("rb") as packed:
         stream = gzip.GzipFile(fileobj=packed) if is_gzipped else packed
         try:
             while chunk := stream.read(CHUNK):
+                on_read(packed.tell())
                 yield chunk
         except EOFError:
             raise ValueError(
@@ -191,13 +199,19 @@ def _list_of(text: str, at: int) -> tuple[str | None, int]:
 
 
 def read_raw(
-    path: Path, file_type: FileType, envelope: dict[str, Any] | None = None
+    path: Path,
+    file_type: FileType,
+    envelope: dict[str, Any] | None = None,
+    on_read: OnRead = ignore_bytes,
 ) -> Iterator[RawRecord]:
-    """Yield the records of a file; then add what surrounds their list to `envelope`."""
+    """Yield the records of a file; then add what surrounds their list to `envelope`.
+
+    `on_read` is called with how many bytes of the file were read so far.
+    """
     if file_type.container == "parquet":
-        yield from _parquet_rows(path, file_type.is_gzipped)
+        yield from _parquet_rows(path, file_type.is_gzipped, on_read)
         return
-    chunks = _chunks(path, file_type.is_gzipped)
+    chunks = _chunks(path, file_type.is_gzipped, on_read)
     if file_type.has_bom:
         chunks = (c[3:] if i == 0 else c for i, c in enumerate(chunks))
     if file_type.container == "json lines":
@@ -213,7 +227,7 @@ def read_raw(
 _TOO_LONG_ROW = f"the row is longer than {MAX_RECORD >> 20} MiB"
 
 
-def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
+def _parquet_rows(path: Path, is_gzipped: bool, on_read: OnRead) -> Iterator[RawRecord]:
     """Yield the rows of a Parquet file, a few at a time.
 
     Dates and times are left out: no layout has one, Parquet has dates that Python
@@ -244,6 +258,8 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
                     number += 1
                     problem = _TOO_LONG_ROW if row is None else None
                     yield RawRecord(number, f"row {number}", row, problem)
+                n_bytes = path.stat().st_size  # counted by rows: columns lie apart
+                on_read(n_bytes * number // file.metadata.num_rows)
         except KeyError as error:
             raise ValueError(
                 f"{path}: two columns have the same name ({error.args[0]}); rename one"

@@ -36,7 +36,7 @@ def search(corpus, notes):
     return [*map(list, open_bm25(corpus, notes.append).search(QUERIES, 5))]
 
 
-def test_the_index_in_the_folder_finds_what_one_in_memory_does(corpus):
+def test_the_index_in_the_folder_finds_what_one_in_memory_does(corpus, capsys):
     notes, folder = [], corpus.folder / "bm25"
     expected = [*map(list, Bm25Retriever(corpus).search(QUERIES, 5))]
     assert search(corpus, notes) == expected and not any(expected[2:])
@@ -44,6 +44,7 @@ def test_the_index_in_the_folder_finds_what_one_in_memory_does(corpus):
     assert isinstance(arrays["data"], np.memmap)  # loaded, not built again
     assert search(corpus, notes) == expected
     assert files_of(folder) == before and notes == []
+    assert capsys.readouterr().err.count("index words: done in") == 1
 
 
 def test_an_index_that_is_damaged_or_of_another_corpus_is_built_again(corpus, tmp_path):

@@ -653,8 +653,9 @@ def build(tmp_path, **files):
     return build_corpus(tmp_path / "corpus", sources, notes.append), notes
 
 
-def test_published_corpora_are_read_and_each_passage_is_kept_once(tmp_path):
+def test_published_corpora_are_read_and_each_passage_is_kept_once(tmp_path, capsys):
     corpus, notes = build(tmp_path, psgs__tsv=PSGS, two__json=TITLES)
+    assert capsys.readouterr().err == "corpus: done in 0 s\n"
     assert [p.title for p in corpus] == ["Aaron", "Aaron", "Zoe"]
     assert corpus[0].text == 'He said "no" twice.'  # the first wording is kept
     assert notes[1] == "two.json: 2 passages, 1 of them new"

@@ -31,7 +31,9 @@ LINES = [json.dumps(record) for record in RECORDS]
 
 
 def questions(path):
-    rows = list(open_dataset(path).read())
+    n_bytes = []
+    rows = list(open_dataset(path).read(n_bytes.append))
+    assert n_bytes == sorted(n_bytes) and n_bytes[-1] == path.stat().st_size
     assert all(isinstance(row, Loaded) for row in rows), rows
     return [row.question for row in rows]
 
