@@ -244,8 +244,8 @@ class LanguageModel:
           layers: see the method `read`.
           store: see the method `read`. With `read=True`, answers and signals of each
             batch are also kept in `<store>.written`, from which the same call resumes;
-            keep both folders or neither. With a URL nothing is kept, and the same call
-            answers again.
+            keep both folders or neither. With a URL, also of a file, nothing is kept:
+            all signals are in memory at first, and the same call answers again.
           progress: show progress.
 
         Returns:
