@@ -157,8 +157,8 @@ def test_a_users_own_questions_are_read_in_order_with_an_id_each(tmp_path):
     assert mali.passages == (Passage(title="", text="In Bamako."),)
     assert (mali.dataset, mali.split) == ("capitals", "train")
     assert again.id == f"{mali.id}-2"
-    own = CAPITALS[1] | {"id": f"{mali.id}-3".removeprefix("capitals-")}
-    often = [CAPITALS[0], own, *CAPITALS[:1] * 3]
+    third = CAPITALS[1] | {"id": f"{mali.id}-3".removeprefix("capitals-")}
+    often = [CAPITALS[0], third, *CAPITALS[:1] * 3]
     ids = [q.id for q in read_questions(pub.write_lines(path, often))]
     assert [x.removeprefix(mali.id) for x in ids] == ["", "-3", "-2", "-4", "-5"]
     assert read_questions(str(path), "towns")[0].id.startswith("towns-")
