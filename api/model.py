@@ -271,8 +271,9 @@ class LanguageModel:
         requests, config = self._requests(questions, contexts, max_new_tokens, stop)
         if read:
             chosen = self._layers(layers)
-            places = store, store
-            return self._answer_and_read(requests, config, chosen, *places, progress)
+            return self._answer_and_read(
+                requests, config, chosen, store, store, progress
+            )
         return generate(self.backbone, requests, config)
 
     def answer_ahead(
