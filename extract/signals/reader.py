@@ -60,6 +60,12 @@ class AnswerSignals:
     attn: np.ndarray
     path: ReadingPath  # how the signals were read
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all families."""
+        families = self.hidden, self.prob, self.resid, self.attn
+        return sum(family.nbytes for family in families)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingSignals:

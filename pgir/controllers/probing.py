@@ -204,4 +204,3 @@ def run_probing(session: Session) -> None:
         return probing_rag(example.question, theta, n, shown, shared)
 
     session.tune("probing_rag", grid, plan)
-    answering.forget_states()

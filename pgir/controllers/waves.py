@@ -49,7 +49,6 @@ from beatrice.pgir.bridge import (
 from beatrice.pgir.controllers.loop import (
     VALUES,
     Call,
-    ControllerConfig,
     Cost,
     DraftScore,
     Judge,
@@ -63,6 +62,7 @@ from beatrice.pgir.stages import DraftJudge, as_judge
 
 GROUP_SIZE = 256  # questions advanced together, with their signals in memory
 _MOST_CACHED = 2 * MOST_ROWS  # closed-book answers, twice as many as a group has
+_MOST_BYTES = 2**29  # of signals, and of states; without them answers are written again
 ENTROPY = 2  # column of a prob row, in nats
 # Each batch is pairs of a call's index and its value or `Failed`.
 Batches = Generator[list[tuple[int, Any]], None, None]
@@ -343,6 +343,28 @@ class SearchService(BatchedService):
         ]
 
 
+class LatestItems(dict[tuple[int, ...], Any]):
+    """Arrays or signals by prompt, of the latest answers and of others if they fit."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """Start empty; `trim` keeps at most these bytes, or `GROUP_SIZE` items."""
+        self._n_bytes, self._most_bytes = 0, most_bytes
+
+    def add(self, prompt: tuple[int, ...], item: Any) -> None:
+        """Add an item as the latest."""
+        if (old := self.pop(prompt, None)) is not None:
+            self._n_bytes -= old.nbytes
+        self[prompt] = item
+        self._n_bytes += item.nbytes
+
+    def trim(self) -> None:
+        """Drop the oldest items."""
+        for prompt in list(self)[:-GROUP_SIZE]:
+            if self._n_bytes <= self._most_bytes:
+                break
+            self._n_bytes -= self.pop(prompt).nbytes
+
+
 class AnswerService(Service):
     """Serves "answer": a greedy answer under the run's template, for all controllers.
 
@@ -357,6 +379,7 @@ class AnswerService(Service):
         passages: Sequence[Passage],
         journal: CallJournal,
         state_layers: Sequence[int] = (),
+        most_bytes: int = _MOST_BYTES,
     ) -> None:
         """Open the generator; raise a ValueError if the model can be asked nothing."""
         probed.requests("closed_book", ["?"], [()])  # else every question would fail
@@ -367,17 +390,16 @@ class AnswerService(Service):
         self.overlong: set[int] = set()
         self._frames: dict[str, int] = {}  # tokens of a question's shortest prompt
         self._state_layers = list(state_layers)
-        # By prompt: signals of the latest answers; mean states, for Probing-RAG.
-        self._signals: dict[tuple[int, ...], AnswerSignals] = {}
-        self._states: dict[tuple[int, ...], np.ndarray] = {}
-        self._lasting: set[tuple[int, ...]] = set()  # prompts whose states are kept
-        self._is_probing = False  # whether the states of all answers are kept
+        self._signals = LatestItems(most_bytes)
+        self._states = LatestItems(most_bytes)  # mean states, for Probing-RAG
         self._sampling = probed.config.greedy
+        self.request = functools.lru_cache(4 * GROUP_SIZE)(self._fitting_request)
+        self._n_bytes = functools.cache(self._bytes_of)
         self.generator = TransformersGenerator(
             backbone=probed.backbone, tokens_per_batch=probed.config.tokens_per_batch
         )
 
-    def request(self, call: Call) -> tuple[Request, int]:
+    def _fitting_request(self, call: Call) -> tuple[Request, int]:
         """Return a call's prompt, and how many of the call's passages it contains.
 
         The last passages are left out until it fits the model's window; one is kept.
@@ -396,21 +418,24 @@ class AnswerService(Service):
 
     def fitting(self, question: str, ranking: Sequence[int]) -> tuple[int, ...]:
         """Return a ranking without the passages too long for a question's prompt."""
-        long = {place for place in ranking if not self._fits(question, place)}
-        self.overlong |= long
-        return tuple(place for place in ranking if place not in long)
-
-    def _fits(self, question: str, place: int) -> bool:
-        passage, room = self.passages[place], self._window
-        room -= self._sampling.max_new_tokens
+        room = self._window - self._sampling.max_new_tokens
         if question not in self._frames:
             shortest = Passage(title="", text=".")
             self._frames[question] = self._n_tokens(question, shortest)
+        spare = room - self._frames[question]
         # A token has at least one byte, so short passages need no tokenising.
-        n_bytes = len(f"{passage.title}: {passage.text}".encode())
-        if self._frames[question] + n_bytes <= room:
-            return True
-        return self._n_tokens(question, passage) <= room
+        long = {
+            place
+            for place in ranking
+            if self._n_bytes(place) > spare
+            and self._n_tokens(question, self.passages[place]) > room
+        }
+        self.overlong |= long
+        return tuple(place for place in ranking if place not in long)
+
+    def _bytes_of(self, place: int) -> int:
+        passage = self.passages[place]
+        return len(f"{passage.title}: {passage.text}".encode())
 
     def _n_tokens(self, question: str, passage: Passage) -> int:
         parts = self.probed.backbone.tokenizer, self.probed.template, question
@@ -470,8 +495,8 @@ class AnswerService(Service):
         yield from self._write(calls, done)
 
     def _trim(self) -> None:
-        """Keep only the signals of the latest answers."""
-        self._signals = dict(list(self._signals.items())[-GROUP_SIZE:])
+        self._signals.trim()
+        self._states.trim()
 
     def _write(self, calls: Sequence[Call], done: Collection[int]) -> Batches:
         """Yield batches of answers, keeping their signals if they can be read."""
@@ -487,9 +512,6 @@ class AnswerService(Service):
                 failed[i] = Failed(str(error))
         if failed:
             yield list(failed.items())
-        self._lasting = {
-            r.prompt.ids for i, (r, _) in requests.items() if self._is_first(calls[i])
-        }
         places = list(requests)
         finished = {at for at, i in enumerate(places) if i in done}
         generator = self.generator
@@ -530,15 +552,6 @@ class AnswerService(Service):
             for batch in self._texts(generator, some, ()):
                 yield [(half[at], text) for at, text in batch]
 
-    def _is_first(self, call: Call) -> bool:
-        """Return whether an answer is closed-book, or uses its question's own search.
-
-        Probing-RAG needs the states of these, and of others that only it asks for.
-        """
-        search = Call("search", call.text, n=ControllerConfig().depth)
-        ranking = entry.value if (entry := self.journal.find(search)) else ()
-        return call.passages == tuple(ranking[: len(call.passages)])
-
     @functools.cached_property
     def _reader(self) -> SignalReader:
         layers = {self.probed.trained.layer, *self._state_layers}
@@ -558,14 +571,14 @@ class AnswerService(Service):
         for answer, read in zip(answers, signals, strict=True):
             if read is None:  # its stop string spans several tokens
                 (read,) = self._reader.read(self.probed.sequences([answer]))
-            is_kept = self._is_probing or answer.prompt_ids in self._lasting
-            if slots and is_kept:
+            if slots:
                 start, stop = written_tokens(answer)
                 rows = slice(start - read.first_token, stop - read.first_token)
-                self._states[answer.prompt_ids] = read.hidden[rows, slots].mean(axis=0)
-            self._signals[answer.prompt_ids] = dataclasses.replace(
-                read, hidden=read.hidden[:, slot : slot + 1].copy()
-            )
+                states = read.hidden[rows, slots].mean(axis=0)
+                self._states.add(answer.prompt_ids, states)
+            hidden = read.hidden[:, slot : slot + 1].copy()
+            kept = dataclasses.replace(read, hidden=hidden)
+            self._signals.add(answer.prompt_ids, kept)
 
     def _rewrite(self, calls: Sequence[Call], ids_in_memory: Collection[Any]) -> None:
         """Write again, in the batches of their wave, answers whose signals are gone."""
@@ -592,28 +605,19 @@ class AnswerService(Service):
         return self.probed.reading(signals, self.probed.sequences(answers))
 
     def states_of(self, calls: Sequence[Call]) -> np.ndarray:
-        """Return the mean states of answers' tokens, `[n, n_layers, d_model]`.
-
-        From then on the states of every answer are kept, until `forget_states`.
-        """
-        self._is_probing = True
-        answers = self._answers(calls)
+        """Return the mean states of answers' tokens, `[n, n_layers, d_model]`."""
+        answers, states = self._answers(calls), []
         for first in range(0, len(calls), GROUP_SIZE):
-            rows = slice(first, first + GROUP_SIZE)
+            some = answers[first : first + GROUP_SIZE]
             if self.is_read_at_once:
-                self._rewrite(calls[rows], self._states)
+                self._rewrite(calls[first : first + GROUP_SIZE], self._states)
             else:
-                some = answers[rows]
                 sequences = self.probed.sequences(some)
                 for batch, signals in self.probed.read_batches(self._reader, sequences):
                     self._keep([some[i] for i in batch], signals)
+            states += [self._states[answer.prompt_ids] for answer in some]
             self._trim()
-        return np.stack([self._states[answer.prompt_ids] for answer in answers])
-
-    def forget_states(self) -> None:
-        """Free all mean states, and keep no new ones."""
-        self._is_probing = False
-        self._states.clear()
+        return np.stack(states)
 
     def cost(self, call: Call, value: Reply) -> Cost:
         """Return the cost of an answer, also a kept one, without seconds."""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 
@@ -43,6 +44,7 @@ from beatrice.pgir.controllers.session import all_rivals, rival
 from beatrice.pgir.controllers.stage import left_out_rows
 from beatrice.pgir.controllers.waves import (
     ENTROPY,
+    GROUP_SIZE,
     AnswerService,
     CallJournal,
     Failed,
@@ -638,24 +640,26 @@ def test_an_answer_too_long_to_be_written_again_fails_only_its_question(
     assert [known.raw, last.raw] == raw
 
 
-def test_states_are_kept_for_first_answers_and_computed_again_for_others(answering):
-    passages = [Passage(title="", text=f"{PASSAGE} {x}") for x in ("Yes.", "No.")]
+@pytest.mark.parametrize("most_bytes", [0, 2**30])
+def test_states_of_the_latest_answers_are_kept_and_of_others_if_they_fit(
+    answering, most_bytes
+):
     probed, layers = answering.probed, probing.state_layers(6)
-    fresh = AnswerService(probed, passages, CallJournal(None, ""), layers)
-    search = Call("search", QUESTION, n=ControllerConfig().depth)
-    fresh.journal.add("search", [search], [(0, 1)], 0.0)
-    calls = [Call("answer", QUESTION, shown) for shown in ((), (0,), (1,))]
+    parts = answering.passages, CallJournal(None, "")
+    fresh = AnswerService(probed, *parts, layers, most_bytes)
+    words = [*filter(str.isalpha, probed.backbone.tokenizer.get_vocab())]
+    pairs = itertools.islice(itertools.product(words, repeat=2), GROUP_SIZE + 2)
+    calls = [Call("answer", f"who is {a} {b}?") for a, b in pairs]
     fresh.journal.add("first", calls, values_of(fresh, calls), 0.0)
     prompts = [fresh.request(call)[0].prompt.ids for call in calls]
-    assert set(fresh._states) == set(prompts[:2])  # not for passages found later
     before = dict(fresh._states)
-    states = fresh.states_of(calls)
-    assert set(fresh._states) == set(prompts)
-    for prompt, row in zip(prompts, states, strict=False):
-        np.testing.assert_array_equal(row, before.get(prompt, row))
-    fresh.forget_states()
-    assert not fresh._states
-    np.testing.assert_array_equal(fresh.states_of(calls), states)
+    assert set(before) == set(prompts)
+    values_of(fresh, [Call("answer", QUESTION)])  # begins a wave
+    n_kept = (len(calls) if most_bytes else GROUP_SIZE) + 1
+    assert len(fresh._states) == len(fresh._signals) == n_kept
+    np.testing.assert_array_equal(
+        fresh.states_of(calls), [before[prompt] for prompt in prompts]
+    )
 
 
 def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
