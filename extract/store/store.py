@@ -55,6 +55,7 @@ from beatrice.extract.store.spec import (
 )
 
 _BYTES_IN_FLIGHT = 256 << 20
+_SHORT = 16  # rows, on average, of copies that are joined
 
 
 @functools.cache
@@ -300,23 +301,43 @@ def read_blocks(
     n_rows = sum(stop - start for start, stop in blocks)
     values = np.empty((n_rows, *array.shape[1:]), array.dtype.numpy_dtype)
     target = ts.array(values, copy=False)
-    pending: list[tuple[int, ts.WriteFutures]] = []
+    parts: dict[int, list[tuple[int, int, int]]] = {}  # by range
     row = in_flight = 0
     for start, stop in blocks:
         for range_id, stored, n in store.spec.segments(start, stop, name):
-            if range_id not in store.seen and range_id not in done_ranges(store):
-                raise ValueError(
-                    f"{store.describe(range_id)} is not extracted yet (no "
-                    f"{store.commit_key(range_id)}); run extract again to continue"
-                )
-            copy = target[row : row + n].write(array[stored : stored + n])
-            pending.append((range_id, copy))
-            row, in_flight = row + n, in_flight + n * (values[:1].nbytes)
+            parts.setdefault(range_id, []).append((row, stored, n))
+            row += n
+    pending: list[tuple[int, ts.WriteFutures]] = []
+    for range_id, copies in parts.items():
+        if range_id not in store.seen and range_id not in done_ranges(store):
+            raise ValueError(
+                f"{store.describe(range_id)} is not extracted yet (no "
+                f"{store.commit_key(range_id)}); run extract again to continue"
+            )
+        for rows, stored_rows, n in _selections(np.array(copies)):
+            pending.append((range_id, target[rows].write(array[stored_rows])))
+            in_flight += n * values[:1].nbytes
             if in_flight > _BYTES_IN_FLIGHT:
                 _finish(store, name, pending)
                 in_flight = 0
     _finish(store, name, pending)
     return values
+
+
+def _selections(copies: np.ndarray) -> Iterator[tuple[Any, Any, int]]:
+    """Yield where to copy rows, from where, and how many.
+
+    `copies` are `[n, 3]` the same. Short ones, such as answers, are joined: a request
+    takes as long as dozens of rows by their numbers.
+    """
+    lengths = copies[:, 2]
+    if (n_rows := lengths.sum()) < _SHORT * len(copies):
+        at = np.arange(n_rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        to, where = (np.repeat(first, lengths) + at for first in copies[:, :2].T)
+        yield to, where, int(n_rows)
+    else:
+        for row, stored, n in copies.tolist():
+            yield slice(row, row + n), slice(stored, stored + n), n
 
 
 def _finish(
