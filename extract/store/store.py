@@ -325,10 +325,11 @@ def read_blocks(
 
 
 def _selections(copies: np.ndarray) -> Iterator[tuple[Any, Any, int]]:
-    """Yield where to copy rows, from where, and how many.
+    """Yield where to put rows, where they are stored, and their number.
 
-    `copies` are `[n, 3]` the same. Short ones, such as answers, are joined: a request
-    takes as long as dozens of rows by their numbers.
+    `copies` are `[n, 3]`: each one's first row, first stored row and number of rows.
+    Short ones, such as answers, are joined into one request, since a request takes as
+    long as dozens of rows that are listed by number.
     """
     lengths = copies[:, 2]
     if (n_rows := lengths.sum()) < _SHORT * len(copies):
