@@ -393,21 +393,26 @@ class AnswerService(Service):
         self._signals = LatestItems(most_bytes)
         self._states = LatestItems(most_bytes)  # mean states, for Probing-RAG
         self._sampling = probed.config.greedy
-        self.request = functools.lru_cache(4 * GROUP_SIZE)(self._fitting_request)
-        self._n_bytes = functools.cache(self._bytes_of)
+        self._requests: dict[Call, tuple[Request, int]] = {}  # of the latest calls
+        self._sizes: dict[int, int] = {}  # of passages, in bytes
         self.generator = TransformersGenerator(
             backbone=probed.backbone, tokens_per_batch=probed.config.tokens_per_batch
         )
 
-    def _fitting_request(self, call: Call) -> tuple[Request, int]:
+    def request(self, call: Call) -> tuple[Request, int]:
         """Return a call's prompt, and how many of the call's passages it contains.
 
         The last passages are left out until it fits the model's window; one is kept.
         """
+        if (known := self._requests.get(call)) is not None:
+            return known
         request, n_shown = self._request(call.text, call.passages), len(call.passages)
         while n_shown > 1 and self._why_too_long(request) is not None:
             n_shown -= 1
             request = self._request(call.text, call.passages[:n_shown])
+        if len(self._requests) >= 4 * GROUP_SIZE:
+            self._requests.clear()
+        self._requests[call] = request, n_shown
         return request, n_shown
 
     @property
@@ -427,15 +432,17 @@ class AnswerService(Service):
         long = {
             place
             for place in ranking
-            if self._n_bytes(place) > spare
+            if self._size(place) > spare
             and self._n_tokens(question, self.passages[place]) > room
         }
         self.overlong |= long
         return tuple(place for place in ranking if place not in long)
 
-    def _bytes_of(self, place: int) -> int:
-        passage = self.passages[place]
-        return len(f"{passage.title}: {passage.text}".encode())
+    def _size(self, place: int) -> int:
+        if place not in self._sizes:
+            passage = self.passages[place]
+            self._sizes[place] = len(f"{passage.title}: {passage.text}".encode())
+        return self._sizes[place]
 
     def _n_tokens(self, question: str, passage: Passage) -> int:
         parts = self.probed.backbone.tokenizer, self.probed.template, question
