@@ -68,12 +68,13 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
     """Return whether an answer is one of the accepted ones, normalised as in SQuAD.
 
     Case, punctuation, articles and white space count only in a text that has nothing
-    else; to SQuAD's script, an empty answer would equal the golds "A" and "*". Raises
-    ValueError if the answer is not a text, or the golds are not a list of texts.
+    else. An empty answer is never right; in SQuAD's script it equals "A" and "*".
+    Raises ValueError if the answer is not a text, or the golds are not a list of texts.
     """
     if not isinstance(answer, str):
         raise ValueError(f"answer: expected a text, found {answer!r:.80}")
-    return _compared(answer) in {_compared(gold) for gold in as_golds(golds)}
+    accepted = {_compared(gold) for gold in as_golds(golds)} - {""}
+    return _compared(answer) in accepted
 
 
 def _compared(text: str) -> str:
