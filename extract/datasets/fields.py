@@ -99,11 +99,16 @@ def objects(record: Record, key: str, *, within: str = "") -> list[Record]:
 
 
 def identity(record: Record, *keys: str) -> str | None:
-    """Return the first id found under some keys, as text; it may be a whole number."""
+    """Return the first id found under some keys, as text; it may be a whole number.
+
+    In a column that lacks some, pandas writes 1 as 1.0, and a missing id as NaN.
+    """
     for key in keys:
         value = record.get(key)
-        if value is None or value == "":
+        if value is None or value == "" or value != value:
             continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise ValueError(
                 f"{key!r}: expected an id (text or a whole number), found "

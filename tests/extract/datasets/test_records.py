@@ -93,6 +93,7 @@ TABLE = [
     ("a fact on a number", hotpot(supporting_facts=[[1, 2]]), "'supporting_facts[0]'"),
     ("columns alone", without(COLUMNS | plain(context=COLUMNS), "title"), "no 'suppor"),
     ("an id that is a list", hotpot(_id=[1]), "'_id': expected an id"),
+    ("an id that is a part", hotpot(_id=1.5), "'_id': expected an id"),
     ("sentences in objects", objects(), Reads(("Rush",), 3, 2)),
     ("content in objects", objects("content"), Reads(("Rush",), 3, 2)),
     (
@@ -326,6 +327,7 @@ FILMS = pub.flashrag(7, metadata=META)
 BAND, MUTE = "Neil was a drummer. He wrote.", "It is of 1920. It is mute."
 GREEN = "Green is paragraph 0."
 MOON = "Men walked  there in December 1972 ."
+ANSWER = PASSAGE["text"]
 # Record, set, id, which passages are gold, title and text of the first passage.
 LAYOUTS = [
     *(
@@ -339,7 +341,10 @@ LAYOUTS = [
     (FILMS, "2wikimultihopqa", "test_7", [1, 0], "Film A", MUTE),
     # A distractor has the title of a gold paragraph.
     (pub.musique(7), "musique", "2hop__7_7", [1, 0, 1], "Green", GREEN),
-    (pub.popqa(7) | {"ctxs": [PASSAGE]}, "popqa", "7", [1], "T", "It is Ann."),
+    *(
+        (pub.popqa(7) | {"id": x, "ctxs": [PASSAGE]}, "popqa", name, [1], "T", ANSWER)
+        for x, name in ((7, "7"), (7.0, "7"), (float("nan"), None))
+    ),
     # The positive of the annotated page, or the first if there are no scores.
     (pub.biencoder(7), "nq", None, [0, 1, 0], "Page", "Linda sings."),
     (UNSCORED, "nq", None, [1, 0, 0], "Page", "Linda sings."),
