@@ -18,6 +18,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,8 +231,8 @@ _TOO_LONG_ROW = f"the row is longer than {MAX_RECORD >> 20} MiB"
 def _parquet_rows(path: Path, is_gzipped: bool, on_read: OnRead) -> Iterator[RawRecord]:
     """Yield the rows of a Parquet file, a few at a time.
 
-    Dates and times are left out: no layout has one, Parquet has dates that Python
-    lacks, and an unknown time zone must not cost a record its question.
+    A column of dates or times holds one day or null: no layout reads one, Parquet has
+    dates that Python lacks, and an unknown time zone must not cost a question.
     """
     try:
         import pyarrow
@@ -253,8 +254,13 @@ def _parquet_rows(path: Path, is_gzipped: bool, on_read: OnRead) -> Iterator[Raw
             # Neither threads nor a buffer for the whole row group: memory stays flat.
             file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
             for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
-                columns = [c.name for c in batch.schema if not is_temporal(c.type)]
-                for row in _parquet_values(batch.select(columns)):
+                batch = batch.select(batch.schema.names)  # refuses a name used twice
+                for i, column in enumerate(batch.schema):
+                    if is_temporal(column.type):
+                        is_null = batch[i].is_null().to_pylist()
+                        days = [None if null else date.min for null in is_null]
+                        batch = batch.set_column(i, column.name, days)
+                for row in _parquet_values(batch):
                     number += 1
                     problem = _TOO_LONG_ROW if row is None else None
                     yield RawRecord(number, f"row {number}", row, problem)

@@ -208,6 +208,19 @@ def test_dates_that_python_cannot_hold_are_left_out_or_end_the_reading(tmp_path)
     assert "two columns have the same name" in inspect_file(tmp_path / "c")["error"]
 
 
+def test_columns_of_dates_and_times_are_named_but_not_read(tmp_path):
+    days = pyarrow.array([2**30, None], pyarrow.int32()).view("date32[day]")
+    times = pyarrow.array([5, None], pyarrow.timestamp("us", "Nowhere"))
+    columns = {"day": days, "question": ["a?", "b?"], "at": times, "answer": ["a", "b"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a")
+    report = inspect_file(tmp_path / "a")
+    assert report["loaded"] == 2 and report["unread"] == {"day": 1, "at": 1}
+    parquet.write_table(pyarrow.table(columns | {"answer": days}), tmp_path / "b")
+    refusals = inspect_file(tmp_path / "b")["refusals"]
+    reason = "'answer': expected text or a list of texts, found "
+    assert [x["reason"] for x in refusals] == [reason + x for x in ("date", "null")]
+
+
 @pytest.mark.parametrize("end", ["", 'who is q\t["q\'s"]\r\n'])
 def test_a_quote_left_open_ends_the_reading_at_its_line(end, tmp_path):
     rows = "".join(f"who is {i}\t['{i}']\r\n" for i in range(20))
