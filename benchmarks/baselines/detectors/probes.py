@@ -39,6 +39,7 @@ from beatrice.benchmarks.baselines.detectors.entropy import entropies_of
 from beatrice.benchmarks.baselines.plain import chosen_row, linear_scores
 from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import usual_jax
+from beatrice.jaxprobe.families import ANSWER
 from beatrice.jaxprobe.rows import StoreRows
 from beatrice.jaxprobe.tokens import mean_answer_states
 
@@ -158,8 +159,13 @@ def saplma_logits(
 
 
 def mean_states(store: FeatureStore, layer: int) -> np.ndarray:
-    """Return the mean state over every answer span, `[n_rows, d_model]` float32."""
-    return mean_answer_states(store, np.arange(len(store.spec.keys)), layer)
+    """Return the mean state over every answer span, `[n_rows, d_model]` float32.
+
+    NaN where the span is empty, as that of an empty answer is if literal.
+    """
+    means = mean_answer_states(store, np.arange(len(store.spec.keys)), layer)
+    means[np.ptp(store.spec.spans[:, ANSWER], axis=1) == 0] = np.nan
+    return means
 
 
 def last_states(store: FeatureStore, layer: int) -> np.ndarray:
@@ -224,7 +230,11 @@ def linear_probe(inputs: DetectorInput) -> DetectorOutput:
     store, rows = inputs.store, inputs.rows
 
     def fit_at(layer: int) -> DetectorOutput:
-        scores, penalty = linear_scores([mean_states(store, layer)], rows)
+        states = mean_states(store, layer)
+        where = np.flatnonzero(np.isfinite(states).all(axis=1))
+        defined, penalty = linear_scores([states[where]], rows.take(where))
+        scores = np.full((1, len(states)), np.nan)
+        scores[:, where] = defined
         chosen = chosen_row(rows, "linear_probe", "inverse_penalty", penalty)
         return DetectorOutput(scores, (chosen,))
 

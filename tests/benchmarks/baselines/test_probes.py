@@ -124,6 +124,16 @@ def test_saplma_reads_the_planted_layer_and_step(name, step, size):
     assert np.argwhere(np.isnan(result.scores)).tolist() == missing
 
 
+@pytest.mark.parametrize("name", ["saplma_mean", "linear_probe"])
+def test_an_empty_answer_has_no_mean_state_in_a_literal_span(name):
+    labels = some_labels(900)
+    answers = planted(labels, slice(None), size=2)
+    rows, store = rows_of(labels), stored(answers, "literal")
+    result = catalogue()[name].score(inputs(rows, store))
+    assert measured(result, rows) > 0.9
+    assert {*np.argwhere(np.isnan(result.scores))[:, 1]} == {3}
+
+
 def test_saplma_of_the_last_token_reads_no_other_step():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, step=0))
