@@ -144,8 +144,13 @@ def scores_where_defined(features: np.ndarray, rows: StoreRows, fit: Fit) -> np.
     float64 scores, NaN for the same rows.
     """
     is_defined = np.all(np.isfinite(features), axis=1)
-    train = rows.where("train")
-    train = train[is_defined[train]]
+    labelled = rows.where("train")
+    train = labelled[is_defined[labelled]]
+    if len(labelled) and not len(train):
+        raise ValueError(
+            f"none of the {len(labelled)} labelled training answers has what the "
+            "detector reads (a literal answer span lacks the last prompt token)"
+        )
     labels = both_classes(rows.labels[train], len(train), "training")
     defined = fit(features[train], labels, features[is_defined])
     scores = np.full((len(defined), len(features)), np.nan)

@@ -270,8 +270,8 @@ def disagreeing(n=900):
     return rows_of(labels), answers, entropies
 
 
-def probed(rows, answers, entropies, step_of):
-    store = stored(answers)
+def probed(rows, answers, entropies, step_of, answer_span="emitting"):
+    store = stored(answers, answer_span)
     steps = step_of(answer_lengths(store), last_steps(store))
     states_of = partial(states_at, store, steps)
     return entropy_probe(states_of, LAYERS, entropies, rows, "sep")
@@ -297,6 +297,8 @@ def test_an_entropy_probe_learns_only_from_entropies_of_training_rows():
     np.testing.assert_array_equal(first.scores, second.scores)
     with pytest.raises(ValueError, match="beatrice sample RUN --split train"):
         probed(rows, answers, np.full(300, np.nan), before_generation)
+    with pytest.raises(ValueError, match="literal answer span lacks the last prompt"):
+        probed(rows, answers, entropies, before_generation, "literal")
 
 
 N_READ = 300
