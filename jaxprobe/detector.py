@@ -285,13 +285,19 @@ class Detector:
     provenance: Provenance | None = None  # None if trained on a caller's arrays
 
     def __post_init__(self):
-        """Check that the banks have every encoder that a head reads."""
+        """Check that the banks have the encoders that heads read, named alike."""
         for setting, head in self.heads.items():
             for where, name in head.reads:
                 if where not in self.banks or name not in self.banks[where].names:
                     raise ValueError(
                         f"the {setting} head reads encoder {name} of {where}, which "
                         "the detector lacks"
+                    )
+                families = {bank.dims.names for bank in self.banks.values()}
+                if where != branch_setting(setting) and len(families) > 1:
+                    raise ValueError(
+                        f"the {setting} head reads encoders of {where}, whose families "
+                        "are others; fit the probe again with the same in both settings"
                     )
 
     @property

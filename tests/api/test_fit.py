@@ -302,6 +302,37 @@ def test_answers_are_matched_with_closed_book_ones_to_the_same_question(rng):
     assert {where for where, _ in head.reads} == {*SETTINGS}
 
 
+def test_settings_may_have_other_families_unless_a_head_reads_both(rng):
+    labels, n = np.arange(160) % 4 < 2, np.full(160, 2)
+    rows = (
+        rng.normal(size=(2, 320, 3)) + np.outer([1, 0], np.repeat(labels, 2))[..., None]
+    )
+    spans = np.tile([[0, 1], [1, 1], [1, 2]], (160, 1, 1))
+    families = (
+        {"a": rows[0], "b": rows[1]},
+        {"b": rows[1], "a": rows[0]},
+        {"a": rows[0]},
+    )
+    with_context, *others = (
+        beatrice.Signals.from_arrays(x, lengths=n, spans=s)
+        for x, s in zip(families, (spans, None, None), strict=True)
+    )
+    splits = dict.fromkeys(SETTINGS, ["train", "validation"] * 80)
+    how = {"splits": splits, "config": small_config(), "progress": False}
+    for other, named in zip(others, ("b, a", "a"), strict=True):
+        given = dict(zip(SETTINGS, (other, with_context), strict=True))
+        verdicts = dict.fromkeys(SETTINGS, labels)
+        with pytest.raises(ValueError, match=f"has {named}; with_context has a, b;"):
+            beatrice.fit(given, verdicts, recipe="paper", **how)
+        probe = beatrice.fit(given, verdicts, **how)
+        for setting, signals in given.items():
+            report = probe.report.query(f"head == '{setting}' and metric == 'auroc'")
+            value = auroc(probe.predict(signals)[1::2], labels[1::2]).value
+            assert (
+                value == pytest.approx(report["value"].item(), abs=1e-6) and value > 0.8
+            )
+
+
 ROWS = np.ones((6, 2))
 LAYERS = ROWS.reshape(6, 2, 1)
 

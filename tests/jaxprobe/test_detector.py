@@ -210,6 +210,11 @@ def test_a_detector_names_what_is_missing(detector):
         score_with_context(Detector(banks=detector.banks, heads=heads), with_context)
     with pytest.raises(ValueError, match="which the detector lacks"):
         Detector(banks={}, heads=detector.heads)
+    bank = detector.banks["closed_book"]
+    dims = dataclasses.replace(bank.dims, names=bank.dims.names[::-1])
+    other = {**detector.banks, "closed_book": dataclasses.replace(bank, dims=dims)}
+    with pytest.raises(ValueError, match="with_context head .* whose families are oth"):
+        Detector(banks=other, heads=detector.heads)
 
 
 N, N_SEEDS = 300, 2
