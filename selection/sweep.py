@@ -144,15 +144,21 @@ def sweep_rows(rows: StoreRows, split: str, limit: int, seed: int) -> np.ndarray
 
     If there are more than `limit`, they are sorted by dataset and label, shuffled in
     each group, and `limit` are taken at even distances, so that each group keeps its
-    share up to rounding. All rows' states at all layers would be 16 GB in the paper.
+    share up to rounding. If that leaves out a class that is rare in every dataset, they
+    are sorted by label first. All rows' states would be 16 GB in the paper.
     """
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
     if len(where) <= limit:
         return where
     shuffled = np.random.default_rng(seed).permutation(where)
-    groups = np.lexsort((rows.labels[shuffled], rows.datasets[shuffled]))
-    return np.sort(shuffled[groups[np.arange(limit) * len(where) // limit]])
+    labels, datasets, drawn = rows.labels[shuffled], rows.datasets[shuffled], where
+    for keys in ((labels, datasets), (datasets, labels)):
+        groups = np.lexsort(keys)
+        drawn = np.sort(shuffled[groups[np.arange(limit) * len(where) // limit]])
+        if len({*rows.labels[drawn]}) > 1:
+            break
+    return drawn
 
 
 def sweep_store(

@@ -59,6 +59,17 @@ def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
     assert everything.tolist() == list(range(0, 2000, 2))
 
 
+@pytest.mark.parametrize("is_rare_right", [True, False])
+def test_a_class_that_is_rare_in_every_dataset_is_read_by_the_sweep(is_rare_right):
+    n, limit = 6000, 1200
+    for seed in range(20):
+        order = np.random.default_rng(seed).permutation(n)
+        labels = (order < 6) == is_rare_right
+        rows = rows_like(labels, datasets=[f"d{i % 3}" for i in range(n)])
+        drawn = sweep_rows(rows, "train", limit, seed=0)
+        assert len(drawn) == limit and len(set(labels[drawn])) == 2
+
+
 def stored(setting, *loudness, n=400):
     """Answers of two tokens; `loudness` is how clearly each layer shows the label."""
     rng = np.random.default_rng(len(setting))
