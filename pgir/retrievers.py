@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.generate.options import seconds_asked_for
+from beatrice.extract.generate.prompts import check_text
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.directory import Preset
@@ -472,7 +473,8 @@ class UserRetriever(CachedRetriever):
       retriever: has a method `search(queries, depth)`, which returns for each query at
         most `depth` passages, best first, in any form that `as_passage` reads; and a
         text `identity` of all that the rankings depend on, under which they are kept.
-        If it raises an OSError, the queries fail, and the next run asks them again.
+        If it raises an OSError or returns text that is not valid, the queries fail, and
+        the next run asks them again.
       cache: file of its rankings; None keeps them only in memory.
       note: as for `CachedRetriever`.
     """
@@ -494,7 +496,7 @@ class UserRetriever(CachedRetriever):
                     f"expected {len(queries)} lists of passages, found {len(rankings)}"
                 )
             pairs = enumerate(rankings)
-            return [_documents(x, f"passages[{i}]")[:depth] for i, x in pairs]
+            found = [_passages(x, f"passages[{i}]")[:depth] for i, x in pairs]
         except OSError as error:
             raise _RequestFailed(str(error)) from error
         # Any other error is a mistake in the user's code.
@@ -502,15 +504,27 @@ class UserRetriever(CachedRetriever):
             raise ValueError(
                 f"the retriever {self._name} failed ({type(error).__name__}): {error}"
             ) from error
+        try:
+            return [_documents(passages) for passages in found]
+        except ValueError as error:
+            reason = f"the retriever {self._name}: {error}"
+            raise _RequestFailed(reason) from None
 
 
-def _documents(ranking: Any, name: str) -> list[str]:
-    """Return a user's passages for one query, as `from_document` reads them."""
+def _passages(ranking: Any, name: str) -> tuple[Passage, ...]:
+    """Return a user's passages for one query."""
     if is_passage(ranking):  # `as_passages` would accept it as a whole context
         raise argument_error(name, "a list of passages", ranking)
+    return as_passages(ranking, name)
+
+
+def _documents(passages: Sequence[Passage]) -> list[str]:
+    """Return passages as `from_document` reads them; check that they are valid text."""
+    for n, passage in enumerate(passages, start=1):
+        check_text(f"{passage.text}\n{passage.title}.", f"passage {n}")
     return [
         f'"{" ".join(passage.title.split())}"\n{passage.text}'  # even without a title
-        for passage in as_passages(ranking, name)
+        for passage in passages
     ]
 
 

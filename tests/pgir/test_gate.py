@@ -590,6 +590,18 @@ def test_a_failed_connection_fails_only_its_own_questions(scorer):
     ]
 
 
+def test_a_passage_that_is_not_valid_text_is_not_kept(tmp_path):
+    passages = ["x", "a \ud800 b"]
+    plug = Fixed(lambda queries, depth: [passages] * len(queries))
+    retriever = UserRetriever(plug, tmp_path / "kept.jsonl")
+    assert retriever.search(["a"], 1) == [(0,)]
+    lone = r"Fixed: passage 2 has the lone surrogate U\+D800 at character 2"
+    with pytest.raises(RetrievalFailed, match=lone):
+        retriever.search(["a"], 2)
+    passages[1] = "mended"
+    assert retriever.search(["a"], 2) == [(0, 1)]
+
+
 def test_a_question_whose_passage_fits_no_window_keeps_its_draft(scorer):
     long = Fixed(lambda q, n: [[PASSAGE * 90 if x == QUESTION else PASSAGE] for x in q])
     bad, good = run_pgir(scorer, [QUESTION, OTHER], long, **DOUBTING)
