@@ -398,7 +398,10 @@ def _post_within(
         request = urllib.request.Request(url, content, dict(headers))
         try:
             with _opener().open(request, timeout=seconds) as stream:
-                reply.set_result(stream.read(_MOST_REPLY_BYTES))
+                content = stream.read(_MOST_REPLY_BYTES + 1)
+            if len(content) > _MOST_REPLY_BYTES:
+                raise _RequestFailed("its reply is longer than 64 MiB")
+            reply.set_result(content)
         except urllib.error.HTTPError as error:
             reply.set_exception(_refusal(error, headers))
         except Exception as error:  # any error must reach the waiting thread

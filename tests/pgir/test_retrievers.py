@@ -115,6 +115,7 @@ class _Moods(BaseHTTPRequestHandler):
         documents = replies.get(mood, [{"contents": f'"{x}"\ntext'} for x in "AB"])
         content = json.dumps({"result": [documents] * len(request["queries"])})
         babble = {"babble": "<html>busy</html>", "nested": "[" * 100_000}
+        babble["long"] = " " * (64 << 20) + content if mood == "long" else ""
         babble["broken"] = f"no index,\n{self.headers['Authorization']}"
         content = babble.get(mood, content)
         with contextlib.suppress(OSError):  # the client has gone
@@ -179,6 +180,12 @@ def test_only_the_questions_that_a_server_fails_on_are_failed_and_retried(
         again = client(f"{url}/retrieve", cache, timeout=5)
         assert np.shape(again.search(queries, 2)) == (4, 2)
         assert server.queries == [["poison"]]
+
+
+def test_a_reply_that_is_too_long_is_called_so():
+    with serving(Moody({"q": "long"})) as url:
+        with pytest.raises(RetrievalFailed, match="its reply is longer than 64 MiB"):
+            client(f"{url}/retrieve", None, n_attempts=1).search(["q"], 2)
 
 
 def test_a_request_is_repeated_when_the_server_asks_for_it(tmp_path):
