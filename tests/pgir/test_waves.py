@@ -388,6 +388,14 @@ def test_a_cap_excludes_dearer_settings_and_test_golds_change_no_choice(tmp_path
     assert capped["pgir_query"]["threshold"] == 0.05  # every first draft is returned
 
 
+def test_only_pgir_must_keep_the_cap_and_a_judge_gets_its_cheapest_policy(tmp_path):
+    given = session(tmp_path, max_generations=0.5)
+    with pytest.raises(ValueError, match="PGIR spends at least 1 .* --max-generations"):
+        given.run_pgir("pgir", given.trace("trace", given.config))
+    given.run_loop("judge:own", loop.detector_judge)
+    assert given.chosen == {"judge:own": {"threshold": 0.05, "budget": 1}}
+
+
 def test_training_outcomes_come_from_training_questions(tmp_path):
     given = session(tmp_path)
     without, once = given.outcomes
