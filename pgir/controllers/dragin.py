@@ -137,14 +137,17 @@ def query_words(
 
 
 class WordService(BatchedService):
-    """Serves "words" and "attended", each with one pass over bare text."""
-
-    price = Cost(forwards=1)
+    """Serves "words" and "attended", each with a pass over bare text."""
 
     def __init__(self, answering: AnswerService) -> None:
         """Take the service that made the answers."""
         self._answering = answering
         self._backbone = answering.probed.backbone
+
+    def cost(self, call: Call, value: Any) -> Cost:
+        """Return the cost: one pass, and another if entropies have to be read again."""
+        is_second = call.kind == "words" and not self._answering.is_read_at_once
+        return Cost(forwards=1 + is_second)
 
     def values(self, calls: Sequence[Call]) -> Sequence[WordReading | AttentionToWords]:
         """Return the attention read for each answer."""

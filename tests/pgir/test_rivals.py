@@ -683,7 +683,11 @@ def test_a_model_that_needs_a_second_pass_scores_alike_and_counts_the_pass(
     assert theirs == pytest.approx(ours, abs=1e-3)
     assert [x.cost(calls[0], None).forwards for x in services] == [0, 1]
     calls = [as_kind(call, "words") for call in answers]
-    ours, theirs = (values_of(dragin.WordService(x), calls) for x in (answering, slow))
+    services = dragin.WordService(answering), dragin.WordService(slow)
+    ours, theirs = (values_of(x, calls) for x in services)
+    kinds = (calls[0], as_kind(answers[0], "attended"))
+    forwards = [[x.cost(call, None).forwards for call in kinds] for x in services]
+    assert forwards == [[1, 1], [2, 1]]  # its entropies, read again
     for words, others in zip(ours, theirs, strict=True):
         assert words.words == others.words
         np.testing.assert_allclose(words.entropy, others.entropy, atol=1e-3)
