@@ -53,6 +53,11 @@ def encoder_folders(run: RunDir) -> list[Path]:
     return [run.encoders(setting) for setting in settings_of(run)]
 
 
+def members_folder(run: RunDir, setting: Setting) -> Path:
+    """Return the folder of a setting's members that wait to be joined."""
+    return run.encoders(setting).with_name(f"{setting}.members")
+
+
 def grid_config(run: RunDir) -> GridConfig:
     """Return how a run's encoders are trained, with the run's seed."""
     return run.resolve_section("train", GRID_PRESETS).seeded(run.seed)
@@ -85,6 +90,7 @@ TRAIN = Stage(
     inputs=lambda run: [*row_files(run), run.sweep],
     outputs=encoder_folders,
     work=deferred("beatrice.jaxprobe.train:train_run"),
+    leftovers=lambda run: [members_folder(run, s) for s in settings_of(run)],
     parts="encoders",
     identity=lambda config: {"protocol": str(PROTOCOL)},
     presets=GRID_PRESETS,

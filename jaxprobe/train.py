@@ -13,12 +13,10 @@ With a single group of all rows the result is that of `jaxprobe.grid`.
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -98,7 +96,7 @@ from beatrice.jaxprobe.rows import (
     rows_of,
     training_set,
 )
-from beatrice.jaxprobe.stages import chosen_layer
+from beatrice.jaxprobe.stages import chosen_layer, members_folder
 from beatrice.jaxprobe.stored import use_one_blas_thread
 from beatrice.jaxprobe.tokens import (
     FamilyTokens,
@@ -538,14 +536,10 @@ def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
     return " ".join((*map(sha256_file, sources), store_id, protocol))
 
 
-def _members_folder(run: RunDir, setting: Setting) -> Path:
-    return run.encoders(setting).with_name(f"{setting}.members")
-
-
 def _caches(run: RunDir, config: GridConfig, setting: Setting) -> tuple[Cache, Cache]:
     """Return the caches of a setting's grid and of its permuted-label control."""
     key = _key(run, config, open_store(run.features(setting)).id)
-    folder = _members_folder(run, setting)
+    folder = members_folder(run, setting)
     return Cache(folder / "grid", key), Cache(folder / "permuted", key)
 
 
@@ -616,7 +610,6 @@ def _train_setting(
             "dims": dataclasses.asdict(data.dims),
         },
     )
-    shutil.rmtree(_members_folder(run, setting), ignore_errors=True)
 
 
 def train_run(

@@ -83,7 +83,9 @@ def test_two_processes_train_the_same_encoders_as_one_bit_by_bit(trained_by_one,
     assert sum("train: done in" in text for text in output) == 1
     assert not members(run)
     check_same_encoders(run, trained_by_one)
+    (run / "encoders" / "closed_book.members").mkdir()  # of a killed process
     assert "already done" in beatrice("train", run).stderr
+    assert not [*(run / "encoders").glob("*.members")]
 
 
 @pytest.mark.slow
