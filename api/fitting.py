@@ -217,12 +217,12 @@ def _fit_heads(
     """Train a recipe's encoders for each setting, and the heads that read them."""
     families = {setting: ", ".join(x.families) for setting, x in passes.items()}
     if recipe == "paper" and len({*families.values()}) > 1:
-        found = "; ".join(
+        each = "; ".join(
             f"{setting} has {names}" for setting, names in families.items()
         )
         raise ValueError(
             "signals: recipe 'paper' needs the same families in the same order in both "
-            f"settings, but {found}; give them alike, or use another recipe"
+            f"settings, but {each}; give them alike, or use another recipe"
         )
     grids: dict[Setting, TrainedGrid] = {}
     outputs: dict[Setting, MemberOutputs] = {}

@@ -448,7 +448,8 @@ def is_folded(config: EncoderConfig) -> bool:
 
     Both are linear, so that their product can be applied to the tokens, which takes
     less if an encoder's hidden width is no larger than that of its projections. The
-    noise of all wider families then takes one draw. Final scores take two steps.
+    noise of all wider families then takes one draw. Final scores take two steps on
+    accelerators.
     """
     return config.hidden <= config.projection
 

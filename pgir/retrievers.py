@@ -499,7 +499,7 @@ class UserRetriever(CachedRetriever):
                     f"expected {len(queries)} lists of passages, found {len(rankings)}"
                 )
             pairs = enumerate(rankings)
-            found = [_passages(x, f"passages[{i}]")[:depth] for i, x in pairs]
+            shown = [_passages(x, f"passages[{i}]")[:depth] for i, x in pairs]
         except OSError as error:
             raise _RequestFailed(str(error)) from error
         # Any other error is a mistake in the user's code.
@@ -508,7 +508,7 @@ class UserRetriever(CachedRetriever):
                 f"the retriever {self._name} failed ({type(error).__name__}): {error}"
             ) from error
         try:
-            return [_documents(passages) for passages in found]
+            return [_documents(passages) for passages in shown]
         except ValueError as error:
             reason = f"the retriever {self._name}: {error}"
             raise _RequestFailed(reason) from None
