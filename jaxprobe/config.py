@@ -236,7 +236,7 @@ class GridConfig:
     # How to stream a store that is larger than memory; None reads it all into memory.
     # Streaming mixes batches within groups, which changes results.
     stream: StreamConfig | None = None
-    # Bytes of memory to plan for; None: the device's. No result depends on it.
+    # Bytes of memory to plan for; None: the device's. It changes only rounding.
     device_memory: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:

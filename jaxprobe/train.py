@@ -530,7 +530,7 @@ def settings_at_once(run: RunDir, config: GridConfig) -> int:
 def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
     """Return the identity of everything that a setting's members depend on."""
     sources = (*question_files(run), run.labels, run.sweep)
-    config = dataclasses.replace(config, device_memory=None)  # changes no result
+    config = dataclasses.replace(config, device_memory=None)  # only rounding
     text = json.dumps([PROTOCOL, dataclasses.asdict(config)])
     protocol = hashlib.sha256(text.encode()).hexdigest()
     return " ".join((*map(sha256_file, sources), store_id, protocol))
