@@ -400,7 +400,8 @@ def _post_within(
             with _opener().open(request, timeout=seconds) as stream:
                 content = stream.read(_MOST_REPLY_BYTES + 1)
             if len(content) > _MOST_REPLY_BYTES:
-                raise _RequestFailed("its reply is longer than 64 MiB")
+                limit = _MOST_REPLY_BYTES >> 20
+                raise _RequestFailed(f"its reply is longer than {limit} MiB")
             reply.set_result(content)
         except urllib.error.HTTPError as error:
             reply.set_exception(_refusal(error, headers))

@@ -144,8 +144,9 @@ def sweep_rows(rows: StoreRows, split: str, limit: int, seed: int) -> np.ndarray
 
     If there are more than `limit`, they are sorted by dataset and label, shuffled in
     each group, and `limit` are taken at even distances, so that each group keeps its
-    share up to rounding. If that leaves out a class that is rare in every dataset, they
-    are sorted by label first. All rows' states would be 16 GB in the paper.
+    share up to rounding. Only if that leaves out a class that is rare in every dataset
+    are they sorted by label first, since other samples decide the layers of older runs.
+    All rows' states would be 16 GB in the paper.
     """
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
