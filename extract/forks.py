@@ -1,18 +1,81 @@
-"""Locks that a fork waits for.
+"""Locks that a fork waits for, and under which no interrupt comes at a wrong moment.
 
 A forked process has only the thread that forked. What other threads were doing stays
 half done in it: hooks on a model, a changed default type, a lock nobody releases.
+Ctrl-C does the same where it ends a function that was about to undo such a change.
 """
 
+import _thread
 import collections
 
 # Both take a lock of their own before a fork. What was registered first comes last:
 # else a fork would have these locks already while it waits for a thread that needs one.
 import concurrent.futures.thread  # noqa: F401
+import contextlib
 import logging  # noqa: F401
 import os
+import signal
 import threading
-from typing import ClassVar
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, ClassVar
+
+# Signals whose handlers usually raise: Ctrl-C, the end of a job, a user's time limit.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+# Functions that an exception would leave with a change half made or half undone.
+_UNBROKEN = (contextlib.ExitStack.enter_context, contextlib.ExitStack.callback)
+_UNBROKEN_CODES = {function.__code__ for function in _UNBROKEN}
+_MOST_WAITS, _WAIT = 500, 0.001  # seconds
+# The process's handlers, for which `_deliver` stands while the main thread has a lock.
+_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+_n_waits = 0
+
+
+def _deliver(number: int, frame: FrameType | None) -> None:
+    """Call the process's handler once no context is being entered or left.
+
+    That is half a second later at most: what takes longer, such as waiting for a lock
+    or for a pool of threads, can be interrupted.
+    """
+    global _n_waits
+    caller = frame
+    while caller is not None and not _changes_context(caller.f_code):
+        caller = caller.f_back
+    if caller is not None and _n_waits < _MOST_WAITS:
+        _n_waits += 1
+        # Not a `threading.Thread`: this thread may be inside its locks.
+        _thread.start_new_thread(_send_again, (threading.get_ident(), number))
+        return
+    _n_waits = 0
+    _handlers[number](number, frame)
+
+
+def _changes_context(code: CodeType) -> bool:
+    return code.co_name in ("__enter__", "__exit__") or code in _UNBROKEN_CODES
+
+
+def _send_again(thread: int, number: int) -> None:
+    time.sleep(_WAIT)
+    signal.pthread_kill(thread, number)  # which ends its waiting, as Ctrl-C does
+
+
+def _postpone_signals() -> None:
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not _deliver:
+            _handlers[number] = handler
+            signal.signal(number, _deliver)
+
+
+def _restore_signals() -> None:
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) is _deliver:
+            signal.signal(number, handler)
+
+
+def _handles_signals(thread: int) -> bool:
+    return thread == threading.main_thread().ident
 
 
 class ForkLock:
@@ -24,6 +87,9 @@ class ForkLock:
     A fork waits until no thread holds any of these locks; meanwhile a thread that holds
     none cannot get one. So a running pass ends first, however long it takes. A thread
     that holds one itself forks at once: a thread it waited for may be waiting for it.
+
+    While the main thread holds one, signals that would raise an exception in it wait
+    until no context is being entered or left, so that all changes are undone.
     """
 
     # Guards all locks: with a condition each, two locks could wait for each other. Not
@@ -64,6 +130,8 @@ class ForkLock:
                 ForkLock._n_held[thread] += 1
                 self._depth = self._depth + 1 if self._owner == thread else 1
                 self._owner, is_taken = thread, True
+            if ForkLock._n_held[thread] == 1 and _handles_signals(thread):
+                _postpone_signals()
         except BaseException:  # an interrupt, at any of these lines
             if is_taken:
                 self.__exit__()
@@ -82,6 +150,8 @@ class ForkLock:
             if not self._depth:
                 self._owner = None
                 ForkLock._changed.notify_all()
+        if thread not in n_held and _handles_signals(thread):
+            _restore_signals()
 
     @classmethod
     def _before_fork(cls) -> None:

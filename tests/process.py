@@ -132,6 +132,31 @@ def interrupted_once():
     assert 1 <= len(calls) <= n_cores()
 
 
+def interrupt_where(is_due, work):
+    """Send Ctrl-C when Python first enters code that is due in `work`; it must end it.
+
+    It may come later, when changes have been undone.
+    """
+
+    def trace(frame, event, arg):
+        if not sent.is_set() and is_due(frame.f_code):
+            sent.set()
+            signal.raise_signal(signal.SIGINT)
+
+    sent, tracer = threading.Event(), sys.gettrace()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sys.settrace(trace)
+            work()
+            sys.settrace(tracer)
+            assert sent.is_set()
+            time.sleep(30)
+    finally:
+        sys.settrace(tracer)
+        signal.signal(signal.SIGINT, before)
+
+
 def start(*words, **environ) -> subprocess.Popen[str]:
     """Start a line in a session of its own, so that all of it can be killed."""
     return subprocess.Popen(

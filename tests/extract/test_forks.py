@@ -9,7 +9,7 @@ import time
 import pytest
 
 from beatrice.extract.forks import ForkLock
-from tests.process import forked, run_python
+from tests.process import forked, interrupt_where, run_python
 
 BUSY = """
 import os, signal, threading
@@ -136,6 +136,41 @@ def test_an_interrupt_inside_pythons_locks_leaves_no_lock_taken():
         sys.settrace(before)
         with thread_of(ask):
             pass
+
+
+def test_an_interrupt_that_comes_as_a_lock_is_left_waits_until_it_is_free():
+    lock = ForkLock()
+
+    def ask(there):
+        take(lock)
+        there.set()
+
+    interrupt_where(ForkLock.__exit__.__code__.__eq__, lambda: take(lock))
+    with thread_of(ask):
+        pass
+
+
+def test_what_takes_long_to_be_left_is_interrupted_all_the_same():
+    def slowly():
+        with ForkLock(), contextlib.ExitStack() as stack:
+            stack.callback(time.sleep, 60)
+
+    start = time.monotonic()
+    interrupt_where(contextlib.ExitStack.__exit__.__code__.__eq__, slowly)
+    assert 0.4 < time.monotonic() - start < 25
+
+
+def test_the_handler_of_the_process_comes_back_with_the_last_lock():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ForkLock(), ForkLock():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with ForkLock():  # a handler that is set under a lock stays
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_fork_is_not_blocked_by_threads_that_take_locks_repeatedly():

@@ -1,6 +1,7 @@
 """The four families of every architecture against brute force, and their laws."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from beatrice.benchmarks.bench.tiny_models import (
     tiny_model,
 )
 from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.forks import ForkLock
+from beatrice.extract.signals import precision
 from beatrice.extract.signals.attention import NAME, SpanReading, run_decoder
 from beatrice.extract.signals.batch import HostCopies, ReadingBudget, TokenRows
 from beatrice.extract.signals.parity import narrow_twin
@@ -27,6 +30,7 @@ from beatrice.extract.signals.reader import SignalReader
 from beatrice.extract.signals.residual import StreamReading
 from beatrice.extract.signals.sequence import first_read_token
 from tests.extract.signals.readers import assert_same_signals, representatives
+from tests.process import interrupt_where
 
 FIELDS = oracle.SIGNALS
 ARCHITECTURES = dict(architectures())
@@ -140,6 +144,22 @@ def test_an_interrupt_while_a_reading_begins_or_ends_restores_the_attention(due)
         reader.read(batch)
     assert decoder.config._attn_implementation == name
     decoder.__class__ = LlamaModel
+    assert_same_signals(reader.read(batch), expected)
+
+
+def test_interrupts_wait_until_a_reading_has_undone_its_changes():
+    reader, batch = reader_of("llama"), make_batch()
+    model, expected = reader.backbone.model, reader.read(batch)
+    name = model.config._attn_implementation
+    for n_ends in range(30):  # of locks, hooks, default types and more
+        due = itertools.chain([False] * n_ends, [True], itertools.repeat(False))
+        interrupt_where(
+            lambda code, due=due: code.co_name == "__exit__" and next(due),
+            lambda: reader.read(batch),
+        )
+        assert model.config._attn_implementation == name
+        assert not any(module._forward_hooks for module in model.modules())
+        assert not ForkLock._n_held and not precision._EXACT
     assert_same_signals(reader.read(batch), expected)
 
 
