@@ -493,7 +493,7 @@ class Backbone:
             max_length=window_of(config),
             layout=layout,
             is_of_files=is_of_files,
-            mark=_weights_version(bare),
+            mark=_weights_version(bare, is_of_files),
             splitter=_SPLITTERS.setdefault(bare, BatchSplitter()),
         )
 
@@ -519,18 +519,38 @@ class Backbone:
 
     def require_unchanged(self) -> None:
         """Check that the weights are unchanged, or signals would mix two models."""
-        if _weights_version(self.model) != self.mark:
+        if _weights_version(self.model, self.is_of_files) != self.mark:
             raise ValueError(
                 f"the weights of {self.name!r} have changed, or another adapter is "
                 "active, since its LanguageModel was made; make another one"
             )
 
 
-def _weights_version(model: Any) -> tuple[Any, ...]:
-    """Return addresses and versions of weights in memory, and the state of adapters."""
-    weights = model.parameters()
+_N_COMPARED = 8  # values of each weight
+
+
+def _weights_version(model: Any, is_of_files: bool) -> tuple[Any, ...]:
+    """Return addresses and versions of weights in memory, and the state of adapters.
+
+    For a user's model also some values of each weight, since fused optimizers, such as
+    the usual one of Transformers' Trainer, and writes to `.data` change no version.
+    """
+    weights = [*model.parameters()]
     places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in weights]
-    return (*places, *_adapters_of(model))
+    values = [] if is_of_files else _some_values(weights)
+    return (*places, *values, *_adapters_of(model))
+
+
+def _some_values(weights: list[torch.Tensor]) -> list[bytes]:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for weight in weights:
+        n = weight.numel()
+        places = (min(n, _N_COMPARED),), (max(1, n // _N_COMPARED),)
+        some = weight.detach().as_strided(*places)
+        by_dtype.setdefault(weight.dtype, []).append(some)
+    # Together, since every copy from a GPU waits for it; and NaN equals NaN as bytes.
+    joined = [torch.cat(some).view(torch.uint8) for some in by_dtype.values()]
+    return [values.cpu().numpy().tobytes() for values in joined]
 
 
 def _adapters_of(model: Any) -> list[str]:

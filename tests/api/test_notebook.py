@@ -424,14 +424,32 @@ def test_a_users_model_stays_unchanged_and_is_read_without_its_dropout(model):
     assert dropout.training and all(p.requires_grad for p in own.parameters())
 
 
-def test_weights_that_change_in_memory_are_noticed(model):
+def scaled(own):
+    with torch.no_grad():
+        own.model.norm.weight.mul_(1.5)
+
+
+def written_past_autograd(own):
+    own.model.norm.weight.data.mul_(1.5)
+
+
+def trained(own):
+    """Take a step as Transformers' Trainer does, only of the matrices of one layer."""
+    weights = own.model.layers[1].mlp.requires_grad_(True).parameters()
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    own(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [scaled, written_past_autograd, trained])
+def test_weights_that_change_in_memory_are_noticed(model, change):
     own = copy.deepcopy(model.backbone.model)
     language_model = beatrice.LanguageModel(own, model.backbone.tokenizer)
     (answer,) = language_model.answer([QUESTION])
     probe = beatrice.load("embedded", model=language_model, strict=False)
     assert probe.score(QUESTION, answer.text).p_correct is not None
-    with torch.no_grad():
-        own.model.norm.weight.mul_(1.5)
+    change(own)
     for ask in (
         lambda: language_model.answer([QUESTION]),
         lambda: language_model.read([answer]),
