@@ -395,6 +395,8 @@ class Probe(AnswerScorer):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
 
+        if not isinstance(repository, str):
+            raise argument_error("repository", "'owner/name'", repository)
         hub = HfApi()
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder) / "probe"
@@ -439,7 +441,8 @@ def check_replaceable(place: str, names: set[str]) -> None:
 
 
 def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (ARRAYS, _REPORT))
+    # By any of its files, so that what a download left out is named; a run has none.
+    return any((folder / name).is_file() for name in (ARRAYS, _REPORT, CHECKSUMS))
 
 
 def _first_line(error: Exception) -> str:
@@ -513,18 +516,27 @@ def _check_examples(
     scorer: "Scorer", examples: Sequence[Mapping[str, Any]], identity: str
 ) -> None:
     """Check, once per machine, that examples get the scores they were saved with."""
+    from beatrice.extract.signals.precision import float32_precision
+
     answers = [
         {k: v for k, v in row.items() if k not in ("p_correct", "raw", "reading")}
         for row in examples
     ]
-    dtype = str(scorer.probed.backbone.dtype).removeprefix("torch.")
+    backbone = scorer.probed.backbone
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    rounding = float32_precision(backbone.device)
 
     def come_out() -> bool:
         for row, score in zip(examples, scorer.score_many(answers), strict=True):
             # Uncalibrated: the steps of isotonic regression amplify rounding.
             if score.raw is None or abs(score.raw - row["raw"]) > _TOLERANCE[dtype]:
                 remedy = "check that the model is the one on its card"
-                if row.get("reading", 1) != READING:
+                if dtype == "float32" and rounding in ("tf32", "bf16"):
+                    remedy = (
+                        f"Torch rounds factors to {rounding} here, so first call "
+                        "torch.set_float32_matmul_precision('highest')"
+                    )
+                elif row.get("reading", 1) != READING:
                     remedy = (
                         "an earlier version saved it and read answers given as texts "
                         "differently (answer_ids score as before): fit it again"
@@ -536,7 +548,6 @@ def _check_examples(
                 )
         return True
 
-    backbone = scorer.probed.backbone
     about = [identity, dataclasses.asdict(backbone.hashes)]
     backbone.check_once("examples", about, come_out)
 
@@ -722,6 +733,8 @@ def _find(path: str | Path) -> Path:
             f"{name}: expected a probe's folder, a run directory, hf://owner/name, or "
             f"one of {', '.join(packaged_probes()) or 'no packaged probe'}"
         )
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; give the folder that holds it")
     return folder
 
 

@@ -614,9 +614,6 @@ class TransformersGenerator:
             )
 
 
-_FEWER = "fewer or shorter passages"
-
-
 def why_overlong(
     backbone: Backbone, requests: Sequence[Request], n_new: int
 ) -> dict[int, str]:
@@ -624,14 +621,21 @@ def why_overlong(
 
     The reasons are keyed by the request's index, and continue a question's name.
     """
-    window = backbone.max_length
-    return {
-        i: f"needs {len(request.prompt.ids)} prompt and {n_new} answer tokens, but "
-        f"{backbone.name} has a window of {window}; give "
-        + ("a shorter question" if request.setting == "closed_book" else _FEWER)
-        for i, request in enumerate(requests)
-        if window is not None and len(request.prompt.ids) + n_new > window
-    }
+    window, reasons = backbone.max_length, dict[int, str]()
+    for i, request in enumerate(requests):
+        n_prompt = len(request.prompt.ids)
+        if window is None or n_prompt + n_new <= window:
+            continue
+        remedy = "give fewer or shorter passages"
+        if request.setting == "closed_book":
+            remedy = "give a shorter question"
+        if n_prompt < window < 2 * n_new:  # the answer takes most of it
+            remedy = "allow fewer new tokens"
+        reasons[i] = (
+            f"needs {n_prompt} prompt and {n_new} answer tokens, but {backbone.name} "
+            f"has a window of {window}; {remedy}"
+        )
+    return reasons
 
 
 def check_requests_fit(

@@ -223,7 +223,8 @@ def _render(
 
 
 _PLAIN = (
-    "use plain prompts (prompt= instead of messages=; `beatrice data` without --chat)"
+    "use plain prompts (instead of messages=, question and context, or to score also "
+    "prompt=; `beatrice data` without --chat)"
 )
 
 

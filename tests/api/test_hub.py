@@ -5,6 +5,8 @@ import json
 import shutil
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 import beatrice
 from beatrice.extract.run.files import CHECKSUMS
 from beatrice.probe import PROBES
@@ -152,3 +154,13 @@ def test_a_licence_next_to_a_probe_does_not_count_as_damage(tmp_path):
     for name in ("LICENSE", "NOTICE"):
         (folder / name).write_text("terms")
     assert beatrice.load(folder).layer is not None
+
+
+def test_a_part_of_a_probe_and_a_file_of_it_are_named_as_such(tmp_path):
+    folder = shutil.copytree(PROBES / "embedded", tmp_path / "probe")
+    with pytest.raises(ValueError, match="is a file; give the folder that holds it"):
+        beatrice.load(folder / "config.json")
+    for name in ("probe.safetensors", "eval.json"):  # not yet downloaded
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match="is missing; copy the folder again"):
+        beatrice.load(folder)

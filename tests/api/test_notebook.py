@@ -424,6 +424,16 @@ def test_a_users_model_stays_unchanged_and_is_read_without_its_dropout(model):
     assert dropout.training and all(p.requires_grad for p in own.parameters())
 
 
+def test_examples_that_differ_because_torch_rounds_factors_say_so():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match="rounds factors to bf16 here, so first c"):
+            beatrice.load("embedded").score(QUESTION, "Paris")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    beatrice.load("embedded").score(QUESTION, "Paris")
+
+
 def scaled(own):
     with torch.no_grad():
         own.model.norm.weight.mul_(1.5)

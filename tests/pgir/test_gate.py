@@ -106,6 +106,11 @@ BAD = {
 }
 
 
+def test_an_answer_longer_than_the_window_is_told_to_be_shorter(scorer):
+    with pytest.raises(ValueError, match="window of 512; allow fewer new tokens"):
+        scorer.answer(QUESTION, max_new_tokens=600)
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_question_no_prompt_can_hold_goes_to_retrieval_and_affects_no_other(
     scorer, bad

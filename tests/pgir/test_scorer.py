@@ -389,7 +389,7 @@ def test_the_last_message_is_the_question_unless_one_is_named(chatting):
         ),
         (
             {"messages": [{"role": "user", "content": "a"}]},
-            "no chat template; .*prompt= instead of messages=",
+            "no chat template; .*instead of messages=, question and context",
         ),
         ({"prompt_ids": [1, 10**9]}, "prompt_ids: expected token ids .* 1000000000"),
         ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),
