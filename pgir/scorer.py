@@ -43,6 +43,7 @@ from beatrice.pgir.asking import (
     StreamedToken,
 )
 from beatrice.pgir.bridge import ProbedBackbone, Reading, emissions, run_fitting
+from beatrice.pgir.forward import TorchForward
 from beatrice.pgir.given import (
     HALF,
     AnswerToScore,
@@ -264,7 +265,7 @@ class Scorer(AnswerScorer):
             if why_unreadable(probed.backbone, prepared) is not None:
                 return None
             reading = probed.reading([signals], [prepared.sequence])
-            scores = self._detect(setting, reading.features(setting))
+            scores = _detect(probed.forward, setting, reading.features(setting))
             p = float(scores.p_correct[0])
             return p if np.isfinite(p) else None
 
@@ -427,7 +428,7 @@ class Scorer(AnswerScorer):
         if reading is None:
             reading = probed.read_sequences([prepared.sequence for prepared in inputs])
         features, name = reading.features(setting), OWN_PASS_HEADS[setting]
-        scores = self._detect(setting, features)
+        scores = _detect(self.probed.forward, setting, features)
         outside = warn_after(detector, features, setting)
         doubts = detector.heads[name].evidence.doubts
         dtype = str(probed.backbone.dtype)
@@ -463,27 +464,30 @@ class Scorer(AnswerScorer):
         self, setting: Setting, features: Features, score: Score
     ) -> Callable[[], tuple[float, ...]]:
         """Return a function that computes `Score.effects` of one answer."""
+        # Not the language model, which a score that is kept would keep in memory.
+        forward, lock = self.probed.forward, self.probed.lock
+        is_literal = self.probed.answer_span == "literal"
 
         def effects() -> tuple[float, ...]:
             n_tokens, places = len(score.tokens), np.flatnonzero(features.masks[-1][0])
             # A token's signals are those of the position that emits it. A literal span
             # begins one position later, so the first token has no effect on P.
-            is_literal = self.probed.answer_span == "literal"
             values = [0.0][:n_tokens] if is_literal else []
             for position in places[: n_tokens - len(values)]:
                 answer = features.masks[-1].copy()
                 answer[0, position] = False
                 without = Features(features.tokens, (*features.masks[:-1], answer))
-                with self.probed.lock:
-                    scores = self._detect(setting, without)
+                with lock:
+                    scores = _detect(forward, setting, without)
                 values.append(float(score.p_correct or 0.0) - scores.p_correct[0])
             return tuple(map(float, values))
 
         return effects
 
-    def _detect(self, setting: Setting, features: Features) -> Scores:
-        passes: dict[Setting, Features] = {setting: features}
-        return self.probed.forward.score(OWN_PASS_HEADS[setting], passes)
+
+def _detect(forward: TorchForward, setting: Setting, features: Features) -> Scores:
+    passes: dict[Setting, Features] = {setting: features}
+    return forward.score(OWN_PASS_HEADS[setting], passes)
 
 
 def backbone_of(model: Any) -> Backbone:

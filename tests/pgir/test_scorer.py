@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import re
 import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -665,6 +666,17 @@ def test_an_empty_context_means_closed_book_in_every_call(scorer):
     assert [*scorer.stream(QUESTION, [])][-1].text == asked.text
     with pytest.raises(ValueError, match=r"contexts\[1\]: expected at least one"):
         scorer.answer([QUESTION, QUESTION], [PASSAGE, []])
+
+
+def test_a_score_that_is_kept_does_not_keep_the_language_model():
+    probe = beatrice.load("embedded")
+    score, model = (
+        probe.answer(QUESTION),
+        weakref.ref(probe.scorer.probed.backbone.model),
+    )
+    del probe
+    gc.collect()
+    assert model() is None and len(score.effects) == len(score.tokens)
 
 
 def test_a_score_without_its_signals_loses_only_its_effects(scorer):
