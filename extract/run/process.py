@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+Given = TypeVar("Given")
 Item = TypeVar("Item")
 
 
@@ -193,6 +194,17 @@ class StoppablePool(ThreadPoolExecutor):
         """Wait for the threads, after stopping them if the block has failed."""
         self._is_stopped = error[0] is not None
         self.shutdown(cancel_futures=self._is_stopped)
+
+
+def two_at_once(
+    function: Callable[[Given], Item], items: Iterable[Given]
+) -> Iterator[Item]:
+    """Yield the function's results for items in order, two computed at once.
+
+    Not more on more cores: each may hold as much as one layer's states.
+    """
+    with StoppablePool(min(2, n_cores())) as pool:
+        yield from pool.map(pool.checked(function), items)
 
 
 def gpu_of_process(

@@ -6,6 +6,7 @@ s is the s-th answer token. If an answer lacks a state, the state and its score 
 and its row is left out of training.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,6 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 from beatrice.benchmarks.baselines.detector import DetectorInput, DetectorOutput
 from beatrice.benchmarks.baselines.plain import chosen_row
+from beatrice.extract.run.process import two_at_once
 from beatrice.extract.run.rows import ResultRow
 from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.families import ANSWER
@@ -158,6 +160,9 @@ def scores_where_defined(features: np.ndarray, rows: StoreRows, fit: Fit) -> np.
     return scores
 
 
+_WARNINGS = threading.Lock()  # their filters are global
+
+
 def logistic_log_odds(
     train: np.ndarray, labels: np.ndarray, states: np.ndarray, max_iter: int = 100
 ) -> np.ndarray:
@@ -170,7 +175,7 @@ def logistic_log_odds(
       `[1, n]` log-odds of True, which rank like the probabilities but do not saturate;
       see `Fit` for the shapes of the arguments.
     """
-    with warnings.catch_warnings():
+    with _WARNINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         regression = LogisticRegression(max_iter=max_iter).fit(train, labels)
     return regression.decision_function(states)[None]
@@ -193,7 +198,8 @@ def best_layer(
     name: str,
 ) -> DetectorOutput:
     """Return a detector's output at the first layer that is best on validation."""
-    fits = ((layer, fit_at(layer)) for layer in layers)  # at most two in memory
+    layers = list(layers)
+    fits = zip(layers, two_at_once(fit_at, layers), strict=True)
     best = max(
         fits, key=lambda fit: validation_auroc(fit[1].scores, rows), default=None
     )

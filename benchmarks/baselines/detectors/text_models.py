@@ -23,6 +23,7 @@ from beatrice.benchmarks.baselines.detector import (
 )
 from beatrice.benchmarks.baselines.detectors.clustering import load_pretrained
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
+from beatrice.extract.run.process import two_at_once
 from beatrice.jaxprobe.linear import both_classes, fit_linear
 from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.rows import StoreRows
@@ -74,7 +75,8 @@ def mlp_scores(
     matrix = csr_matrix(_tfidf(texts, rows), dtype=np.float32)
     labels = both_classes(rows.labels[train], len(train), "training")
 
-    def fitted(penalty: float, seed: int) -> tuple[float, np.ndarray, int]:
+    def fitted(case: tuple[float, int]) -> tuple[float, np.ndarray, int]:
+        penalty, seed = case
         network = MLPClassifier(
             (config.width,),
             alpha=penalty,
@@ -89,9 +91,11 @@ def mlp_scores(
 
         return best_epoch(epochs(), rows, config.patience)
 
-    first = {penalty: fitted(penalty, 0) for penalty in config.penalties}
+    tried = two_at_once(fitted, [(penalty, 0) for penalty in config.penalties])
+    first = dict(zip(config.penalties, tried, strict=True))
     penalty = max(first, key=lambda penalty: first[penalty][0])
-    seeds = [first[penalty], *(fitted(penalty, i) for i in range(1, config.n_seeds))]
+    others = two_at_once(fitted, [(penalty, seed) for seed in range(1, config.n_seeds)])
+    seeds = [first[penalty], *others]
     chosen = chosen_row(rows, "tfidf_mlp", "penalty", penalty)
     return DetectorOutput(np.stack([scores for _, scores, _ in seeds]), (chosen,))
 
