@@ -13,6 +13,7 @@ and every threshold and budget is decided on the same trace.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -277,15 +278,15 @@ def decide(trace: Trace, policy: Policy) -> Decision:
     the one with the highest score, the earliest of equals. NaN is below all scores.
     """
     pool = trace[: policy.budget + 1]
-    n = next((i for i, draft in enumerate(pool, 1) if policy.accepts(draft)), None)
-    p_correct = np.array([draft.p_correct for draft in pool])
-    best = int(np.argmax(np.where(np.isnan(p_correct), -np.inf, p_correct)))
-    number = best if n is None else n - 1
+    for number, draft in enumerate(pool):
+        if policy.accepts(draft):
+            return Decision(
+                draft=draft, round=number, n_generations=number + 1, is_accepted=True
+            )
+    scores = [-math.inf if math.isnan(x.p_correct) else x.p_correct for x in pool]
+    best = scores.index(max(scores))
     return Decision(
-        draft=pool[number],
-        round=number,
-        n_generations=n or len(pool),
-        is_accepted=n is not None,
+        draft=pool[best], round=best, n_generations=len(pool), is_accepted=False
     )
 
 
