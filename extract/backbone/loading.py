@@ -543,11 +543,11 @@ def _weights_version(model: Any, is_of_files: bool) -> tuple[Any, ...]:
 
 def _some_values(weights: list[torch.Tensor]) -> list[bytes]:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for weight in weights:
-        n = weight.numel()
+    for part in [part for weight in weights for part in plain_parts(weight)]:
+        n = part.numel()
         places = (min(n, _N_COMPARED),), (max(1, n // _N_COMPARED),)
-        some = weight.detach().as_strided(*places)
-        by_dtype.setdefault(weight.dtype, []).append(some)
+        some = part.detach().as_strided(*places)
+        by_dtype.setdefault(part.dtype, []).append(some)
     # Together, since every copy from a GPU waits for it; and NaN equals NaN as bytes.
     joined = [torch.cat(some).view(torch.uint8) for some in by_dtype.values()]
     return [values.cpu().numpy().tobytes() for values in joined]
