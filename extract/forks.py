@@ -26,10 +26,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 # Functions that an exception would leave with a change half made or half undone.
 _UNBROKEN = (contextlib.ExitStack.enter_context, contextlib.ExitStack.callback)
 _UNBROKEN_CODES = {function.__code__ for function in _UNBROKEN}
-_MOST_WAITS, _WAIT = 500, 0.001  # seconds
+_LONGEST, _WAIT = 0.5, 0.001  # seconds
 # The process's handlers, for which `_deliver` stands while the main thread has a lock.
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-_n_waits = 0
+_pending: dict[int, float] = {}  # signals that wait, and when they came
 
 
 def _deliver(number: int, frame: FrameType | None) -> None:
@@ -38,16 +38,15 @@ def _deliver(number: int, frame: FrameType | None) -> None:
     That is half a second later at most: what takes longer, such as waiting for a lock
     or for a pool of threads, can be interrupted.
     """
-    global _n_waits
     caller = frame
     while caller is not None and not _changes_context(caller.f_code):
         caller = caller.f_back
-    if caller is not None and _n_waits < _MOST_WAITS:
-        _n_waits += 1
+    waited = time.monotonic() - _pending.setdefault(number, time.monotonic())
+    if caller is not None and waited < _LONGEST:
         # Not a `threading.Thread`: this thread may be inside its locks.
         _thread.start_new_thread(_send_again, (threading.get_ident(), number))
         return
-    _n_waits = 0
+    _pending.pop(number, None)  # another signal may have come on the lines above
     _handlers[number](number, frame)
 
 
@@ -57,13 +56,17 @@ def _changes_context(code: CodeType) -> bool:
 
 def _send_again(thread: int, number: int) -> None:
     time.sleep(_WAIT)
-    signal.pthread_kill(thread, number)  # which ends its waiting, as Ctrl-C does
+    if number in _pending:
+        signal.pthread_kill(thread, number)  # which ends its waiting, as Ctrl-C does
 
 
 def _postpone_signals() -> None:
+    _pending.clear()
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        if callable(handler) and handler is not _deliver:
+        # Asyncio's raises nothing, but every arrival of a signal calls its callbacks.
+        is_asyncio = getattr(handler, "__name__", "") == "_sighandler_noop"
+        if callable(handler) and handler is not _deliver and not is_asyncio:
             _handlers[number] = handler
             signal.signal(number, _deliver)
 
@@ -72,6 +75,8 @@ def _restore_signals() -> None:
     for number, handler in _handlers.items():
         if signal.getsignal(number) is _deliver:
             signal.signal(number, handler)
+    while _pending:  # now, while their handlers are there
+        signal.raise_signal(_pending.popitem()[0])
 
 
 def _handles_signals(thread: int) -> bool:
@@ -170,6 +175,7 @@ class ForkLock:
     def _after_in_child(cls) -> None:
         ForkLock._guard, ForkLock._n_forks = threading.RLock(), 0
         ForkLock._changed, ForkLock._waiting = threading.Condition(cls._guard), []
+        _pending.clear()  # whoever would send them again is in the parent
         for thread in [*cls._n_held]:
             if thread != threading.get_ident():
                 del cls._n_held[thread]

@@ -201,7 +201,8 @@ def two_at_once(
 ) -> Iterator[Item]:
     """Yield the function's results for items in order, two computed at once.
 
-    Not more on more cores: each may hold as much as one layer's states.
+    Not more on more cores: each may need as much memory as one layer's states. Results
+    are computed ahead of a slow reader, so they should be small.
     """
     with StoppablePool(min(2, n_cores())) as pool:
         yield from pool.map(pool.checked(function), items)

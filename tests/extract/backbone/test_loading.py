@@ -232,6 +232,19 @@ def test_a_weight_that_packs_several_tensors_is_hashed_by_each():
     assert revision_of(1) == revision_of(1) != revision_of(2)
 
 
+def test_a_change_of_any_column_and_of_a_part_of_packed_weights_is_noticed():
+    model = tiny_model("llama")
+    plain = model.lm_head.weight.data
+    packed = TwoTensor(plain, plain.clone())
+    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    for weight in (model.model.layers[0].mlp.up_proj.weight, packed.b):
+        backbone = Backbone.from_model(model)
+        backbone.require_unchanged()
+        weight.data[:, 1:] = 0  # rows and columns are multiples of eight
+        with pytest.raises(ValueError, match="have changed"):
+            backbone.require_unchanged()
+
+
 def test_a_default_type_other_than_float32_is_refused():
     model = tiny_model("llama")
     torch.set_default_dtype(torch.bfloat16)
