@@ -129,6 +129,9 @@ def auroc_gain(
     return float(gain[labels].mean()), variance**0.5
 
 
+_ROUNDING = 1e-9  # the AUROC of a million pairs moves in steps of 1e-6
+
+
 def auroc_gain_interval(
     scores: np.ndarray, others: np.ndarray, labels: np.ndarray, questions: np.ndarray
 ) -> tuple[float, float, float]:
@@ -142,7 +145,9 @@ def auroc_gain_interval(
     n_rarer = min(len(np.unique(questions[rows])) for rows in (labels, ~labels))
     if n_rarer < 2:
         return -1.0, 1.0, 1.0
-    if not error and gain:  # all of the rarer class are on the same side
+    error = 0.0 if error < _ROUNDING else error  # such as of means over three seeds
+    # All of the rarer class are on the same side.
+    if not error and abs(gain) >= _ROUNDING:
         half, p = 1 - 0.025 ** (1 / n_rarer), 2.0 ** (1 - n_rarer)
         return max(-1.0, gain - half), min(1.0, gain + half), p
     half = float(student.ppf(0.975, n_rarer - 1)) * error

@@ -592,9 +592,15 @@ def _transfer(results: pandas.DataFrame) -> Content:
             sources = list(here["source"].unique())
             if len(sources) < 2:
                 continue
-            read = dict.fromkeys([*sources, *here["dataset"].unique()])
-            targets = [x for x in read if x in set(here["dataset"])]
-            values = _matrix(here, "source", "dataset").reindex(
+            # A name may be that of a training set and of a held-out one.
+            is_twice = here.duplicated(["source", "dataset"], keep=False)
+            other = here["dataset"].mask(
+                is_twice & (here["split"] == "ood"), here["dataset"] + ", held out"
+            )
+            laid = here.assign(dataset=other)
+            read = dict.fromkeys([*sources, *other.unique()])
+            targets = [x for x in read if x in set(other)]
+            values = _matrix(laid, "source", "dataset").reindex(
                 sources, columns=targets
             )
             title = f"{SETTING_LABELS[setting]}, {LEARNERS[reader]}"

@@ -205,12 +205,16 @@ def test_a_gain_of_zero_is_rarely_significant_if_few_answers_are_right():
 
 
 @pytest.mark.parametrize("n_right", [3, 8])
-def test_a_gain_without_spread_is_no_surer_than_its_few_right_answers(n_right):
-    labels = np.arange(20) < n_right
-    gain = auroc_gain_interval(labels * 1.0, np.zeros(20), labels, np.arange(20))
-    low, high, p = gain
-    assert p == 2.0 ** (1 - n_right) and low <= 0.5 <= high
-    assert (low > 0) == (p < 0.05) == (n_right == 8)
+@pytest.mark.parametrize("n_constant", [1, 3])  # of three seeds: a mean that rounds
+def test_a_gain_without_spread_is_no_surer_than_its_few_right_answers(
+    n_right, n_constant
+):
+    labels = np.arange(24) < n_right
+    ours = np.tile(labels * 1.0, (3, 1))
+    others = ours * (np.arange(3) >= n_constant)[:, None]
+    low, high, p = auroc_gain_interval(ours, others, labels, np.arange(24))
+    assert p == 2.0 ** (1 - n_right) and low <= n_constant / 6 <= high
+    assert low < 0 if n_right == 3 else p < 0.05
 
 
 def test_intervals_of_few_answers_of_equal_length_cover_the_truth():

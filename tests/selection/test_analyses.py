@@ -216,6 +216,18 @@ def test_heads_found_on_the_first_half_of_the_answers_are_measured_on_the_second
     assert moved == pytest.approx(np.abs(without - intact).mean(), rel=1e-3)
 
 
+@pytest.mark.parametrize(("n", "is_clear"), [(4, False), (40, True)])
+def test_heads_measured_on_two_answers_are_not_shown_to_move_more(
+    deployed, n, is_clear
+):
+    where = places.attributed_rows(deployed)[:n]
+    sums, _ = places.head_sums(deployed, "A", where)
+    at = deployed.set_fields(IN_DOMAIN, "test")
+    results = results_of(places._head_rows(deployed, "A", where, sums, at))
+    row = find(results, metric="moved_more_by_top_heads")
+    assert (row.ci_low > 0) == is_clear and row.value > 0
+
+
 def test_the_token_span_and_layer_that_know_are_found(deployed):
     value = values_in(results_of(places.positions(deployed)), **WHOLE)
     by_position = [value("share", position=k) for k in range(1, N_ANSWER + 1)]

@@ -131,6 +131,18 @@ def test_the_matrix_of_sets_says_how_many_labels_each_detector_had():
     assert pictures and all("Labels for each: 1,234." in p.caption for p in pictures)
 
 
+def test_a_set_with_the_name_of_a_training_set_has_a_column_of_its_own():
+    transfer = [r for r in ROWS if r.experiment == "anatomy_transfer"]
+    mine = transfer[0].source
+    held_out = [
+        msgspec.structs.replace(row, split="ood")
+        for row in transfer
+        if row.dataset == mine
+    ]
+    pictures, _ = anatomy._transfer(results_of([*transfer, *held_out]))
+    assert pictures and all("held out" in p.svg for p in pictures)
+
+
 def test_the_boundary_is_drawn_in_both_settings():
     boundary = [r for r in ROWS if r.experiment == "anatomy_boundary"]
     rows = [r for r in boundary if r.bin_x is not None]
