@@ -202,6 +202,11 @@ class Probe(AnswerScorer):
                 )
         for reading in passes.values():
             self._check_model(reading)
+            if reading.layers and self.layer is None:
+                raise ValueError(
+                    "signals: the probe was fitted on signals without layers, but "
+                    "these have some; pass signals like those of the fit"
+                )
             if reading.layers and self.layer not in reading.layers:
                 raise ValueError(
                     f"signals: the probe needs layer {self.layer}, but these hold only "

@@ -59,8 +59,8 @@ class AnswerToScore:
         `Passage` records. None, or no passage, is closed-book.
       prompt: text that was sent for completion. Its control tokens are read as such;
         the tokenizer's own are put in front unless it begins with them.
-      messages: mappings with `role` and `content`, put through the model's chat
-        template with thinking switched off.
+      messages: mappings with `role` and `content`, of all that came before the answer,
+        put through the model's chat template with thinking switched off if it can be.
       prompt_ids: the ids that the model read.
       answer_ids: the ids that it wrote; a special one at the end is the stop token.
         `()` if the model has yet to answer. Without them `answer` is tokenised, and

@@ -23,6 +23,7 @@ import numpy as np
 from beatrice.extract.datasets.fields import (
     Record,
     as_listed,
+    parse_nested,
     passage_field,
     read_passages,
 )
@@ -153,6 +154,9 @@ def record_context(record: Record) -> tuple[str | None, list[Passage]]:
     return field, [passage for passage in stripped if passage.text]
 
 
+_NESTED = ARGUMENTS[ARGUMENTS.index("messages") :]
+
+
 def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
@@ -163,6 +167,8 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     # A blank cell of a table is no prompt; a blank question or answer is an error.
     blank = {name for name in ARGUMENTS[2:] if record.get(name) == ""}
     arguments = {x: record[x] for x in ARGUMENTS if x in record and x not in blank}
+    for name in arguments.keys() & set(_NESTED):  # cells of a table are texts
+        arguments[name] = parse_nested(arguments[name], name)
     field, arguments["context"] = record_context(record)
     known_fields = {*ARGUMENTS, "id", field}
     unread = tuple(name for name in record if name not in known_fields)

@@ -36,6 +36,7 @@ LIST_KEYS = ("Data", "data", "rows", "examples", "questions", "instances")
 _RECORD_KEYS = {"question", "Question", "question_text", "query", "golden_answers"}
 # A first row that contains one of these names is a header.
 COLUMNS = {"question", "query", "possible_answers", "text", "title", "contents"}
+COLUMNS |= {"prompt", "messages", "prompt_ids"}  # of answers to score
 CHUNK = 1 << 20  # bytes read at once; holds the first record of every known format
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB

@@ -61,3 +61,14 @@ def test_a_subset_of_signals_holds_the_chosen_answers(rng):
     for which in (True, "sae"):
         with pytest.raises(TypeError, match=rf"expected the place .*found {which!r}"):
             signals[which]
+
+
+def test_layers_are_refused_by_a_probe_of_signals_without_layers(rng):
+    labels = np.arange(200) % 2 == 0
+    states = rng.normal(size=(200, 6)) + labels[:, None]
+    probe = beatrice.fit(
+        beatrice.Signals.from_arrays({"hidden": states}), labels, progress=False
+    )
+    layered = beatrice.Signals.from_arrays({"hidden": states[:, None]}, layers=[2])
+    with pytest.raises(ValueError, match="fitted on signals without layers"):
+        probe.predict(layered)

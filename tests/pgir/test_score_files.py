@@ -101,6 +101,24 @@ def test_a_context_is_the_same_under_both_names_in_lines_and_tables(passages, tm
     assert set(contexts) == {contexts[0]} and all(x.text for x in contexts[0])
 
 
+@pytest.mark.parametrize("between", [",", "\t"])
+def test_every_argument_can_be_a_column_of_a_table(between, tmp_path):
+    chat = [{"role": "user", "content": "Who?"}]
+    for given in (
+        {"prompt": PROMPT, "answer": "Guzolt Falls", "context_range": [9, 20]},
+        {"messages": chat, "answer": "Guzolt Falls"},
+        {"prompt_ids": [1, 2], "answer_ids": [3]},
+    ):
+        cells = {
+            k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()
+        }
+        path = tmp_path / "a.csv"
+        pd.DataFrame([cells]).to_csv(path, index=False, sep=between)
+        (row,) = read_rows(path)
+        (same,) = read_rows(write_lines(tmp_path / "a.jsonl", [given]))
+        assert row.given == same.given and isinstance(row.given, AnswerToScore)
+
+
 @pytest.mark.parametrize(
     "name", ["passages", "passage", "contexts", "retrieved_contexts", "ctxs"]
 )
