@@ -202,16 +202,7 @@ class Probe(AnswerScorer):
                 )
         for reading in passes.values():
             self._check_model(reading)
-            if reading.layers and self.layer is None:
-                raise ValueError(
-                    "signals: the probe was fitted on signals without layers, but "
-                    "these have some; pass signals like those of the fit"
-                )
-            if reading.layers and self.layer not in reading.layers:
-                raise ValueError(
-                    f"signals: the probe needs layer {self.layer}, but these hold only "
-                    f"{', '.join(map(str, reading.layers))}; read that layer as well"
-                )
+            self._check_layer(reading)
         stores: dict[Setting, FeatureStore] = {
             setting: reading.store for setting, reading in passes.items()
         }
@@ -237,6 +228,19 @@ class Probe(AnswerScorer):
         for doubt in self.detector.heads[branch].evidence.doubts:
             warnings.warn(doubt, stacklevel=2)
         return scores.p_correct
+
+    def _check_layer(self, signals: "Signals") -> None:
+        if not signals.layers or self.layer in signals.layers:
+            return
+        if self.layer is None:
+            raise ValueError(
+                "signals: the probe was fitted on signals without layers, but these "
+                "have some; pass signals like those of the fit"
+            )
+        raise ValueError(
+            f"signals: the probe needs layer {self.layer}, but these hold only "
+            f"{', '.join(map(str, signals.layers))}; read that layer as well"
+        )
 
     def _check_model(self, signals: "Signals") -> None:
         """Check that signals come from the fit's model, if they record a model."""
