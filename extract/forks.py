@@ -24,8 +24,10 @@ from typing import Any, ClassVar
 # Signals whose handlers usually raise: Ctrl-C, the end of a job, a user's time limit.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 # Functions that an exception would leave with a change half made or half undone.
-_UNBROKEN = (contextlib.ExitStack.enter_context, contextlib.ExitStack.callback)
-_UNBROKEN_CODES = {function.__code__ for function in _UNBROKEN}
+_UNBROKEN = {
+    function.__code__
+    for function in (contextlib.ExitStack.enter_context, contextlib.ExitStack.callback)
+}
 _LONGEST, _WAIT = 0.5, 0.001  # seconds
 # The process's handlers, for which `_deliver` stands while the main thread has a lock.
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -51,7 +53,7 @@ def _deliver(number: int, frame: FrameType | None) -> None:
 
 
 def _changes_context(code: CodeType) -> bool:
-    return code.co_name in ("__enter__", "__exit__") or code in _UNBROKEN_CODES
+    return code.co_name in ("__enter__", "__exit__") or code in _UNBROKEN
 
 
 def _send_again(thread: int, number: int) -> None:
@@ -61,7 +63,7 @@ def _send_again(thread: int, number: int) -> None:
 
 
 def _postpone_signals() -> None:
-    _pending.clear()
+    _pending.clear()  # one may be left if the handler of another has raised
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         # Asyncio's raises nothing, but every arrival of a signal calls its callbacks.

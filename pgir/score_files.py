@@ -154,7 +154,7 @@ def record_context(record: Record) -> tuple[str | None, list[Passage]]:
     return field, [passage for passage in stripped if passage.text]
 
 
-_NESTED = ARGUMENTS[ARGUMENTS.index("messages") :]
+_NESTED = {*ARGUMENTS[ARGUMENTS.index("messages") :]}
 
 
 def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -167,7 +167,7 @@ def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
     # A blank cell of a table is no prompt; a blank question or answer is an error.
     blank = {name for name in ARGUMENTS[2:] if record.get(name) == ""}
     arguments = {x: record[x] for x in ARGUMENTS if x in record and x not in blank}
-    for name in arguments.keys() & set(_NESTED):  # cells of a table are texts
+    for name in arguments.keys() & _NESTED:  # cells of a table are texts
         arguments[name] = parse_nested(arguments[name], name)
     field, arguments["context"] = record_context(record)
     known_fields = {*ARGUMENTS, "id", field}

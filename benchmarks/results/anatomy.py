@@ -594,12 +594,12 @@ def _transfer(results: pandas.DataFrame) -> Content:
                 continue
             # A name may be that of a training set and of a held-out one.
             is_twice = here.duplicated(["source", "dataset"], keep=False)
-            other = here["dataset"].mask(
+            columns = here["dataset"].mask(
                 is_twice & (here["split"] == "ood"), here["dataset"] + ", held out"
             )
-            laid = here.assign(dataset=other)
-            read = dict.fromkeys([*sources, *other.unique()])
-            targets = [x for x in read if x in set(other)]
+            read = dict.fromkeys([*sources, *columns.unique()])
+            targets = [x for x in read if x in set(columns)]
+            laid = here.assign(dataset=columns)
             values = _matrix(laid, "source", "dataset").reindex(
                 sources, columns=targets
             )

@@ -670,10 +670,8 @@ def test_an_empty_context_means_closed_book_in_every_call(scorer):
 
 def test_a_score_that_is_kept_does_not_keep_the_language_model():
     probe = beatrice.load("embedded")
-    score, model = (
-        probe.answer(QUESTION),
-        weakref.ref(probe.scorer.probed.backbone.model),
-    )
+    score = probe.answer(QUESTION)
+    model = weakref.ref(probe.scorer.probed.backbone.model)
     del probe
     gc.collect()
     assert model() is None and len(score.effects) == len(score.tokens)

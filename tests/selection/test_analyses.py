@@ -217,9 +217,7 @@ def test_heads_found_on_the_first_half_of_the_answers_are_measured_on_the_second
 
 
 @pytest.mark.parametrize(("n", "is_clear"), [(4, False), (40, True)])
-def test_heads_measured_on_two_answers_are_not_shown_to_move_more(
-    deployed, n, is_clear
-):
+def test_heads_are_not_shown_to_move_more_on_two_answers(deployed, n, is_clear):
     where = places.attributed_rows(deployed)[:n]
     sums, _ = places.head_sums(deployed, "A", where)
     at = deployed.set_fields(IN_DOMAIN, "test")
